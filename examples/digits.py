@@ -1,0 +1,74 @@
+"""What digits.toml names: a small network, and scikit-learn's digits as sharded data sets."""
+
+from pathlib import Path
+
+import numpy as np
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.layout import MANIFEST
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import write_arrays
+from hpctrain.errors import DataError
+
+NUM_TEST = 360
+"""Of 1797 digits; 1437 are left to train on."""
+
+
+class Network(nn.Module):
+    """Two convolutions, then two linear layers."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(dropout),
+            nn.Flatten(),
+            nn.Linear(32 * width, 64),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(64, 10),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``(n, 8, 8)`` bytes from 0 to 16 into ``(n, 10)`` scores."""
+        scores: Tensor = self.layers(x.float().unsqueeze(1) / 16)
+        return scores
+
+
+def model(width: int = 16, dropout: float = 0.25) -> Network:
+    """Make the network; ``width`` counts the channels of its first layer."""
+    return Network(width, dropout)
+
+
+def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
+    """Open the training and the test digits, which rank 0 packs when they are not there yet.
+
+    Collective.
+    """
+    root = Path(folder)
+    refusal = _pack(root) if comm.rank == 0 else None
+    comm.agree(refusal is None, refusal or "")
+    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+
+
+def _pack(root: Path) -> str | None:
+    """Write what is missing; return why that could not be done."""
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    try:
+        for split, rows in (("train", order[NUM_TEST:]), ("test", order[:NUM_TEST])):
+            if not (root / split / MANIFEST).exists():
+                arrays = {
+                    "x": digits.images[rows].astype(np.uint8),
+                    "y": digits.target[rows].astype(np.int64),
+                }
+                write_arrays(root / split, arrays, samples_per_shard=400, split=split)
+    except DataError as error:
+        return str(error)
+    return None

@@ -1,0 +1,1 @@
+"""Saving and loading what a run needs to go on."""

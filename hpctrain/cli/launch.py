@@ -1,0 +1,83 @@
+"""``hpctrain launch``: start a command on several ranks."""
+
+from typing import Annotated
+
+import typer
+
+from hpctrain.cluster.env import scheduler
+from hpctrain.launch import mpiexec
+from hpctrain.launch.mpirun import find_mpirun
+from hpctrain.launch.program import resolve
+from hpctrain.launch.supervise import supervise
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
+"""Options end where the command begins: those behind it are the command's own."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell has it."""
+
+
+def launch(  # noqa: PLR0913 - a command's options
+    ctx: typer.Context,
+    *,
+    num_ranks: Annotated[
+        int, typer.Option("-n", "-np", "--ranks", min=1, help="How many ranks.", metavar="N")
+    ],
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Declare so many nodes on this host.", min=1, show_default=False),
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Real hosts with their ranks.", metavar="a:2,b:2")
+    ] = None,
+    mpirun: Annotated[
+        str | None, typer.Option(help="The launcher to use.", metavar="PATH")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="End all ranks after so many seconds.", metavar="S")
+    ] = None,
+    tag_output: Annotated[
+        bool, typer.Option("--tag-output", help="Each line names its rank.")
+    ] = False,
+    no_bind: Annotated[bool, typer.Option("--no-bind", help="Tie no rank to a core.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the mpirun line and start nothing.")
+    ] = False,
+) -> None:
+    """Start a command on several ranks with the mpirun that fits this installation.
+
+    Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
+
+    One rank's death ends all ranks. The exit code is the command's, 124 after --timeout.
+
+    Examples:
+      hpctrain launch -n 4 python train.py --epochs 3
+
+      hpctrain launch -n 4 --nodes 2 hpctrain train digits.toml
+
+      hpctrain launch -n 8 --hosts a:4,b:4 train.py
+
+      hpctrain launch -n 4 --dry-run python train.py
+    """
+    found = find_mpirun(mpirun)
+    options = mpiexec.Options(
+        binding="none" if no_bind else "auto",
+        tag_output=tag_output,
+        allocated=bool(scheduler()),
+    )
+    line = mpiexec.command(
+        resolve(ctx.args),
+        num_ranks=num_ranks,
+        mpirun=found,
+        nodes=nodes,
+        hosts=hosts,
+        options=options,
+    )
+    if dry_run:
+        typer.echo(mpiexec.shell_line(line))
+        return
+    try:
+        code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    raise typer.Exit(code)

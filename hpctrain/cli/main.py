@@ -1,0 +1,94 @@
+"""The command ``hpctrain``. Commands load what is heavy only when they run."""
+
+import platform
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from hpctrain import __version__
+from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
+from hpctrain.cli.train import train
+from hpctrain.errors import HpctrainError, MismatchError
+
+USAGE_ERROR = 2
+ROOT_SPEAKS_S = 2.0
+"""Time in which rank 0's error ends the job, so that no other rank repeats it."""
+
+EXAMPLES = """
+For instance:
+
+  hpctrain train my.toml --init        write a file with every key
+
+  hpctrain train my.toml --dry-run     build everything, train nothing
+
+  hpctrain launch -n 4 hpctrain train my.toml
+
+  hpctrain launch -n 4 --nodes 2 python script.py
+"""
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command(context_settings=CONTEXT_SETTINGS)(launch)
+
+
+@app.callback(invoke_without_command=True)
+def hpctrain(
+    context: typer.Context,
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
+    if version:
+        typer.echo(f"hpctrain {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line on stderr and exit code 2."""
+    if platform.system() == "Windows":
+        sys.stderr.write(
+            "hpctrain: Windows itself has no MPI that hpctrain runs on; start it inside WSL: "
+            "https://learn.microsoft.com/windows/wsl/install\n"
+        )
+        sys.exit(USAGE_ERROR)
+    try:
+        app()
+    except HpctrainError as error:
+        _stop(error)
+
+
+def _stop(error: HpctrainError) -> None:
+    """Say once what all ranks met, and stop; what one rank met alone is raised again."""
+    rank, is_joined = _rank()
+    if is_joined and not isinstance(error, MismatchError):
+        raise error  # the hooks of the world tag it with the rank and end all others
+    if rank and not is_joined:
+        # Rank 0 has most likely met the same, and its end is the end of this process too.
+        time.sleep(ROOT_SPEAKS_S)
+        sys.stderr.write(f"hpctrain: rank {rank}: {error}\n")
+    elif not rank:
+        sys.stderr.write(f"hpctrain: {error}\n")
+    sys.exit(USAGE_ERROR)
+
+
+def _rank() -> tuple[int, bool]:
+    """This rank, as the world or else the launcher says, and whether it has joined others."""
+    from hpctrain.cluster.env import launched  # noqa: PLC0415
+
+    module = sys.modules.get("hpctrain.runtime.world")
+    if module is not None and module.is_initialized():
+        return module.rank(), module.size() > 1
+    found = launched()
+    return (found.rank if found else 0), False

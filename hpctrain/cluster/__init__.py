@@ -1,0 +1,1 @@
+"""Facts about the machine, in one frozen value; nothing here imports torch or mpi4py."""

@@ -1,0 +1,110 @@
+"""Checks before the first collective: do launcher, MPI library, world and cores fit together?
+
+Pure: what was found goes in, an error, a warning or a number comes out.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.cluster.cores import format_numbers
+from hpctrain.cluster.env import Launched
+from hpctrain.cluster.libraries import Family, distinct, family, mpirun_beside
+from hpctrain.cluster.topology import Topology
+from hpctrain.errors import LaunchError
+
+FIX: dict[tuple[str, Family], str] = {
+    ("srun", "openmpi"): "`srun --mpi=pmix ...`",
+    ("srun", "mpich"): "`srun --mpi=pmi2 ...` (Cray MPICH: `--mpi=cray_shasta`)",
+    ("flux", "openmpi"): "`flux run -o pmi=pmix ...`",
+    ("flux", "mpich"): "`flux run -o pmi=simple ...`",
+    ("PALS mpiexec", "openmpi"): "`mpiexec --pmi=pmix ...`",
+    ("PALS mpiexec", "mpich"): "`mpiexec --pmi=pmi2 ...`",
+}
+"""What makes a launcher that serves several MPI libraries serve one of this family."""
+
+
+def check_world(
+    launched: Launched | None,
+    size: int,
+    libraries: Sequence[Path],
+    starter: Path | None = None,
+) -> None:
+    """Stop when every rank believes to be alone, or when two MPI libraries are loaded.
+
+    Rank-local, before any collective: where it fails there is no world to agree with, and
+    two libraries show on every rank alike.
+
+    Args:
+        launched: what the launcher says, ``None`` in a process that no launcher started.
+        size: size of MPI's world.
+        libraries: from ``libraries.loaded_libmpi``.
+        starter: the launcher's program from ``libraries.starter``, for the message.
+
+    Raises:
+        LaunchError: names the library, the launcher and the command that fixes it.
+    """
+    found = distinct(libraries)
+    if len(found) > 1:
+        raise LaunchError(
+            f"a process holds one MPI library, this one has loaded {_and(found)}; keep the one "
+            "whose mpirun starts the ranks: `pip uninstall` the other's wheel, take it out of "
+            "LD_LIBRARY_PATH and LD_PRELOAD, or rebuild the package that brought it in"
+        )
+    if launched is None or size > 1 or launched.size == 1:
+        return
+    library = found[0] if found else None
+    raise LaunchError(
+        f"all ranks of a launch form one world, but {_who(launched, starter)} started "
+        f"{launched.size} ranks ({launched.size_variable}={launched.size}) and MPI "
+        f"({library or 'library unknown'}) sees a world of size {size}; {_fix(launched, library)}"
+    )
+
+
+def core_warning(topology: Topology) -> str | None:
+    """Say that ranks take turns on too few cores, ``None`` when each has one.
+
+    The text is the same on all ranks that share the same cores, so a log can merge them.
+    """
+    ranks = topology.shared_cores
+    if not ranks:
+        return None
+    host = topology.hosts[topology.node].partition("#")[0]
+    return (
+        f"ranks {format_numbers(ranks)} share {topology.num_peer_cores} core(s) of {host} "
+        f"(mask {format_numbers(topology.cores)}) and take turns; start fewer ranks, "
+        "or give them more cores: srun --cpus-per-task, mpirun --bind-to none"
+    )
+
+
+def threads_for(num_cores: int, num_sharing: int, quota: float | None = None) -> int:
+    """Return how many threads a rank can run at once, at least 1.
+
+    Args:
+        num_cores: cores of the rank's mask, ``len(topology.cores)``.
+        num_sharing: ranks with these cores in their mask, ``len(topology.core_peers)``.
+        quota: from ``cores.quota``; the ranks of a container divide it.
+    """
+    cores = num_cores if quota is None else min(num_cores, int(quota))
+    return max(1, cores // max(1, num_sharing))
+
+
+def _who(launched: Launched, starter: Path | None) -> str:
+    interface = f" --mpi={launched.pmi}" if launched.pmi else ""
+    program = f" ({starter})" if starter else ""
+    return f"{launched.name}{interface}{program}"
+
+
+def _fix(launched: Launched, library: Path | None) -> str:
+    """Name the command that would have made one world."""
+    again = f"start again with `hpctrain launch -n {launched.size} ...`"
+    if library is None:
+        return again
+    if fix := FIX.get((launched.name, family(library))):
+        return f"start again with {fix}, or inside the job with `hpctrain launch ...`"
+    own = mpirun_beside(library)
+    program = f" or with {own}, the mpirun of this MPI" if own else ""
+    return f"{again}{program}; if another launch left {launched.size_variable} behind, unset it"
+
+
+def _and(paths: Sequence[Path]) -> str:
+    return " and ".join(map(str, paths))

@@ -1,0 +1,1 @@
+"""Moving bytes: communicators from one process to many nodes."""

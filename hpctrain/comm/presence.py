@@ -1,0 +1,161 @@
+"""Who is still here: ranks that died or left are found by those that wait for them."""
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from mpi4py import MPI
+
+from hpctrain.errors import RankLostError
+
+GRACE_S = 1.0
+"""How long a rank that leaves waits for the others before it tells them that it has left."""
+LOOK_S = 0.1
+"""Between two looks at the processes of this node."""
+PEERS_PER_LOOK = 16
+"""Bounds the cost of a look on nodes with hundreds of ranks: the next look takes the next ones."""
+NEAR_SIZE = 64
+"""Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
+
+_LEFT = 1
+_NAP_S = (50e-6, 20e-3)
+
+
+class Presence:
+    """Knows which ranks are gone, without a thread and without a message while all is well.
+
+    A rank that died is missed by the ranks of its node, which look at its process. A rank that
+    left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
+    """
+
+    def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
+        """Take a duplicate of the world and the processes of this node's ranks.
+
+        Args:
+            control: nothing else may use it; ``farewell()`` frees it.
+            node_pids: world rank to process id, in the pid namespace of this process.
+        """
+        self.rank: int = control.rank
+        self._control = control
+        self._owner = os.getpid()
+        self._born = {r: (p, _birth(p)) for r, p in node_pids.items() if r != self.rank}
+        if _birth(self._owner) is None:  # no /proc: nothing can be said about anybody
+            self._born.clear()
+        self._to_look: list[int] = []
+        self._next_look = 0.0
+        self._left: set[int] = set()
+        self._open = True
+
+    def check(self, partner: int | None = None) -> None:
+        """Return if nobody is missed; cheap enough for every turn of a waiting loop.
+
+        Args:
+            partner: the world rank that is waited for, None for all. That a third rank has left
+                concerns nobody who waits for one; that it died always does.
+
+        Raises:
+            RankLostError: a rank of this node died, or a rank that is waited for left.
+        """
+        if not self._open:
+            return
+        self._raise_if_dead()
+        self._hear()
+        if left := sorted(self._left if partner is None else self._left & {partner}):
+            raise RankLostError(
+                f"{_ranks(left)} left the program while rank {self.rank} waits for "
+                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
+                f"for a sys.exit, return or break there, and for a rank with fewer batches"
+            )
+
+    def farewell(self) -> None:
+        """Return when every rank of the world has come here; ranks with work left may take long.
+
+        Collective. Sleeps meanwhile, and after a second tells the other ranks that this one has
+        left: those that wait for it raise, those that work go on and come later. Nothing is under
+        way when it returns, so that ``MPI_Finalize`` finds no message. Harmless the second time
+        and in forked children.
+
+        Raises:
+            RankLostError: a rank of this node died before it came here.
+
+        Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for
+            dynamic sparse data exchange", for the end: synchronous sends, then a barrier.
+        """
+        if not self._open or os.getpid() != self._owner:
+            return
+        self._open = False
+        notices: list[MPI.Request] = []
+        everyone_came = self._control.Ibarrier()
+        for waited_s in self._naps_until(everyone_came.Test):
+            if waited_s > GRACE_S and not notices:
+                notices = self._announce()
+            self._raise_if_dead()
+        for _ in self._naps_until(lambda: all(notice.Test() for notice in notices)):
+            self._raise_if_dead()
+        everyone_heard = self._control.Ibarrier()
+        for waited_s in self._naps_until(everyone_heard.Test):
+            if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
+                self._raise_if_dead()
+        self._control.Free()
+
+    def _naps_until(self, done: Callable[[], bool]) -> Iterator[float]:
+        """Yield the seconds waited so far, after ever longer naps, until ``done()``."""
+        start = time.monotonic()
+        nap_s, longest_s = _NAP_S
+        while not done():
+            time.sleep(nap_s)
+            nap_s = min(1.5 * nap_s, longest_s)
+            self._hear()
+            yield time.monotonic() - start
+
+    def _announce(self) -> list[MPI.Request]:
+        size = self._control.size
+        distances: set[int] = set(range(1, size))
+        if size > NEAR_SIZE:
+            distances = {s << k for k in range(size.bit_length()) for s in (1, -1)}
+        others = {(self.rank + distance) % size for distance in distances} - {self.rank}
+        return [self._control.Issend(array("b"), other, _LEFT) for other in sorted(others)]
+
+    def _hear(self) -> None:
+        # A matched probe: two threads of this rank may wait, and look, at the same time.
+        while notice := self._control.Improbe(tag=_LEFT):
+            self._left.add(_receive(notice))
+
+    def _raise_if_dead(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        if not self._to_look:
+            self._to_look = list(self._born)
+        now_due, self._to_look = self._to_look[:PEERS_PER_LOOK], self._to_look[PEERS_PER_LOOK:]
+        for rank in now_due:
+            pid, born = self._born[rank]
+            if born is None or _birth(pid) != born:
+                raise RankLostError(
+                    f"rank {rank} (process {pid} of this node) died while rank "
+                    f"{self.rank} waits for it; its last output says why, and the "
+                    f"kernel's log if it ran out of memory"
+                )
+
+
+def _birth(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def _receive(notice: MPI.Message) -> int:
+    status = MPI.Status()
+    notice.Recv(array("b"), status)
+    return status.Get_source()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

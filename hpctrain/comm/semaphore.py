@@ -1,0 +1,52 @@
+"""Process-shared POSIX semaphores, laid into memory that several processes map."""
+
+import ctypes
+import time
+
+from hpctrain.errors import NodeMemoryError
+
+SEMAPHORE_BYTES = 64
+"""Room for one semaphore: glibc's takes 32 bytes, and one cache line each avoids false sharing."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_LIBC = ctypes.CDLL(None)
+_POINTER = ctypes.c_void_p
+for _name, _arguments in {
+    "sem_init": [_POINTER, ctypes.c_int, ctypes.c_uint],
+    "sem_post": [_POINTER],
+    "sem_trywait": [_POINTER],
+    "sem_timedwait": [_POINTER, ctypes.POINTER(_Timespec)],
+}.items():
+    getattr(_LIBC, _name).argtypes = _arguments
+
+
+class Semaphore:
+    """A counter that one process raises and another waits for; both pass its address."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = _POINTER(address)
+
+    def initialise(self) -> None:
+        """Set the counter to zero; the owner calls this before anybody else uses it."""
+        if _LIBC.sem_init(self._address, 1, 0) != 0:
+            raise NodeMemoryError("this system has no process-shared semaphores")
+
+    def post(self) -> None:
+        """Add one, and wake a waiter."""
+        _LIBC.sem_post(self._address)
+
+    def try_wait(self) -> bool:
+        """Take one if there is one."""
+        return bool(_LIBC.sem_trywait(self._address) == 0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep in the kernel until there is one and take it; False when the time is over."""
+        nanoseconds, one_second = time.time_ns() + int(timeout_s * 1e9), 1_000_000_000
+        deadline = _Timespec(*divmod(nanoseconds, one_second))
+        return bool(_LIBC.sem_timedwait(self._address, ctypes.byref(deadline)) == 0)

@@ -1,0 +1,1 @@
+"""What a bucket travels as: one codec per file."""

@@ -1,0 +1,115 @@
+"""Settings that come from the environment: one table, read once, checked at once."""
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from hpctrain.errors import ConfigError
+from hpctrain.units import MIB, parse_bytes
+
+PREFIX = "HPCTRAIN_"
+
+OVERLAPS = ("auto", "thread", "inline", "end")
+"""When buckets travel: chosen by the plan, on a thread, inside the hooks, after backward."""
+
+SHARED_MEMORY = ("auto", "memfd", "window", "off")
+"""Node memory: the first way that works, one way and no other, or never."""
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"a switch is 1 or 0, got {text!r}")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"a whole number of at least 1 is needed, got {text!r}")
+    return int(text)
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ConfigError(f"one of {', '.join(choices)} is needed, got {text!r}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What ``HPCTRAIN_*`` variables say; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``."""
+
+    ranks_per_node: int | None = None
+    """Declares nodes on one host: every so many ranks of a host are a node of their own."""
+    shared_memory: str = "auto"
+    """How the ranks of a node share memory; ``auto`` ends at plain MPI where they cannot,
+    ``memfd`` and ``window`` are an error there, ``off`` never tries."""
+    overlap: str = "auto"
+    """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
+    bucket_bytes: int = 25 * MIB
+    """Largest message while gradients travel during backward."""
+    trace: bool = False
+    """Print one line per collective."""
+    log_dir: Path | None = None
+    """Folder for ``rank-N.log`` of each rank; none when unset."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read and check the variables.
+
+        Raises:
+            ConfigError: a value is not valid; the message names the variable.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for name, parse in _PARSERS.items():
+            text = environ.get(PREFIX + name.upper())
+            if text is None:
+                continue
+            try:
+                values[name] = parse(text)
+            except ConfigError as error:
+                raise ConfigError(f"{PREFIX}{name.upper()}: {error}") from None
+        return cls(**values)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "ranks_per_node": _positive,
+    "shared_memory": _one_of(SHARED_MEMORY),
+    "overlap": _one_of(OVERLAPS),
+    "bucket_bytes": parse_bytes,
+    "trace": _flag,
+    "log_dir": Path,
+}
+
+_FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")
+"""Names under our prefix that other parts read: the test suite's, never an unknown setting."""
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One sentence for every ``HPCTRAIN_*`` variable that no setting reads, with the likely name."""
+    environ = os.environ if environ is None else environ
+    known = [PREFIX + field.name.upper() for field in fields(Settings)]
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith(PREFIX)
+        and name not in known
+        and name.removeprefix(PREFIX) not in _FOR_TOOLS
+    )
+    return [
+        f"{name} is not a setting of hpctrain and has no effect; {_hint(name, known)}"
+        for name in unknown
+    ]
+
+
+def _hint(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

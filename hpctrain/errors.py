@@ -1,0 +1,45 @@
+"""Every error a user can meet: it states the rule, the values found and the way out."""
+
+
+class HpctrainError(Exception):
+    """Base of all errors raised for users of hpctrain."""
+
+
+class ConfigError(HpctrainError):
+    """A setting, a key of a configuration file or an argument is not valid."""
+
+
+class LaunchError(HpctrainError):
+    """The launcher, the MPI library and the world they made do not fit together."""
+
+
+class TopologyError(HpctrainError):
+    """Ranks and nodes do not form a valid topology."""
+
+
+class CommError(HpctrainError):
+    """A collective operation cannot be carried out as asked."""
+
+
+class NodeMemoryError(CommError):
+    """Memory that the ranks of a node share could not be had."""
+
+
+class RankLostError(CommError):
+    """Another rank died or left the program while this rank waited for it."""
+
+
+class MismatchError(CommError):
+    """The ranks disagree about what to do: every one of them raises this."""
+
+
+class DataError(HpctrainError):
+    """A data set is missing, damaged or not what its manifest says."""
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint cannot be written or read."""
+
+
+class NotInitializedError(HpctrainError):
+    """A function that needs the world was called before ``hpctrain.init()``."""

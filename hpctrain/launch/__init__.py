@@ -1,0 +1,1 @@
+"""Starting ranks: the only place that knows the options of mpirun, without torch and MPI."""

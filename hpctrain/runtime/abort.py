@@ -1,0 +1,155 @@
+"""One rank fails: it says why, under its rank, and all ranks end at once."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from hpctrain.errors import RankLostError
+from hpctrain.runtime.crash import CrashReport
+
+FAILED = 1
+RANK_LOST = 87
+INTERRUPTED = 130
+
+ABORT_S = 2.0
+"""How long ``MPI_Abort`` may take before the process ends without it."""
+STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
+"""What strikes all ranks at once is told in rank order: the first one's abort silences the rest."""
+
+
+class World(Protocol):
+    """All ranks, as far as ending them goes: an MPI communicator."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+
+    def Abort(self, errorcode: int = 0) -> NoReturn:  # noqa: N802 - MPI's name
+        """End all ranks at once."""
+
+
+def install(world: World, log_dir: Path | None) -> "FailureHooks":
+    """Let an exception that nobody catches, in any thread, end all ranks from now on.
+
+    Not collective. For worlds of more than one rank: a world of one has nobody to end.
+
+    Args:
+        world: the ranks to end.
+        log_dir: folder of ``rank-N.log``, which gets all that stderr gets; None for none.
+
+    Returns:
+        The hooks; ``uninstall()`` puts back what was there before.
+    """
+    hooks = FailureHooks(world)
+    hooks.log_to(log_dir)
+    hooks.install()
+    return hooks
+
+
+class FailureHooks:
+    """The hooks of one process for exceptions that nobody catches, and for crashes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._owner = os.getpid()
+        self._log: Path | None = None
+        self._crash = CrashReport(world.rank)
+        self._ending = threading.Lock()
+        # Bound once: uninstall() compares by identity.
+        self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
+        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
+
+    def install(self) -> None:
+        """Take the hooks over."""
+        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
+        sys.excepthook, threading.excepthook = self._hook, self._thread_hook
+        self._crash.start(self._log)
+
+    def uninstall(self) -> None:
+        """Put back the hooks that were there, unless somebody took them over after us."""
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous
+        if threading.excepthook is self._thread_hook:
+            threading.excepthook = self._previous_thread
+        self._crash.stop()
+
+    def log_to(self, log_dir: Path | None) -> None:
+        """Report to ``rank-N.log`` in this folder as well, or to no file."""
+        self._log = log_dir and log_dir / f"rank-{self._world.rank}.log"
+        if log_dir:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        if sys.excepthook is self._hook:
+            self._crash.stop()
+            self._crash.start(self._log)
+
+    def end(self, error: BaseException, where: str = "") -> NoReturn:
+        """Report ``error`` and end all ranks."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing
+        if not self._ending.acquire(blocking=False):
+            time.sleep(2 * ABORT_S)  # another thread is at it
+            os._exit(FAILED)
+        code, summary = _verdict(error)
+        details = f"{where}{''.join(traceback.format_exception(error))}"
+        self._write_log(details)
+        time.sleep(min(STAGGER_S * self._world.rank, LONGEST_STAGGER_S))
+        with contextlib.suppress(Exception):
+            # One write: the lines of one rank stay together among those of the others.
+            sys.stderr.write(self._tagged(summary or details))
+            sys.stderr.flush()
+        self.abort(code)
+
+    def abort(self, code: int) -> NoReturn:
+        """End all ranks with exit code ``code``, this one within two seconds, come what may."""
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        # A timer in C: a Python thread could not run while MPI_Abort holds the GIL.
+        with Path(os.devnull).open("w") as nowhere:
+            faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+            try:
+                self._world.Abort(code)
+            finally:
+                os._exit(code)
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+            log.write(self._tagged(text))
+            log.flush()
+            os.fsync(log.fileno())
+
+    def _tagged(self, text: str) -> str:
+        return "".join(f"[rank {self._world.rank}] {line}\n" for line in text.splitlines())
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._owner:  # a forked child is no rank
+            self._previous(kind, error, trace)
+            return
+        self.end(error)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != self._owner or args.exc_value is None or args.exc_type is SystemExit:
+            self._previous_thread(args)
+            return
+        name = args.thread.name if args.thread else "unknown"
+        self.end(args.exc_value, f"exception in thread {name}\n")
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """Return the exit code, and the one line that says it all where no traceback is needed."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted; all ranks end"
+    if isinstance(error, RankLostError):
+        return RANK_LOST, f"{error}; all ranks end with code {RANK_LOST}"
+    return FAILED, ""

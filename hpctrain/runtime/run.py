@@ -1,0 +1,127 @@
+"""``hpctrain.run``: call a function on several ranks, from a notebook or a script."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.launch import mpiexec
+from hpctrain.launch.supervise import TIMED_OUT, supervise
+
+T = TypeVar("T")
+
+CALL = "call.pkl"
+RESULT = "result-{rank}.pkl"
+FAILURE = "failure-{rank}.pkl"
+
+
+class RankError(HpctrainError):
+    """A function raised on a rank; the exception itself is the cause, where it could travel."""
+
+    def __init__(self, rank: int, summary: str, remote_traceback: str):
+        super().__init__(f"rank {rank}: {summary}\n\n{remote_traceback.rstrip()}")
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An exception on its way from a rank to the caller."""
+
+    rank: int
+    """Where it was raised."""
+    when_s: float
+    """Wall-clock time: the first failure is the cause of the others."""
+    summary: str
+    """Type and message."""
+    traceback: str
+    """As the interpreter prints it."""
+    exception: bytes
+    """Pickled; empty if that was not possible."""
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 4,
+    *,
+    nodes: int | None = None,
+    timeout_s: float | None = None,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ``np`` new ranks of this host and wait for them.
+
+    Each rank is a process started by ``mpirun`` that calls ``hpctrain.init()`` first. Function
+    and arguments travel by cloudpickle, so functions of a notebook or script do as well;
+    what the ranks print appears here. Not collective: one process calls it.
+
+    Args:
+        fn: the function; what it returns must be picklable.
+        args: its positional arguments, the same on every rank.
+        kwargs: its keyword arguments.
+        np: number of ranks.
+        nodes: declare so many nodes on this host.
+        timeout_s: end the ranks after so many seconds.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        RankError: the function raised; names the first rank that did, with its traceback.
+        LaunchError: the ranks could not be started, ran past ``timeout_s`` or died.
+        KeyboardInterrupt: Ctrl-C came, the ranks have ended.
+
+    Source: the call is Horovod's ``horovod.run``.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-run-") as name:
+        folder = Path(name)
+        (folder / CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        worker = [sys.executable, "-m", "hpctrain.runtime.run_worker", name]
+        environ = mpiexec.environment()
+        # The ranks import what this process can, a module beside the notebook too.
+        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        line = mpiexec.command(worker, num_ranks=np, nodes=nodes)
+        code = supervise(line, environ=environ, timeout_s=timeout_s)
+        _raise_failure(folder, np, code, timeout_s)
+        return [_load(_result(folder, rank)) for rank in range(np)]
+
+
+def _raise_failure(folder: Path, np: int, code: int, timeout_s: float | None) -> None:
+    """Raise what went wrong; the exception of a rank says more than the exit code."""
+    failures = [_load(file) for file in folder.glob(FAILURE.format(rank="*"))]
+    if failures:
+        first: Failure = min(failures, key=lambda failure: failure.when_s)
+        raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
+    if code == TIMED_OUT:
+        raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")
+    missing = [str(rank) for rank in range(np) if not _result(folder, rank).exists()]
+    if missing or code:
+        raise LaunchError(
+            f"every rank must return from the function, mpirun ended with code {code} and "
+            f"{'no result of rank ' + ', '.join(missing) if missing else 'all results'}; "
+            "see the output above"
+        )
+
+
+def _exception(failure: Failure) -> BaseException | None:
+    """Unpickle the exception; one that cannot be built again here is described well enough."""
+    try:
+        exception = pickle.loads(failure.exception)  # noqa: S301 - our own rank wrote it
+    except Exception:  # its class may raise anything
+        return None
+    return exception if isinstance(exception, BaseException) else None
+
+
+def _load(file: Path) -> Any:
+    return pickle.loads(file.read_bytes())  # noqa: S301 - our own ranks wrote it
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / RESULT.format(rank=rank)

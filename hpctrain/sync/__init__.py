@@ -1,0 +1,1 @@
+"""When replicas agree: the reducer and the distributed optimizer."""

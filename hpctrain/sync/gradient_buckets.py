@@ -1,0 +1,134 @@
+"""Where each gradient lies: a slot per parameter, in buckets that travel as one message."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.fusion import BucketPlan, TensorSpec, plan_buckets
+from hpctrain.errors import MismatchError
+
+NamedParameters = Sequence[tuple[str, Parameter]]
+
+
+class Slot:
+    """The place of one parameter's gradient in its bucket."""
+
+    __slots__ = ("bucket", "fires", "is_filled", "is_present", "mark", "name", "parameter", "view")
+
+    def __init__(self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.bucket = bucket
+        self.view = view
+        self.mark = mark
+        self.fires = 0
+        self.is_filled = False
+        self.is_present = False
+
+    def fill(self, weight: float) -> None:
+        """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
+
+        A parameter without a gradient adds zeros. A weight of zero adds zeros too, so that the
+        NaN which a mean over no samples is stays out of the sum.
+        """
+        grad = self.parameter.grad
+        self.is_filled = True
+        self.is_present = grad is not None
+        if grad is None:
+            self.view.zero_()
+            return
+        dense = grad.to_dense() if grad.is_sparse else grad.detach()
+        if weight == 0.0:
+            self.view.zero_()
+        elif dense.data_ptr() == self.view.data_ptr():
+            if weight != 1.0:
+                self.view.mul_(weight)
+        elif weight == 1.0:
+            self.view.copy_(dense)
+        else:
+            torch.mul(dense, weight, out=self.view)
+        self.parameter.grad = self.view
+
+    def settle(self) -> None:
+        """After the sum: give the parameter its gradient if only other ranks had one."""
+        if not self.is_present and self.mark.item() > 0:
+            self.parameter.grad = self.view
+        self.fires = 0
+        self.is_filled = False
+
+
+class GradientBucket:
+    """One message: its slots, and for each a mark that says whether any rank has a gradient."""
+
+    __slots__ = ("bucket", "num_empty", "slots", "_marks")
+
+    def __init__(self, bucket: Bucket, slots: list[Slot], marks: Tensor) -> None:
+        self.bucket = bucket
+        self.slots = slots
+        self.num_empty = len(slots)
+        self._marks = marks
+
+    def write_marks(self) -> None:
+        """Say which parameters have a gradient on this rank."""
+        self._marks.fill_(1)
+        for slot in self.slots:
+            if not slot.is_present:
+                slot.mark.zero_()
+
+
+def build_buckets(
+    comm: Communicator, parameters: NamedParameters, bucket_bytes: int | None
+) -> list[GradientBucket]:
+    """Lay the gradients out, last parameter first, and make the buckets. Collective.
+
+    Raises:
+        MismatchError: the ranks do not have the same parameters; on every rank.
+        NodeMemoryError: there is not enough memory; on every rank.
+    """
+    ready_order = list(reversed(parameters))
+    specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
+    _compare(comm, [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in ready_order])
+    plans = plan_buckets(specs, bucket_bytes, marks_per_tensor=1)
+    return [_make_bucket(comm, ready_order, plan, i) for i, plan in enumerate(plans)]
+
+
+def _make_bucket(
+    comm: Communicator, parameters: NamedParameters, plan: BucketPlan, index: int
+) -> GradientBucket:
+    bucket = comm.new_bucket(plan.numel, plan.dtype)
+    marks = bucket.flat[plan.numel - len(plan.members) :]
+    slots = []
+    for position, (member, offset) in enumerate(zip(plan.members, plan.offsets, strict=True)):
+        name, parameter = parameters[member]
+        place = bucket.flat[offset : offset + parameter.numel()]
+        slots.append(Slot(name, parameter, index, _like(parameter, place), marks[position]))
+    return GradientBucket(bucket, slots, marks)
+
+
+def _like(parameter: Parameter, place: Tensor) -> Tensor:
+    """View ``place`` with the parameter's strides: fused optimizers want gradients laid out alike."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
+    return place.as_strided(parameter.shape, dense.stride())
+
+
+def _compare(comm: Communicator, lines: list[str]) -> None:
+    digests = comm.allgather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    for position, seen in enumerate(zip(*_padded(comm.allgather_object(lines)), strict=True)):
+        if len(set(seen)) > 1:
+            listed = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(seen))
+            raise MismatchError(
+                f"parameters differ between ranks, first at number {position} from the last: "
+                f"{listed}; build the same model and optimizer on every rank"
+            )
+
+
+def _padded(columns: list[list[str]]) -> list[list[str]]:
+    longest = max(map(len, columns))
+    return [column + ["(none)"] * (longest - len(column)) for column in columns]

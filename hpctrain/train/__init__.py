@@ -1,0 +1,1 @@
+"""The loop behind ``hpctrain train`` and its run directory."""

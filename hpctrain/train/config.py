@@ -1,0 +1,201 @@
+"""What a run is: one frozen dataclass per table of the TOML file, a sentence per key."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config import OVERLAPS
+from hpctrain.errors import ConfigError
+from hpctrain.units import parse_bytes
+
+
+def _require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
+    if not ok:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The network."""
+
+    target: str = ""
+    """Function "module:function" that takes args and returns a torch.nn.Module."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the target."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The data sets."""
+
+    target: str = ""
+    """Function "module:function" that takes a communicator and args and returns (train, test)."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the target."""
+    input: str = "x"
+    """Field of a batch that the model is called with."""
+    label: str = "y"
+    """Field of a batch that the loss compares with the output of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """What is minimised: a mean over the samples of a batch."""
+
+    target: str = "cross_entropy"
+    """A name in torch.nn.functional, or "module:function", called with (output, label, **args)."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the target."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Who turns gradients into steps."""
+
+    name: str = "SGD"
+    """Class in torch.optim."""
+    lr: float = 0.05
+    """Peak learning rate. It belongs to the global batch, so it does not depend on the ranks."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the class."""
+
+    def __post_init__(self) -> None:
+        """Check the learning rate."""
+        _require(self.lr > 0, "optimizer.lr must be positive", self.lr)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate changes from step to step."""
+
+    name: str = "cosine"
+    """One of constant, linear, cosine: how the rate falls after the warm-up."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments: linear and cosine take final, the last rate over the peak (0)."""
+    warmup_epochs: float = 0.0
+    """The rate rises linearly from zero to its peak over so many epochs."""
+
+    def __post_init__(self) -> None:
+        """Check the warm-up."""
+        _require(
+            self.warmup_epochs >= 0,
+            "schedule.warmup_epochs must not be negative",
+            self.warmup_epochs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """How long and in which batches."""
+
+    epochs: int = 10
+    """Passes over the training data."""
+    global_batch: int = 64
+    """Samples of one step, over all ranks: the same training on any number of ranks."""
+    clip_norm: float = 0.0
+    """Largest norm of the averaged gradient; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
+        _require(
+            self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch
+        )
+        _require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestConfig:
+    """How the model is judged, on the test data."""
+
+    __test__ = False  # a name that begins with Test is no test
+
+    metric: str = "accuracy"
+    """accuracy, loss, or "module:function" from (output, label) to one value per sample."""
+    every_epochs: int = 1
+    """Epochs between two tests; the last epoch is always tested."""
+
+    def __post_init__(self) -> None:
+        """Check the interval."""
+        _require(self.every_epochs >= 1, "test.every_epochs must be at least 1", self.every_epochs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommConfig:
+    """How gradients travel."""
+
+    overlap: str = "auto"
+    """When: on a thread, inline in the hooks, at the end of backward, or as the plan chooses."""
+    bucket_size: str = "25 MiB"
+    """Largest message. Bigger hides latency, smaller starts to travel earlier."""
+    ranks_per_node: int = 0
+    """Declares nodes on one host, of so many ranks each; 0 takes the machine as it is."""
+
+    def __post_init__(self) -> None:
+        """Check the words and the numbers."""
+        _require(
+            self.overlap in OVERLAPS,
+            f"comm.overlap is one of {', '.join(OVERLAPS)}",
+            self.overlap,
+        )
+        _require(self.ranks_per_node >= 0, "comm.ranks_per_node is 0 or more", self.ranks_per_node)
+        try:
+            positive = self.bucket_bytes > 0
+        except ConfigError as error:
+            raise ConfigError(f"comm.bucket_size: {error}") from None
+        _require(positive, "comm.bucket_size must be positive", self.bucket_size)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_size`` as a number."""
+        return parse_bytes(self.bucket_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is written down."""
+
+    every_steps: int = 10
+    """Steps between two records in metrics.jsonl."""
+    plots: bool = True
+    """Draw plots/training.png at the end; needs matplotlib."""
+
+    def __post_init__(self) -> None:
+        """Check the interval."""
+        _require(self.every_steps >= 1, "log.every_steps must be at least 1", self.every_steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run."""
+
+    name: str = "run"
+    """Name of the run."""
+    output_dir: str = ""
+    """Folder that the run writes into, which must be new; when empty, runs/NAME."""
+    seed: int = 0
+    """Fixes the first weights and the order of the samples."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    test: TestConfig = field(default_factory=TestConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        """Check name and seed."""
+        _require(
+            self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
+            "name is a plain word, the name of a folder",
+            self.name,
+        )
+        _require(0 <= self.seed < 2**63, "seed is between 0 and 2^63 - 1", self.seed)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.output_dir) if self.output_dir else Path("runs") / self.name

@@ -1,0 +1,28 @@
+"""What a key of the configuration means, what it is and who said so."""
+
+from hpctrain.errors import ConfigError
+from hpctrain.train.keys import TYPE_NAMES, all_keys, all_tables, value_of
+from hpctrain.train.load import Loaded, unknown_key
+from hpctrain.train.toml import dumps
+
+
+def explain(name: str, loaded: Loaded) -> list[tuple[str, str]]:
+    """Rows about one key, or one row per key of a table.
+
+    Raises:
+        ConfigError: ``name`` is neither a key nor a table.
+    """
+    keys = all_keys()
+    if name in all_tables():
+        return [(key.name, key.sentence) for key in keys.values() if key.table == name]
+    if name not in keys:
+        raise ConfigError(unknown_key(name))
+    key = keys[name]
+    return [
+        ("key", key.name),
+        ("meaning", key.sentence),
+        ("type", TYPE_NAMES[key.type]),
+        ("default", dumps(key.default)),
+        ("value", dumps(value_of(loaded.config, name))),
+        ("set by", loaded.origin(name)),
+    ]

@@ -1,0 +1,89 @@
+"""The training loop."""
+
+from dataclasses import asdict
+from time import perf_counter
+
+from torch import nn
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.loader import Batch
+from hpctrain.train.evaluate import Scores, evaluate
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.progress import Progress
+from hpctrain.train.tally import Interval, Tally
+from hpctrain.train.task import Task
+
+
+def train(
+    task: Task,
+    comm: Communicator,
+    metrics: Metrics,
+    progress: Progress,
+) -> Scores:
+    """Train to the last epoch and return the last test; collective."""
+    config, optimizer = task.config, task.optimizer
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    scores = None
+    step = 0
+    tally = Tally()
+    for epoch in range(1, config.train.epochs + 1):
+        task.train.set_epoch(epoch - 1)
+        for batch in tally.inputs(task.train):
+            factor = task.schedule(step)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            start = perf_counter()
+            loss = train_step(task, batch, comm.size)
+            tally.add(
+                loss=loss,
+                num_samples=batch.num_samples,
+                work_s=perf_counter() - start,
+                communication_s=optimizer.communication_seconds,
+            )
+            step += 1
+            if step % config.log.every_steps == 0 or step == task.num_steps:
+                interval = tally.take(comm)
+                _record(metrics, epoch, step, factor * peaks[0], interval)
+                progress.advance(step, interval)
+        if epoch % config.test.every_epochs == 0 or epoch == config.train.epochs:
+            scores = evaluate(task, comm)
+            metrics.write("test", epoch=epoch, step=step, **asdict(scores))
+            progress.tested(epoch, scores)
+    assert scores is not None
+    return scores
+
+
+def train_step(task: Task, batch: Batch, size: int) -> float:
+    """Learn from one global batch, of which this rank holds its part; return this part's loss.
+
+    Collective. Parts are weighted by their samples, so the step is that of the global batch. A
+    rank whose part of a short last batch is empty computes nothing and still takes the step.
+    """
+    config, optimizer = task.config.train, task.optimizer
+    optimizer.zero_grad()
+    optimizer.set_num_samples(batch.num_samples, nominal=config.global_batch / size)
+    value = 0.0
+    if batch.num_samples:
+        inputs, labels = task.split(batch)
+        loss = task.loss(task.model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        value = loss.item()
+    if config.clip_norm:
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
+    optimizer.step()
+    return value
+
+
+def _record(metrics: Metrics, epoch: int, step: int, lr: float, interval: Interval) -> None:
+    metrics.write(
+        "step",
+        epoch=epoch,
+        step=step,
+        lr=lr,
+        loss=interval.loss,
+        samples_per_s=interval.samples_per_s,
+        compute_s=interval.compute_s,
+        communication_s=interval.communication_s,
+        input_s=interval.input_s,
+    )

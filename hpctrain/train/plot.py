@@ -1,0 +1,69 @@
+"""The figure of a run: its loss, and where the time of a step went."""
+
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import ConfigError
+from hpctrain.train.metrics import read
+
+_PARTS = (
+    ("compute_s", "compute", "#4477aa"),
+    ("communication_s", "exposed communication", "#ee6677"),
+    ("input_s", "input", "#ccbb44"),
+)
+
+
+def plot_run(metrics: Path, figure_path: Path) -> None:
+    """Draw the records of ``metrics`` into a PNG; not collective.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError:
+        raise ConfigError(
+            "figures need matplotlib, which is not installed; pip install 'hpctrain[plots]', or "
+            "turn them off with --set log.plots=false"
+        ) from None
+    records = read(metrics)
+    steps = [record for record in records if record["event"] == "step"]
+    tests = [record for record in records if record["event"] == "test"]
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _draw_loss(upper, steps, tests)
+    _draw_time(lower, steps)
+    figure.savefig(figure_path, dpi=120)
+
+
+def _draw_loss(axes: Any, steps: list[dict[str, Any]], tests: list[dict[str, Any]]) -> None:
+    axes.plot(*_series(steps, "loss"), label="training", color="#4477aa", linewidth=1)
+    axes.plot(*_series(tests, "loss"), label="test", color="#ee6677", marker="o", markersize=3)
+    axes.set_yscale("log")
+    axes.set_ylabel("loss")
+    axes.set_title("loss", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def _draw_time(axes: Any, steps: list[dict[str, Any]]) -> None:
+    axes.stackplot(
+        [record["step"] for record in steps],
+        *([1e3 * record[name] for record in steps] for name, _, _ in _PARTS),
+        labels=[label for _, label, _ in _PARTS],
+        colors=[color for _, _, color in _PARTS],
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("time per step (ms)")
+    axes.set_title("where the time of a step went", loc="left")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="upper right", ncols=3)
+    axes.grid(alpha=0.3)
+
+
+def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    # A loss that is not finite was written as null; a gap in the curve shows it.
+    values = [float("nan") if record[name] is None else record[name] for record in records]
+    return [record["step"] for record in records], values

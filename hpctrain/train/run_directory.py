@@ -1,0 +1,111 @@
+"""The folder that one run writes into."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hpctrain import __version__
+from hpctrain.errors import ConfigError
+
+_SHOWN = ("torch", "numpy", "mpi4py", "h5py")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where each file of a run lies; ``create`` makes the folders, on one rank only."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as it was used."""
+        return self.path / "config.toml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, machine, command line."""
+        return self.path / "env.json"
+
+    @property
+    def plan(self) -> Path:
+        """Topology and plan of the communication."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of ``rank-N.log``."""
+        return self.path / "log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        """The folder of figures."""
+        return self.path / "plots"
+
+    def check_unused(self) -> None:
+        """Raise if a run was here before.
+
+        Raises:
+            ConfigError: its files are there; says how to choose another folder.
+        """
+        if self.config.exists() or self.metrics.exists():
+            raise ConfigError(
+                f"{self.path} holds the results of a run already; choose another folder with "
+                f"--set output_dir={self.path}-2, or remove it"
+            )
+
+    def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
+        """Make the folders and write what is known before the first step; not collective.
+
+        Raises:
+            ConfigError: the folder is used, or cannot be written.
+        """
+        self.check_unused()
+        try:
+            for folder in (self.logs, self.checkpoints, self.plots):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(config, encoding="utf-8")
+            self.environment.write_text(json.dumps(environment, indent=2) + "\n")
+            self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"the run directory {self.path} cannot be written: {error}; "
+                "choose another with --set output_dir=…"
+            ) from None
+
+
+def environment() -> dict[str, Any]:
+    """What somebody needs to know to repeat the run: versions, machine, command."""
+    return {
+        "hpctrain": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _SHOWN},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+        "working_directory": str(Path.cwd()),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,96 @@
+"""What happened since the last record: sums over steps, then over ranks."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from hpctrain.comm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Some steps, as all ranks together saw them; times are means over steps and ranks."""
+
+    num_steps: int
+    num_samples: int
+    """Of all ranks."""
+    loss: float
+    """Mean over the samples."""
+    compute_s: float
+    communication_s: float
+    """Only what computing did not hide."""
+    input_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Duration of a step."""
+        return self.compute_s + self.communication_s + self.input_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of all ranks."""
+        return self.num_samples / (self.num_steps * self.step_s)
+
+    @property
+    def communication_share(self) -> float:
+        """Part of a step that is exposed communication, 0 to 1."""
+        return self.communication_s / self.step_s
+
+
+class Tally:
+    """Adds up this rank's steps until ``take`` sums them over all ranks."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(5, dtype=torch.float64)
+        self._num_steps = 0
+        self._input_s = 0.0
+
+    def inputs(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield ``batches`` and note how long each let us wait."""
+        iterator = iter(batches)
+        while True:
+            start = perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._input_s = perf_counter() - start
+            yield batch
+
+    def add(self, *, loss: float, num_samples: int, work_s: float, communication_s: float) -> None:
+        """Add one step; ``work_s`` is all its time but the wait for its batch."""
+        self._sums += torch.tensor(
+            (
+                loss * num_samples,
+                num_samples,
+                work_s - communication_s,
+                communication_s,
+                self._input_s,
+            ),
+            dtype=torch.float64,
+        )
+        self._num_steps += 1
+
+    def take(self, comm: Communicator) -> Interval:
+        """Return what was added on all ranks since the last call; collective."""
+        comm.allreduce_(self._sums).wait()
+        loss, num_samples, *times = self._sums.tolist()
+        compute_s, communication_s, input_s = (
+            seconds / (self._num_steps * comm.size) for seconds in times
+        )
+        interval = Interval(
+            num_steps=self._num_steps,
+            num_samples=int(num_samples),
+            loss=loss / num_samples,
+            compute_s=compute_s,
+            communication_s=communication_s,
+            input_s=input_s,
+        )
+        self._sums.zero_()
+        self._num_steps = 0
+        return interval

@@ -1,0 +1,172 @@
+"""What a configuration names, built: all that one rank needs to train."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.loader import Batch, Loader
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.errors import ConfigError
+from hpctrain.runtime.functions import broadcast_parameters
+from hpctrain.sync.optimizer import DistributedOptimizer
+from hpctrain.train.agreed import agreed
+from hpctrain.train.config import LossConfig, OptimizerConfig, RunConfig
+from hpctrain.train.schedule import make_schedule
+from hpctrain.train.targets import call, check, member, resolve
+
+PerSample = Callable[[Tensor, Tensor], Tensor]
+"""From (output, label) to one value for every sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A model, what it learns from and how it is judged."""
+
+    config: RunConfig
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Mean over the samples of a batch."""
+    metric: PerSample | None
+    """None when the loss is the metric."""
+    optimizer: Any
+    """The torch optimizer that ``DistributedOptimizer`` returned."""
+    train: Loader
+    test: Loader
+    schedule: Callable[[int], float]
+    """Factor of the learning rate at each step."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def num_train_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.train.dataset)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return len(self.train) * self.config.train.epochs
+
+    @property
+    def metric_name(self) -> str:
+        """What the last line of the run calls its result."""
+        return self.config.test.metric.rpartition(":")[2]
+
+    def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The input of the model and the label that its output is compared with."""
+        return batch[self.config.data.input], batch[self.config.data.label]
+
+
+def build(config: RunConfig, comm: Communicator) -> Task:
+    """Build everything that ``config`` names.
+
+    Collective. All ranks begin with the parameters of rank 0.
+
+    Raises:
+        MismatchError: a name or an argument is wrong, or the data cannot be read; on all ranks.
+    """
+    with agreed(comm):
+        torch.manual_seed(config.seed)
+        model = _model(config)
+        loss = _loss(config.loss)
+        metric = _metric(config.test.metric)
+        optimizer = _optimizer(model, config.optimizer)
+        make_data = resolve(config.data.target, "data.target")
+        check(make_data, 1, config.data.args, "data.args")
+    with agreed(comm):
+        data = make_data(comm, **config.data.args)
+        train, test = _loaders(config, data, comm)
+        schedule = make_schedule(config.schedule, len(train), len(train) * config.train.epochs)
+        # From here on ranks draw different random numbers: dropout must differ between them.
+        torch.manual_seed(config.seed + comm.rank)
+    broadcast_parameters(model.state_dict())
+    return Task(
+        config=config,
+        model=model,
+        loss=loss,
+        metric=metric,
+        optimizer=DistributedOptimizer(optimizer, model.named_parameters()),
+        train=train,
+        test=test,
+        schedule=schedule,
+    )
+
+
+def _model(config: RunConfig) -> nn.Module:
+    target = resolve(config.model.target, "model.target")
+    model = call(target, (), config.model.args, "model.args")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.target returns a torch.nn.Module, {config.model.target} returned {model!r}"
+        )
+    return model
+
+
+def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    if ":" in config.target:
+        function = resolve(config.target, "loss.target")
+    else:
+        function = member(functional, config.target, "loss.target")
+    args: Mapping[str, Any] = dict(config.args)
+    check(function, 2, args, "loss.args")
+    return lambda output, label: function(output, label, **args)
+
+
+def _metric(name: str) -> PerSample | None:
+    if name == "loss":
+        return None
+    if name == "accuracy":
+        return lambda output, label: output.argmax(dim=1) == label
+    if ":" in name:
+        return resolve(name, "test.metric")
+    raise ConfigError(f'test.metric is accuracy, loss or "module:function", got "{name}"')
+
+
+def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    kind = member(torch.optim, config.name, "optimizer.name")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.name is a class of torch.optim, got {config.name!r}")
+    args = {**config.args, "lr": config.lr}
+    try:
+        optimizer = call(kind, (model.parameters(),), args, "optimizer.args")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loader, Loader]:
+    match data:
+        case (ShardedDataset() as train, ShardedDataset() as test):
+            pass
+        case _:
+            raise ConfigError(
+                f"data.target returns two ShardedDatasets (train, test), "
+                f"{config.data.target} returned {data!r}"
+            )
+
+    def loader(dataset: ShardedDataset, *, shuffle: bool) -> Loader:
+        for key in ("input", "label"):
+            if (name := getattr(config.data, key)) not in dataset.fields:
+                raise ConfigError(
+                    f'data.{key} = "{name}" is no field of the data; '
+                    f"there are {', '.join(dataset.fields)}"
+                )
+        return Loader(
+            dataset,
+            global_batch=config.train.global_batch,
+            seed=config.seed,
+            rank=comm.rank,
+            size=comm.size,
+            shuffle=shuffle,
+        )
+
+    return loader(train, shuffle=True), loader(test, shuffle=False)

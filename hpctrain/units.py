@@ -1,0 +1,44 @@
+"""Numbers with units, read from and written for people."""
+
+import re
+
+from hpctrain.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes such as ``"25 MiB"``, case does not matter.
+
+    Raises:
+        ConfigError: the text is not a number followed by one of B, kB, MB, GB, KiB, MiB, GiB.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if not match or match[2].lower() not in _FACTORS:
+        raise ConfigError(f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}')
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with a binary unit: ``25.0 MiB``."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with the unit that fits: ``3.2 us``, ``1.84 ms``, ``2.50 s``, ``3 min 05 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"

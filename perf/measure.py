@@ -1,0 +1,120 @@
+"""What all benchmarks share: interleaved timing, a table, a JSON file."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from rich.console import Console
+from rich.table import Table
+
+import hpctrain
+
+Seconds = list[float]
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    repetitions: int = 1,
+    prepare: Callable[[], object] = lambda: None,
+    warm_up: int = 1,
+) -> dict[str, Seconds]:
+    """Time all variants in turn, ``rounds`` times. Collective over MPI's world.
+
+    Args:
+        variants: name and the work to time; every rank calls it.
+        rounds: how often each variant has its turn.
+        repetitions: timed calls in each turn.
+        prepare: runs before each call, outside the clock.
+        warm_up: calls at the start of each turn that are not counted.
+
+    Returns:
+        The seconds of each counted call, of the slowest rank.
+    """
+    world = MPI.COMM_WORLD
+    seconds: dict[str, Seconds] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, work in variants.items():
+            for repetition in range(-warm_up, repetitions):
+                prepare()
+                world.Barrier()
+                start = time.perf_counter()
+                work()
+                elapsed = world.allreduce(time.perf_counter() - start, MPI.MAX)
+                if repetition >= 0:
+                    seconds[name].append(elapsed)
+    return seconds
+
+
+def median(seconds: Seconds) -> float:
+    """Return the median."""
+    return statistics.median(seconds)
+
+
+def machine() -> dict[str, Any]:
+    """Describe where the figures come from."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ranks": MPI.COMM_WORLD.size,
+        "threads per rank": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpi": MPI.Get_library_version().split(",")[0].strip("\x00"),
+        "hpctrain": hpctrain.__version__,
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Make a parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write machine, ratios and rows to this file")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    return parser
+
+
+def report(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    ratios: Mapping[str, float],
+    json_file: Path | None,
+) -> None:
+    """Print a table of ``rows``, then the ratios; rank 0 only."""
+    if MPI.COMM_WORLD.rank != 0:
+        return
+    facts = machine()
+    console = Console(width=120, highlight=False)
+    console.print(title, style="bold")
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console.print(table)
+    for name, ratio in ratios.items():
+        console.print(f"{name}: {ratio:.2f}")
+    if json_file:
+        text = json.dumps({"machine": facts, "ratios": dict(ratios), "rows": list(rows)}, indent=1)
+        json_file.write_text(text + "\n")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,121 @@
+"""Environments as launchers really set them, cut to the variables that matter."""
+
+import pytest
+
+from hpctrain.cluster.env import launched, scheduler
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+HYDRA = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "HYDI_CONTROL_FD": "7",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "LSB_JOBID": "77",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PBS_JOBID": "77.host",
+}
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "pmi"),
+    [
+        (OPENMPI, "Open MPI mpirun", ""),
+        (HYDRA, "MPICH mpirun", ""),
+        (JSRUN, "jsrun", ""),
+        (FLUX, "flux", ""),
+        (PALS, "PALS mpiexec", ""),
+        (SRUN | {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "3"}, "srun", "pmix"),
+        (SRUN | {"SLURM_MPI_TYPE": "pmi2", "PMI_RANK": "3", "PMI_SIZE": "4"}, "srun", "pmi2"),
+        (SRUN | {"SLURM_MPI_TYPE": "cray_shasta", "PMI_JOBID": "77.0"}, "srun", "cray_shasta"),
+        (SRUN | {"SLURM_MPI_TYPE": "none"}, "srun", "none"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}, "a PMI launcher", ""),
+    ],
+)
+def test_every_launcher_says_rank_3_of_4(environ, name, pmi):
+    found = launched(environ)
+    assert found is not None
+    assert (found.name, found.rank, found.size, found.local_rank) == (name, 3, 4, 1)
+    assert found.pmi == pmi
+    assert environ[found.size_variable] == "4"
+
+
+@pytest.mark.parametrize("mpirun", [OPENMPI, HYDRA])
+@pytest.mark.parametrize("slurm", [SLURM_BATCH, SRUN | {"SLURM_PROCID": "0"}])
+def test_mpirun_beats_what_its_ranks_inherit_from_slurm(mpirun, slurm):
+    found = launched(slurm | mpirun)
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
+
+
+def test_slurm_counts_only_inside_a_step():
+    assert launched(SLURM_BATCH) is None
+
+
+def test_a_step_narrower_than_its_job_counts_its_own_tasks():
+    found = launched(SLURM_BATCH | {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"})
+    assert found is not None
+    assert found.size == 1
+
+
+def test_nobody_started_a_plain_process():
+    assert launched({"PATH": "/bin"}) is None
+
+
+def test_values_that_are_no_numbers_are_no_word_of_a_launcher():
+    assert launched(OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (SLURM_BATCH, "slurm"),
+        (JSRUN, "lsf"),
+        (PALS, "pbs"),
+        ({"FLUX_JOB_ID": "f1"}, "flux"),
+        ({}, ""),
+    ],
+)
+def test_scheduler_is_the_one_whose_job_this_is(environ, name):
+    assert scheduler(environ) == name

@@ -1,0 +1,159 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.cluster.topology import RankFacts, Topology
+from hpctrain.errors import TopologyError
+
+
+def facts_on(*hosts, cores=(0, 1), cards=1):
+    return [RankFacts(host=host, cores=cores, cards=cards) for host in hosts]
+
+
+def world(facts, ranks_per_node=None):
+    return [Topology.from_facts(facts, rank, ranks_per_node) for rank in range(len(facts))]
+
+
+@st.composite
+def layouts(draw):
+    """Hosts of all ranks: any number of ranks per host, in any order."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    hosts = [f"host{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    return draw(st.permutations(hosts))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("babaa", ((0, 2), (1, 3, 4))),
+        ("abc", ((0,), (1,), (2,))),
+        ("aaaa", ((0, 1, 2, 3),)),
+        ("a", ((0,),)),
+    ],
+    ids=["block", "cyclic", "unequal", "one rank per node", "one node", "alone"],
+)
+def test_nodes_are_in_the_order_of_their_lowest_rank(hosts, nodes):
+    for topology in world(facts_on(*hosts)):
+        assert topology.nodes == nodes
+        assert topology.hosts == tuple(hosts[ranks[0]] for ranks in nodes)
+
+
+@given(layouts(), st.none() | st.integers(1, 4))
+def test_every_rank_is_on_exactly_one_node(hosts, ranks_per_node):
+    for topology in world(facts_on(*hosts), ranks_per_node):
+        assert sorted(rank for node in topology.nodes for rank in node) == list(range(len(hosts)))
+        assert all(list(node) == sorted(node) for node in topology.nodes)
+        assert [node[0] for node in topology.nodes] == sorted(node[0] for node in topology.nodes)
+        assert topology.rank in topology.node_ranks
+
+
+@given(layouts(), st.none() | st.integers(1, 4))
+def test_all_ranks_see_the_same_nodes(hosts, ranks_per_node):
+    seen = {
+        (t.nodes, t.hosts, t.max_rails, t.cards) for t in world(facts_on(*hosts), ranks_per_node)
+    }
+    assert len(seen) == 1
+
+
+@given(layouts(), st.none() | st.integers(1, 4))
+def test_ranks_of_one_rail_have_one_local_rank_and_different_nodes(hosts, ranks_per_node):
+    topologies = world(facts_on(*hosts), ranks_per_node)
+    for mine in topologies:
+        rail = [topologies[rank] for rank in mine.cross_ranks]
+        assert {other.local_rank for other in rail} == {mine.local_rank}
+        assert len({other.node for other in rail}) == len(rail) == mine.cross_size
+        assert [other.cross_rank for other in rail] == list(range(len(rail)))
+
+
+@given(layouts())
+def test_node_and_local_rank_name_a_rank(hosts):
+    topologies = world(facts_on(*hosts))
+    assert len({(t.node, t.local_rank) for t in topologies}) == len(hosts)
+    assert all(t.nodes[t.node][t.local_rank] == t.rank for t in topologies)
+
+
+@given(layouts(), st.integers(1, 4))
+def test_declared_nodes_lie_on_one_host_and_hold_no_more_than_declared(hosts, ranks_per_node):
+    topology = world(facts_on(*hosts), ranks_per_node)[0]
+    for node, name in zip(topology.nodes, topology.hosts, strict=True):
+        assert len(node) <= ranks_per_node
+        assert {hosts[rank] for rank in node} == {name.partition("#")[0]}
+    assert len(set(topology.hosts)) == topology.num_nodes
+
+
+@given(layouts())
+def test_every_slice_of_a_rail_has_an_owner_on_every_node(hosts):
+    topology = world(facts_on(*hosts))[0]
+    assert all(len(node) >= topology.max_rails for node in topology.nodes)
+    assert topology.is_homogeneous == all(len(n) == topology.max_rails for n in topology.nodes)
+
+
+def test_four_ranks_of_one_host_are_two_declared_nodes():
+    topology = world(facts_on(*"aaaa"), ranks_per_node=2)[3]
+    assert topology.nodes == ((0, 1), (2, 3))
+    assert topology.hosts == ("a#1", "a#2")
+    assert (topology.node, topology.local_rank, topology.local_size) == (1, 1, 2)
+    assert (topology.cross_rank, topology.cross_size, topology.cross_ranks) == (1, 2, (1, 3))
+
+
+def test_a_host_with_no_more_ranks_than_declared_keeps_its_name():
+    assert world(facts_on(*"aab"), ranks_per_node=2)[0].hosts == ("a", "b")
+
+
+def test_a_node_that_ranks_name_themselves_beats_the_host():
+    facts = [RankFacts(host="vm", node=node, cores=(0,)) for node in ("x", "y", "x", "y")]
+    assert world(facts)[0].nodes == ((0, 2), (1, 3))
+
+
+def test_cores_are_shared_when_ranks_outnumber_them_across_declared_nodes():
+    topologies = world(facts_on(*"aaaa", cores=(0, 1)), ranks_per_node=2)
+    assert all(t.shared_cores == (0, 1, 2, 3) for t in topologies)
+
+
+def test_bound_ranks_share_no_core():
+    facts = [RankFacts(host="a", cores=(core,)) for core in (0, 1)]
+    assert [t.shared_cores for t in world(facts)] == [(), ()]
+    assert [t.core_peers for t in world(facts)] == [(0,), (1,)]
+
+
+def test_unbound_ranks_with_a_core_for_each_share_none():
+    topology = world(facts_on("a", "a", cores=(0, 1, 2, 3)))[0]
+    assert topology.shared_cores == ()
+    assert topology.core_peers == (0, 1)
+
+
+def test_ranks_bound_to_one_core_on_different_hosts_share_none():
+    assert world(facts_on("a", "b", cores=(0,)))[0].shared_cores == ()
+
+
+def test_the_node_with_fewest_cards_decides():
+    facts = [RankFacts(host=host, cores=(0,), cards=cards) for host, cards in (("a", 4), ("b", 2))]
+    assert {t.cards for t in world(facts)} == {2}
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_without_facts_is_an_error_that_names_it(rank):
+    with pytest.raises(TopologyError, match=f"one of 2 .* got {rank}"):
+        Topology.from_facts(facts_on("a", "a"), rank)
+
+
+def test_a_node_of_no_ranks_cannot_be_declared():
+    with pytest.raises(TopologyError, match="at least 1, got 0"):
+        Topology.from_facts(facts_on("a", "a"), 0, ranks_per_node=0)
+
+
+def test_description_names_ranks_nodes_and_cores():
+    rows = dict(world(facts_on(*"aaaa"), ranks_per_node=2)[1].describe())
+    assert rows["ranks"] == "4 on 2 nodes, 2 per node"
+    assert rows["nodes"] == "a#1: 0-1; a#2: 2-3"
+    assert rows["cores"] == "0-1 of rank 1, 2 for 4 ranks"
+    assert dict(world(facts_on(*"aab"))[0].describe())["ranks"] == "3 on 2 nodes, 1-2 per node"
+
+
+def test_description_of_a_thousand_nodes_is_short():
+    rows = dict(world(facts_on(*(f"n{i}" for i in range(1000))))[0].describe())
+    assert rows["nodes"].startswith("n0: 0; n1: 1;")
+    assert rows["nodes"].endswith("... 992 more ...; n999: 999")
+    assert len(rows["nodes"]) < 200

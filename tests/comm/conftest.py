@@ -1,0 +1,38 @@
+"""Communicators of every kind, over all ranks of the session."""
+
+from collections.abc import Generator
+
+import pytest
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.config import Settings
+
+PATHS = {
+    "flat MPI": Settings(shared_memory="off"),
+    "one node": Settings(),
+    "MPI window": Settings(shared_memory="window"),
+    "nodes of one": Settings(ranks_per_node=1),
+    "nodes of two": Settings(ranks_per_node=2),  # unequal at 3 ranks
+}
+
+
+def close(connection: Connection) -> None:
+    """Take leave, as ``hpctrain.shutdown`` does."""
+    if connection.presence is not None:
+        connection.presence.farewell()
+    connection.comm.close()
+
+
+@pytest.fixture(params=PATHS)
+def connection(request: pytest.FixtureRequest) -> Generator[Connection]:
+    """Connect by each path in turn."""
+    made = connect(PATHS[request.param])
+    yield made
+    close(made)
+
+
+@pytest.fixture
+def comm(connection: Connection) -> Communicator:
+    """Give the communicator of each path in turn."""
+    return connection.comm

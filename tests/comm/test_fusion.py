@@ -1,0 +1,50 @@
+"""Bucket planning: every tensor in exactly one bucket, whole, aligned and apart from the others."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.fusion import TensorSpec, plan_buckets
+
+DTYPES = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
+SPECS = st.lists(
+    st.builds(TensorSpec, name=st.just("t"), numel=st.integers(0, 5000), dtype=DTYPES), max_size=40
+)
+LIMITS = st.one_of(st.none(), st.integers(1, 20_000))
+
+
+@given(SPECS, LIMITS, st.integers(0, 2))
+def test_every_tensor_is_in_exactly_one_bucket(specs, limit, marks):
+    plans = plan_buckets(specs, limit, marks_per_tensor=marks)
+    assert sorted(i for plan in plans for i in plan.members) == list(range(len(specs)))
+
+
+@given(SPECS, LIMITS, st.integers(0, 2))
+def test_tensors_are_aligned_do_not_overlap_and_leave_room_for_marks(specs, limit, marks):
+    for plan in plan_buckets(specs, limit, marks_per_tensor=marks):
+        end = 0
+        for member, offset in zip(plan.members, plan.offsets, strict=True):
+            assert specs[member].dtype == plan.dtype
+            assert offset * plan.dtype.itemsize % 64 == 0
+            assert offset >= end
+            end = offset + specs[member].numel
+        assert end + marks * len(plan.members) <= plan.numel
+
+
+@given(SPECS, st.integers(1, 20_000))
+def test_only_a_single_tensor_may_exceed_the_limit(specs, limit):
+    for plan in plan_buckets(specs, limit):
+        used = plan.offsets[-1] + specs[plan.members[-1]].numel
+        assert len(plan.members) == 1 or used * plan.dtype.itemsize <= limit
+
+
+@given(SPECS)
+def test_without_a_limit_there_is_one_bucket_per_dtype(specs):
+    assert len(plan_buckets(specs, None)) == len({spec.dtype for spec in specs})
+
+
+@given(SPECS, LIMITS)
+def test_order_is_kept(specs, limit):
+    plans = plan_buckets(specs, limit)
+    assert all(list(plan.members) == sorted(plan.members) for plan in plans)
+    assert [plan.members[0] for plan in plans] == sorted(plan.members[0] for plan in plans)

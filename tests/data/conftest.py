@@ -1,0 +1,40 @@
+"""Data sets whose samples tell their own number."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import write_arrays
+
+
+def numbered(num_samples: int) -> dict[str, NDArray[Any]]:
+    """Make samples: ``number`` counts them, ``image`` repeats the number in its last element."""
+    image = np.random.default_rng(num_samples).random((num_samples, 3, 2), dtype=np.float32)
+    image[:, -1, -1] = np.arange(num_samples)
+    return {"image": image, "number": np.arange(num_samples)}
+
+
+@pytest.fixture(scope="session")
+def dataset_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ShardedDataset]:
+    """Give a data set of so many numbered samples in several shards, written once."""
+
+    @cache
+    def make(num_samples: int) -> ShardedDataset:
+        directory = tmp_path_factory.mktemp("set") / str(num_samples)
+        write_arrays(directory, numbered(num_samples), samples_per_shard=1 + num_samples // 3)
+        return ShardedDataset(directory)
+
+    return make
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Give a data set of 100 numbered samples in three shards, to be damaged."""
+    write_arrays(tmp_path / "set", numbered(100), samples_per_shard=40, block_size=7)
+    return tmp_path / "set"

@@ -1,0 +1,123 @@
+"""A manifest is read back as written, or refused with the reason."""
+
+import json
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.data.layout import MANIFEST, Field, Manifest, Place, Shard
+from hpctrain.errors import DataError
+
+
+def manifest(**changes):
+    values = {
+        "uuid": "0123456789abcdef",
+        "split": "train",
+        "block_size": 16,
+        "fields": {"x": Field(shape=(8, 8), dtype="<f4"), "y": Field(shape=(), dtype="|u1")},
+        "shards": (
+            Shard(
+                file="train-01234567-00000-of-00001.h5",
+                num_samples=20,
+                num_bytes=8192,
+                crc32=7,
+                places={
+                    "x": Place(offset=2048, crc_offset=800, crc32=1),
+                    "y": Place(offset=None, crc_offset=900, crc32=2),
+                },
+            ),
+        ),
+    }
+    return Manifest(**{**values, **changes})
+
+
+def rewrite(directory, **changes):
+    """Change the manifest and make its crc32 right again, as another program might."""
+    path = directory / MANIFEST
+    record = {**json.loads(path.read_text()), **changes}
+    del record["crc32"]
+    crc32 = zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps({"crc32": crc32, **record}))
+
+
+def test_a_manifest_is_read_back_as_written(tmp_path):
+    manifest().write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest()
+
+
+def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
+    manifest().write(tmp_path)
+    path = tmp_path / MANIFEST
+    whole = path.read_bytes()
+    for byte in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[byte] ^= 1 << byte % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match=MANIFEST):
+            Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "other"}, "its format is 'other'"),
+        ({"version": 2}, "update hpctrain"),
+        ({"shards": [{}]}, "KeyError"),
+        (
+            {"fields": {"x": {"shape": [], "dtype": "<f4", "ragged": True, "filter": None}}},
+            "ragged",
+        ),
+        ({"fields": {"x": None}}, "TypeError"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_told(tmp_path, changes, words):
+    manifest().write(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(DataError, match=words):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", '{"format": ', "{}", "\0"])
+def test_what_is_not_a_manifest_is_told(tmp_path, text):
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(DataError, match="must be the manifest of a data set"):
+        Manifest.read(tmp_path)
+
+
+def test_a_directory_without_a_manifest_is_told(tmp_path):
+    with pytest.raises(DataError, match="there is none in"):
+        Manifest.read(tmp_path)
+
+
+def one_shard(**changes):
+    return {"shards": (replace(manifest().shards[0], **changes),)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split": "../up"}, "split"),
+        ({"block_size": 0}, "block_size"),
+        ({"fields": {}}, "at least one field"),
+        ({"fields": {"a b": Field(shape=(), dtype="<f4")}}, "Python variable"),
+        (one_shard(file="../../etc/passwd"), "plain file name"),
+        (one_shard(num_samples=0), "must have samples"),
+        (one_shard(num_bytes=2048 + 20 * 256 - 1), "needs 5120 bytes from byte 2048"),
+        (one_shard(places={}), "must have the fields"),
+    ],
+)
+def test_values_that_cannot_be_are_told(changes, words):
+    with pytest.raises(DataError, match=words):
+        manifest(**changes)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "<c8", "|O", "<M8[s]", "<f16", "what", "float32"])
+def test_a_dtype_without_tensors_is_told(dtype):
+    with pytest.raises(DataError, match="dtype"):
+        Field(shape=(), dtype=dtype)
+
+
+def test_any_byte_order_becomes_little_endian():
+    assert Field.of((2,), ">f4") == Field(shape=(2,), dtype="<f4")
+    assert Field.of((2,), "f4").sample_bytes == 8

@@ -1,0 +1,229 @@
+"""What is written is plain HDF5; what fails leaves the old data set or none."""
+
+import json
+import random
+import select
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import ShardWriter, write_arrays
+from hpctrain.errors import DataError
+from hpctrain.files import crc32_of
+from tests.data.conftest import numbered
+from tests.full_disk import largest_file
+
+FIELDS = {"image": ((3, 2), "f4"), "number": ((), "i8")}
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def numbers_in(directory):
+    dataset = ShardedDataset(directory)
+    return dataset.take(np.arange(len(dataset)))["number"].tolist()
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1).filter(any),
+    per_shard=st.integers(1, 60),
+    block_size=st.integers(1, 20),
+)
+def test_samples_are_read_back_however_they_were_added(
+    tmp_path_factory, lengths, per_shard, block_size
+):
+    directory = tmp_path_factory.mktemp("set")
+    whole = numbered(sum(lengths))
+    ends = np.cumsum(lengths)
+    with ShardWriter(
+        directory, FIELDS, samples_per_shard=per_shard, block_size=block_size
+    ) as writer:
+        for start, end in zip(ends - lengths, ends, strict=True):
+            writer.append({name: array[start:end] for name, array in whole.items()})
+    read = ShardedDataset(directory).take(np.arange(ends[-1]))
+    assert all(np.array_equal(read[name], array) for name, array in whole.items())
+    assert len(writer.manifest.shards) == -(-ends[-1] // per_shard)
+
+
+def test_plain_h5py_reads_a_shard_and_what_it_is(directory):
+    manifest = Manifest.read(directory)
+    assert [shard.num_samples for shard in manifest.shards] == [40, 40, 20]
+    for index, shard in enumerate(manifest.shards):
+        with h5py.File(directory / shard.file) as file:
+            first = 40 * index
+            assert file["data/number"][:].tolist() == list(range(first, first + shard.num_samples))
+            assert file["crc/image"].shape == (manifest.num_blocks(shard),)
+            attributes = dict(file.attrs)
+        assert json.loads(attributes.pop("fields"))["image"]["shape"] == [3, 2]
+        assert attributes.pop("created_by").startswith("hpctrain ")
+        assert attributes == {
+            "format": "hpctrain-h5",
+            "version": 1,
+            "dataset_uuid": manifest.uuid,
+            "split": "train",
+            "shard": index,
+            "n": shard.num_samples,
+            "first_index": first,
+            "block_size": 7,
+            "complete": 1,
+        }
+
+
+def test_a_shard_has_the_superblock_of_hdf5_1_10(directory):
+    with h5py.File(directory / Manifest.read(directory).shards[0].file) as file:
+        assert file.libver[0] == "earliest"
+    for shard in Manifest.read(directory).shards:
+        assert (directory / shard.file).read_bytes()[8] <= 3
+
+
+def test_the_manifest_knows_the_bytes_of_each_shard(directory):
+    for shard in Manifest.read(directory).shards:
+        path = directory / shard.file
+        assert (shard.num_bytes, shard.crc32) == (path.stat().st_size, crc32_of(path))
+        with h5py.File(path) as file:
+            assert shard.places["image"].offset == file["data/image"].id.get_offset()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([True, False]),
+        np.array([1, 2], "u2"),
+        np.array([1, 2], ">i8"),
+        np.array([0.5, 1.5], "f2"),
+        np.zeros((2, 0)),
+        np.zeros((2, 3, 0, 4), "f4"),
+        np.arange(12.0).reshape(6, 2)[::3],
+    ],
+    ids=str,
+)
+def test_every_dtype_and_layout_of_an_array_is_kept(tmp_path, array):
+    write_arrays(tmp_path, {"x": array}, samples_per_shard=3)
+    read = ShardedDataset(tmp_path).take([1, 0])["x"].numpy()
+    assert read.dtype == array.dtype.newbyteorder("<")
+    assert np.array_equal(read, array[::-1])
+
+
+def test_a_new_data_set_replaces_the_old_one(directory):
+    old = names(directory)
+    write_arrays(directory, numbered(5), samples_per_shard=2)
+    assert numbers_in(directory) == [0, 1, 2, 3, 4]
+    assert len(names(directory)) == 4
+    assert set(names(directory)) & set(old) == {MANIFEST}
+
+
+def test_a_reader_of_the_old_data_set_does_not_see_the_new_one(directory):
+    reader = ShardedDataset(directory)
+    reader.take([0])
+    write_arrays(directory, numbered(5), samples_per_shard=2)
+    assert reader.take([39])["number"].tolist() == [39]
+    with pytest.raises(DataError, match="cannot read shard"):
+        reader.take([99])
+
+
+def test_a_failing_program_leaves_the_old_data_set(directory):
+    old = names(directory)
+
+    def fail_half_way():
+        with ShardWriter(directory, FIELDS, samples_per_shard=3) as writer:
+            writer.append(numbered(10))
+            raise KeyError("program")
+
+    with pytest.raises(KeyError, match="program"):
+        fail_half_way()
+    assert names(directory) == old
+    assert numbers_in(directory) == list(range(100))
+
+
+def test_without_samples_there_is_no_data_set(tmp_path):
+    with (
+        pytest.raises(DataError, match="at least one sample"),
+        ShardWriter(tmp_path, FIELDS, samples_per_shard=3),
+    ):
+        pass
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, 8192, 100_000, 900_000])
+def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
+    old = names(directory)
+    with (
+        largest_file(num_bytes),
+        pytest.raises(
+            DataError, match=r"cannot write a data set to .*: File too large; make room"
+        ),
+    ):
+        write_arrays(directory, numbered(50_000), samples_per_shard=30_000)
+    assert names(directory) == old
+    assert numbers_in(directory) == list(range(100))
+
+
+WRITE_FOR_EVER = """
+import itertools, sys
+import numpy as np
+from hpctrain.data.writer import write_arrays
+
+for generation in itertools.count(1):
+    rows = {"generation": np.full(50, generation), "more": np.zeros((50, 99))}
+    write_arrays(sys.argv[1], rows, samples_per_shard=20)
+    print(generation, flush=True)
+"""
+
+
+@pytest.mark.parametrize("attempt", range(8))
+def test_a_writer_killed_at_any_instant_leaves_a_whole_data_set(tmp_path, attempt):
+    delay_s = random.Random(attempt).uniform(0, 0.2)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with writer:
+        writer.stdout.readline()
+        select.select([], [], [], delay_s)
+        writer.kill()
+        finished = 1 + len(writer.stdout.read().split())
+    read = ShardedDataset(tmp_path, verify="always").take(np.arange(50))["generation"].tolist()
+    assert read in ([finished] * 50, [finished + 1] * 50)
+    write_arrays(tmp_path, numbered(3), samples_per_shard=3)
+    assert len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ({"image": np.zeros((2, 3, 2), "f4")}, r"have the fields \['image', 'number'\]"),
+        ({"image": np.zeros((2, 2, 3), "f4"), "number": [1, 2]}, r"got \(2, 2, 3\)"),
+        ({"image": np.zeros((2, 3, 2), "f8"), "number": [1, 2]}, "cannot hold every float64"),
+        ({"image": np.zeros((2, 3, 2), "f4"), "number": [1]}, "same number of samples"),
+        ({"image": np.zeros((2, 3, 2), "f4"), "number": 1}, r"got \(\)"),
+    ],
+)
+def test_samples_that_do_not_fit_are_told(tmp_path, samples, words):
+    with (
+        pytest.raises(DataError, match=words),
+        ShardWriter(tmp_path, FIELDS, samples_per_shard=3) as writer,
+    ):
+        writer.append(samples)
+
+
+def test_a_directory_holds_one_split(directory):
+    with pytest.raises(DataError, match="holds 'train'; write 'test' to another directory"):
+        write_arrays(directory, numbered(5), samples_per_shard=5, split="test")
+
+
+def test_arguments_that_cannot_be_are_told(tmp_path):
+    with pytest.raises(DataError, match="samples_per_shard must be positive, got 0"):
+        write_arrays(tmp_path, numbered(5), samples_per_shard=0)
+    with pytest.raises(DataError, match="has no dimension"):
+        write_arrays(tmp_path, {"x": 5}, samples_per_shard=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="another directory"):
+        write_arrays(tmp_path / "file", numbered(5), samples_per_shard=5)

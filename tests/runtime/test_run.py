@@ -1,0 +1,157 @@
+"""``hpctrain.run`` from a script of its own, so that its functions live in ``__main__``."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import hpctrain
+from hpctrain.errors import LaunchError
+from hpctrain.runtime.run import RankError, run
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]
+
+
+def script(tmp_path, body, name="notebook.py"):
+    file = tmp_path / name
+    file.write_text(textwrap.dedent(body))
+    # No `-m` and another folder: only what the ranks are told leads them to our functions.
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return [sys.executable, str(file)], environ
+
+
+def output_of(tmp_path, body):
+    argv, environ = script(tmp_path, body)
+    done = subprocess.run(
+        argv, check=False, env=environ, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_results_come_back_by_rank_from_functions_of_a_script(tmp_path):
+    (tmp_path / "beside.py").write_text("SCALE = 10\n")
+    text = output_of(
+        tmp_path,
+        """
+        import torch
+        import hpctrain as hvd
+        import beside
+
+        class Pair:
+            def __init__(self, rank, total):
+                self.rank, self.total = rank, total
+
+        def work(offset, factor=1):
+            mine = torch.tensor([hvd.rank() * factor + offset])
+            return Pair(hvd.rank(), beside.SCALE * hvd.allreduce(mine, op=hvd.Sum).item())
+
+        pairs = hvd.run(work, (1,), {"factor": 2}, np=3)
+        print(*((isinstance(pair, Pair), pair.rank, pair.total) for pair in pairs))
+        """,
+    )
+    # Over ranks 0, 1, 2: 10 * sum(2 * rank + 1)
+    assert text.strip() == "(True, 0, 90) (True, 1, 90) (True, 2, 90)"
+
+
+def place():
+    return hpctrain.rank(), hpctrain.size(), hpctrain.local_size(), hpctrain.cross_rank()
+
+
+@pytest.mark.parametrize(("np", "nodes"), [(1, None), (4, 2)])
+def test_ranks_form_one_world_on_declared_nodes(np, nodes):
+    per_node = np // (nodes or 1)
+    expected = [(rank, np, per_node, rank // per_node) for rank in range(np)]
+    before = hpctrain.is_initialized()
+    assert run(place, np=np, nodes=nodes) == expected
+    # The caller needs no world for it and gets none.
+    assert hpctrain.is_initialized() == before
+
+
+class OddError(Exception):
+    """Can be pickled but not built again: its constructor wants two arguments."""
+
+    def __init__(self, text, number):
+        super().__init__(text)
+        self.number = number
+
+
+def fail(kind):
+    if hpctrain.rank() == 1:
+        if kind == "value":
+            raise ValueError("seven is not a prime")
+        if kind == "odd":
+            raise OddError("odd", 3)
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "lock":
+            return threading.Lock()
+    hpctrain.barrier()
+    return None
+
+
+def test_an_exception_names_its_rank_and_brings_its_traceback():
+    with pytest.raises(RankError, match="rank 1: ValueError: seven is not a prime") as error:
+        run(fail, ("value",), np=2)
+    assert error.value.rank == 1
+    assert 'raise ValueError("seven is not a prime")' in error.value.remote_traceback
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_an_exception_that_cannot_travel_is_described():
+    with pytest.raises(RankError, match="rank 1: OddError: odd") as error:
+        run(fail, ("odd",), np=2)
+    assert error.value.__cause__ is None
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank():
+    with pytest.raises(RankError, match="rank 1: TypeError: cannot pickle"):
+        run(fail, ("lock",), np=2)
+
+
+def test_a_killed_rank_is_an_error():
+    with pytest.raises((RankError, LaunchError), match=r"rank 1|code"):
+        run(fail, ("killed",), np=2)
+
+
+def test_ranks_past_their_limit_are_ended():
+    before = time.monotonic()
+    with pytest.raises(LaunchError, match="2 ranks did not finish in 5 s"):
+        run(time.sleep, (100,), np=2, timeout_s=5)
+    assert time.monotonic() - before < 40
+
+
+def test_a_function_that_cannot_travel_never_starts_a_rank():
+    with pytest.raises(TypeError, match="pickle"):
+        run(place, (threading.Lock(),), np=2)
+
+
+def test_ctrl_c_ends_the_ranks_and_comes_back_as_keyboard_interrupt(tmp_path):
+    body = """
+        import time, pathlib
+        import hpctrain as hvd
+
+        def work():
+            pathlib.Path(f"here-{hvd.rank()}").touch()
+            time.sleep(100)
+
+        try:
+            hvd.run(work, np=2)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    argv, environ = script(tmp_path, body)
+    with subprocess.Popen(
+        argv, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob("here-*"))) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=30)
+    assert text == b"interrupted\n"

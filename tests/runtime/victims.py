@@ -1,0 +1,135 @@
+"""Small programs that fail, run on real ranks, and what became of them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hpctrain
+from hpctrain.launch import mpiexec
+
+START_LIMIT_S = 90.0
+"""Time to import and meet on a loaded machine; what is measured begins at the failure."""
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+import hpctrain as hvd
+
+HERE = Path(__file__).parent
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+(HERE / f"pid-{rank}").write_text(str(os.getpid()))
+hvd.barrier()
+
+def now():
+    "Note the instant of the failure."
+    (HERE / "failed_at").write_text(str(time.time()))
+
+def train(steps=10**9, pause_s=0.01):
+    "Go on as ranks do that have not failed."
+    for step in range(steps):
+        hvd.allreduce_(torch.ones(1000))
+        time.sleep(pause_s)
+
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a world of ranks ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """From the failure, as the victim noted it, until mpirun and every rank were gone."""
+    left_over: list[int]
+    """Ranks whose process outlived mpirun."""
+    logs: dict[int, str]
+    """Each rank's log file."""
+
+
+def run_ranks(
+    folder: Path,
+    body: str,
+    *,
+    num_ranks: int = 2,
+    nodes: int | None = None,
+    disturb: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Outcome:
+    """Run ``PREAMBLE`` and ``body`` on ``num_ranks`` ranks.
+
+    ``disturb`` is called with mpirun's process as soon as every rank is past ``init``.
+    """
+    script = folder / "victim.py"
+    script.write_text(PREAMBLE + textwrap.dedent(body))
+    source = str(Path(hpctrain.__file__).parents[1])
+    environ = mpiexec.environment(num_ranks=num_ranks, nodes=nodes) | {
+        "PYTHONPATH": source,
+        "HPCTRAIN_LOG_DIR": str(folder / "log"),
+        "OMP_NUM_THREADS": "1",
+    }
+    line = mpiexec.command([sys.executable, str(script)], num_ranks=num_ranks, nodes=nodes)
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        mpirun = subprocess.Popen(
+            line, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True
+        )
+    try:
+        if disturb:
+            wait_until(lambda: len(_pids(folder)) == num_ranks, START_LIMIT_S)
+            time.sleep(0.5)
+            (folder / "failed_at").write_text(str(time.time()))
+            disturb(mpirun)
+        mpirun.wait(START_LIMIT_S)
+    finally:
+        pids = _pids(folder)
+        left_over = [rank for rank, pid in pids.items() if not _gone_within(pid, 2.0)]
+        ended_at = time.time()
+        for pid in (*pids.values(), mpirun.pid):
+            if mpirun.poll() is None or left_over:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        mpirun.wait()
+    failed_at = folder / "failed_at"
+    return Outcome(
+        code=mpirun.returncode,
+        out=(folder / "out").read_text(),
+        err=(folder / "err").read_text(),
+        seconds=ended_at - float(failed_at.read_text()) if failed_at.exists() else 0.0,
+        left_over=left_over,
+        logs={int(p.stem[5:]): p.read_text() for p in (folder / "log").glob("rank-*.log")},
+    )
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Return whether ``condition`` came true in time."""
+    end = time.monotonic() + limit_s
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return met
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _gone_within(pid: int, limit_s: float) -> bool:
+    return wait_until(lambda: not is_alive(pid), limit_s)
+
+
+def _pids(folder: Path) -> dict[int, int]:
+    texts = {int(p.name[4:]): p.read_text() for p in folder.glob("pid-*")}
+    return {rank: int(text) for rank, text in texts.items() if text}

@@ -1,0 +1,80 @@
+"""The small training job that the laws of this folder are stated on: scikit-learn's digits."""
+
+from functools import cache
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+GLOBAL_BATCH = 60  # divisible by 1, 2, 3 and 4
+
+
+@cache
+def digits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Return images, scaled to 0..1, and their digits."""
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16.0, dtype=dtype), torch.tensor(labels)
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Make the same network every time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
+    return model.to(dtype)
+
+
+def global_batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Return the global batch of a step, the same on every rank and for every world size."""
+    images, labels = digits(dtype)
+    first = step * GLOBAL_BATCH % (len(images) - GLOBAL_BATCH)
+    return images[first : first + GLOBAL_BATCH], labels[first : first + GLOBAL_BATCH]
+
+
+def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return one rank's equal part of a global batch."""
+    share = GLOBAL_BATCH // size
+    own = slice(rank * share, (rank + 1) * share)
+    return batch[0][own], batch[1][own]
+
+
+def sgd(model: nn.Module, **options) -> torch.optim.SGD:
+    """Make the optimizer of the laws."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
+
+
+def train_alone(num_steps: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Train by the plain loop, on one process, on global batches."""
+    model = make_model(dtype)
+    optimizer = sgd(model)
+    for step in range(num_steps):
+        images, labels = global_batch(step, dtype)
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def train_together(hvd, num_steps: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Train on all ranks, each on its part of the global batches."""
+    model = make_model(dtype)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict())
+    for step in range(num_steps):
+        images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of two models' weights over the largest weight."""
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    largest = max(float(a.detach().abs().max()) for a, _ in pairs)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    """Return copies of all gradients."""
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]

@@ -1,0 +1,77 @@
+"""Laws of the settings that come from the environment."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpctrain import config
+from hpctrain.config import Settings, unknown_variables
+from hpctrain.errors import ConfigError
+from hpctrain.units import MIB
+
+
+def test_an_empty_environment_gives_the_defaults():
+    assert Settings.from_env({}) == Settings()
+
+
+def test_every_setting_has_a_variable():
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert names == config._PARSERS.keys()
+
+
+def test_every_variable_is_read():
+    environ = {
+        "HPCTRAIN_RANKS_PER_NODE": "2",
+        "HPCTRAIN_SHARED_MEMORY": "memfd",
+        "HPCTRAIN_OVERLAP": "thread",
+        "HPCTRAIN_BUCKET_BYTES": "1 MiB",
+        "HPCTRAIN_TRACE": "1",
+        "HPCTRAIN_LOG_DIR": "some/where",
+    }
+    read = dataclasses.asdict(Settings.from_env(environ))
+    expected = {
+        "ranks_per_node": 2,
+        "shared_memory": "memfd",
+        "overlap": "thread",
+        "bucket_bytes": MIB,
+        "trace": True,
+        "log_dir": Path("some/where"),
+    }
+    assert {name: read[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HPCTRAIN_RANKS_PER_NODE", "0"),
+        ("HPCTRAIN_RANKS_PER_NODE", "two"),
+        ("HPCTRAIN_OVERLAP", "always"),
+        ("HPCTRAIN_SHARED_MEMORY", "yes"),
+        ("HPCTRAIN_BUCKET_BYTES", "many"),
+        ("HPCTRAIN_TRACE", "perhaps"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_variable(name, value):
+    with pytest.raises(ConfigError, match=name) as caught:
+        Settings.from_env({name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("ON", True), ("0", False), ("no", False), ("", False)]
+)
+def test_switches_have_several_spellings(text, value):
+    assert Settings.from_env({"HPCTRAIN_TRACE": text}).trace is value
+
+
+def test_a_misspelt_variable_gets_a_hint():
+    (text,) = unknown_variables({"HPCTRAIN_OVERLAPP": "end", "HOME": "/"})
+    assert "HPCTRAIN_OVERLAPP" in text
+    assert "did you mean HPCTRAIN_OVERLAP?" in text
+
+
+def test_variables_of_settings_and_of_the_test_suite_are_known():
+    known = [f"HPCTRAIN_{field.name.upper()}" for field in dataclasses.fields(Settings)]
+    names = [*known, "HPCTRAIN_REQUIRE", "HPCTRAIN_TEST_HANG_S"]
+    assert unknown_variables(dict.fromkeys(names, "")) == []

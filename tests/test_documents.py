@@ -1,0 +1,74 @@
+"""The documents are true: links resolve, code compiles, the changelog has its shape."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain.config import Settings
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        *ROOT.glob("*.md"),
+        *(path for folder in ("hpctrain", "examples", "slurm", "tests", "perf")
+          for path in (ROOT / folder).rglob("*.md")),
+    ]
+)  # fmt: skip
+GROUPS = ("Added", "Changed", "Fixed", "Breaking")
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def headings(text: str) -> set[str]:
+    """Anchors as hosting sites make them of headings."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_relative_links_resolve(document):
+    prose = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / document).parent / path if path else ROOT / document
+        assert file.exists(), f"{document} links to {target}"
+        assert not anchor or anchor in headings(file.read_text()), f"{document} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_compile(document):
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+    ):
+        compile(block, f"{document} block {number}", "exec")
+
+
+def test_names_of_files_in_the_readme_exist():
+    for name in re.findall(r"^\| `([a-z][\w./-]*)` \|", text_of("README.md"), re.MULTILINE):
+        assert (ROOT / name).exists(), f"README.md names {name}"
+
+
+def test_variables_in_the_readme_are_settings():
+    known = {f"HPCTRAIN_{name.upper()}" for name in Settings.__dataclass_fields__}
+    named = set(re.findall(r"HPCTRAIN_\w+", text_of("README.md")))
+    assert named <= known | {"HPCTRAIN_REQUIRE", "HPCTRAIN_TEST_HANG_S"}
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert versions[0] == hpctrain.__version__
+
+
+def test_the_changelog_is_one_sentence_a_line_in_known_groups():
+    for line in text_of("CHANGELOG.md").splitlines():
+        if line.startswith("### "):
+            assert line.removeprefix("### ") in GROUPS
+        if line.startswith("- "):
+            assert line.endswith("."), line

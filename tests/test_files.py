@@ -1,0 +1,47 @@
+"""A file is published whole, or the old one stays."""
+
+import zlib
+
+import pytest
+
+from hpctrain.files import PART, crc32_of, publishing
+
+
+def test_a_published_file_replaces_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    for text in ("old", "new"):
+        with publishing(path) as part:
+            part.write_text(text)
+        assert path.read_text() == text
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_until_the_end_the_old_file_is_there(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with publishing(path) as part:
+        part.write_text("new")
+        assert part.name == "file" + PART
+        assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_alone(tmp_path, error):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail_half_way():
+        with publishing(path) as part:
+            part.write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail_half_way()
+    assert path.read_text() == "old"
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
+    data = bytes(range(256)) * 40_000
+    (tmp_path / "file").write_bytes(data)
+    assert crc32_of(tmp_path / "file") == zlib.crc32(data)

@@ -1,0 +1,81 @@
+"""``import hpctrain`` is cheap and needs nothing: no torch, no MPI, no compiler."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MAX_IMPORT_S = 0.050
+TRIES = 5
+
+TIMED = """
+import json, sys, time
+start = time.perf_counter()
+import hpctrain
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+BLOCKED = """
+import sys
+for name in ("mpi4py", "torch", "numpy", "h5py"):
+    sys.modules[name] = None  # any import of it fails
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def imports():
+    return [json.loads(run(TIMED)) for _ in range(TRIES)]
+
+
+def test_import_loads_nothing_heavy(imports):
+    _, modules = imports[0]
+    assert {"torch", "mpi4py", "numpy", "h5py", "typer", "rich"}.isdisjoint(modules)
+
+
+def test_import_takes_under_50_ms(imports):
+    assert min(seconds for seconds, _ in imports) < MAX_IMPORT_S
+
+
+def test_import_works_without_mpi_and_torch():
+    assert run(f"{BLOCKED}\nimport hpctrain\nprint(hpctrain.__version__)").strip()
+
+
+@pytest.mark.parametrize("package", ["cluster", "launch"])
+def test_what_runs_on_a_login_node_needs_neither_mpi_nor_torch(package):
+    code = f"""{BLOCKED}
+import importlib, pkgutil, hpctrain.{package} as package
+for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+    run(code)
+
+
+def test_the_version_is_printed_without_mpi_and_torch():
+    code = f"""{BLOCKED}
+sys.argv = ["hpctrain", "--version"]
+from hpctrain.cli.main import main
+main()
+"""
+    assert "0." in run(code)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    run("""
+import hpctrain
+try:
+    hpctrain.nonsense
+except AttributeError as error:
+    assert "nonsense" in str(error)
+else:
+    raise AssertionError
+""")

@@ -1,0 +1,53 @@
+"""Every file has at most 300 lines and every function at most 60; exceptions give a reason."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+EXCEPTIONS = {
+    "hpctrain/cli/launch.py:launch": "its options and its help are signature and docstring",
+    "hpctrain/cli/train.py:train": "its options and its help are signature and docstring",
+}
+"""``"path"`` or ``"path:function"`` and why it may be longer."""
+
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("hpctrain", "tests", "examples", "perf")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def too_long(name: str, text: str) -> list[str]:
+    found = [(name, len(text.splitlines()), MAX_FILE_LINES)]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            found.append((f"{name}:{node.name}", length, MAX_FUNCTION_LINES))
+    return [
+        f"{what} has {length} lines, at most {limit} are allowed; cut it, or list it with a reason"
+        for what, length, limit in found
+        if length > limit and what not in EXCEPTIONS
+    ]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_are_short(name):
+    assert too_long(name, (ROOT / name).read_text()) == []
+
+
+def test_what_is_too_long_is_found():
+    function = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
+    assert len(too_long("f.py", function)) == 1
+    assert len(too_long("f.py", function * 5)) == 6
+    assert too_long("f.py", "x = 1\n" * MAX_FILE_LINES) == []
+
+
+def test_exceptions_exist_and_give_a_reason():
+    for what, reason in EXCEPTIONS.items():
+        assert what.split(":", maxsplit=1)[0] in FILES
+        assert len(reason.split()) > 3

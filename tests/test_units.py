@@ -1,0 +1,64 @@
+"""Laws of numbers with units."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ConfigError
+from hpctrain.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17 B", 17),
+        ("25 MiB", 25 * MIB),
+        ("25mib", 25 * MIB),
+        (" 1.5 GiB ", 3 * GIB // 2),
+        ("1 kB", 1000),
+        ("2 MB", 2_000_000),
+        ("3GB", 3_000_000_000),
+        ("4 KiB", 4 * KIB),
+    ],
+)
+def test_sizes_are_read_with_their_units(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "25 Mib/s", "25 parsecs", "1e6", "0x10", "1 2"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="25 MiB") as caught:
+        parse_bytes(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_that_was_written_is_read_back_within_its_rounding(num_bytes):
+    again = parse_bytes(format_bytes(num_bytes))
+    assert abs(again - num_bytes) <= 0.05 * max(
+        size for size in (1, KIB, MIB, GIB) if size <= max(num_bytes, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (KIB, "1.0 KiB"), (25 * MIB, "25.0 MiB"), (5 * GIB, "5.0 GiB")],
+)
+def test_sizes_are_written_with_the_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.2e-6, "3.2 us"),
+        (1.84e-3, "1.84 ms"),
+        (2.5, "2.50 s"),
+        (60, "1 min 00 s"),
+        (185, "3 min 05 s"),
+    ],
+)
+def test_durations_are_written_with_the_unit_that_fits(seconds, text):
+    assert format_seconds(seconds) == text

@@ -1,0 +1,109 @@
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.train.load import load
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "x.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_arguments_beat_the_environment_and_it_beats_the_file(file):
+    path = file('[comm]\noverlap = "end"\nbucket_size = "1 MiB"\n[train]\nepochs = 3\n')
+    environment = {"overlap": "inline", "bucket_bytes": 2048, "trace": True}
+    loaded = load(path, ["comm.overlap=thread", "seed=5"], environment)
+    config = loaded.config
+    assert (config.comm.overlap, config.comm.bucket_bytes) == ("thread", 2048)
+    assert (config.train.epochs, config.seed, config.train.global_batch) == (3, 5, 64)
+    assert loaded.origin("comm.overlap") == "argument --set comm.overlap=thread"
+    assert loaded.origin("comm.bucket_size") == "environment HPCTRAIN_BUCKET_BYTES"
+    assert loaded.origin("train.epochs") == f"file {path}"
+    assert loaded.origin("train.global_batch") == "default"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.name=Adam", "Adam"),
+        ('optimizer.name="Adam"', "Adam"),
+        (" optimizer.name = Adam ", "Adam"),
+        ("optimizer.lr=1", 1.0),
+        ("optimizer.lr=1e-3", 1e-3),
+        ("log.plots=false", False),
+        ("output_dir=/a=b", "/a=b"),
+    ],
+)
+def test_an_argument_is_toml_or_else_text(override, value):
+    table, _, key = override.partition("=")[0].strip().rpartition(".")
+    config = load(None, [override]).config
+    assert getattr(getattr(config, table) if table else config, key) == value
+
+
+def test_a_free_table_takes_any_key_and_keeps_its_others(file):
+    path = file("[model]\nargs = { width = 8, depth = 2 }\n")
+    config = load(path, ["model.args.width=16", "model.args.inner.x=[1]"]).config
+    assert config.model.args == {"width": 16, "depth": 2, "inner": {"x": [1]}}
+    assert load(file("[model.args]\nwidth = 3\n")).config.model.args == {"width": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "did you mean train.epochs? [train] takes epochs, global_batch"),
+        ("epochs=3", "did you mean train.epochs? the top of the file takes name, output_dir"),
+        ("optimizer.weight_decay=0", "did you mean optimizer.args.weight_decay? [optimizer] takes"),
+        ("nonsense=3", "nonsense is not a key; the top of the file takes name"),
+        ("train=3", "train is a table"),
+        ("train.epochs=x", "train.epochs is a whole number, got 'x' (text)"),
+        ("train.epochs=2.0", "train.epochs is a whole number, got 2.0 (a number)"),
+        ("train.epochs=true", "train.epochs is a whole number, got True (true or false)"),
+        ("optimizer.lr=true", "optimizer.lr is a number, got True (true or false)"),
+        ("log.plots=1", "log.plots is true or false, got 1 (a whole number)"),
+        ("train.epochs=0", "train.epochs must be at least 1, got 0"),
+        ("train.epochs", "--set takes key=value such as train.epochs=5, got 'train.epochs'"),
+        ("=3", "--set takes key=value"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_the_way_out(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert message in str(caught.value)
+    assert override in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nepoch = 3\n", "train.epoch is not a key; did you mean train.epochs?"),
+        ("[trian]\nepochs = 3\n", "trian is not a key; "),
+        ("train = 3\n", "train is a table"),
+        ("[train]\nepochs = '3'\n", "train.epochs is a whole number, got '3' (text)"),
+        ("[train]\nepochs = -1\n", "train.epochs must be at least 1, got -1"),
+        ("[train\n", "cannot be read as TOML"),
+        ("[comm]\nbucket_size = 'huge'\n", "comm.bucket_size: a size is a number and a unit"),
+    ],
+)
+def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):
+    path = file(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"):
+        load(tmp_path / "none.toml")
+
+
+def test_a_folder_or_bytes_are_no_configuration(tmp_path):
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    for path in (tmp_path, tmp_path / "b.toml"):
+        with pytest.raises(ConfigError, match="cannot be read as TOML"):
+            load(path)

@@ -1,0 +1,29 @@
+import sys
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.plot import plot_run
+
+
+def write_run(path, losses):
+    times = {"compute_s": 0.01, "communication_s": 0.002, "input_s": 0.001}
+    with Metrics(path) as metrics:
+        metrics.write("started", world_size=2)
+        for step, loss in enumerate(losses, 1):
+            metrics.write("step", step=step, loss=loss, **times)
+        metrics.write("test", step=len(losses), loss=0.5, metric=0.9)
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.0, 0.5], [2.0, float("nan"), 0.0], [1.0]])
+def test_a_figure_is_drawn_whatever_the_losses(tmp_path, losses):
+    write_run(tmp_path / "metrics.jsonl", losses)
+    plot_run(tmp_path / "metrics.jsonl", tmp_path / "training.png")
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hpctrain\[plots\]'"):
+        plot_run(tmp_path / "metrics.jsonl", tmp_path / "training.png")
