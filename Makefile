@@ -7,7 +7,9 @@ BIN := .venv/bin
 REPORTS := build/reports
 SIZES := 1 2 3 4
 MPICH_SIZES := 2
-LAUNCH_LIMIT_S := 420
+LAUNCH_LIMIT_S := 600
+# Ranks write to a terminal of mpirun, so pytest cannot see whether this one is real.
+COLOR := $(if $(MAKE_TERMOUT),yes,no)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -61,7 +63,7 @@ define suite
 @echo "== $(1): $(2) ranks"
 @mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).*
 @code=0; timeout -k 10 $(LAUNCH_LIMIT_S) $(3) -m hpctrain launch -n $(2) -- \
-  $(3) -m pytest -q --report $(REPORTS)/$(1).json || code=$$?; echo $$code > $(REPORTS)/$(1).rc
+  $(3) -m pytest -q --color=$(COLOR) --report $(REPORTS)/$(1).json || code=$$?; echo $$code > $(REPORTS)/$(1).rc
 
 endef
 

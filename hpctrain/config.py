@@ -67,17 +67,7 @@ class Settings:
         Raises:
             ConfigError: a value is not valid; the message names the variable.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for name, parse in _PARSERS.items():
-            text = environ.get(PREFIX + name.upper())
-            if text is None:
-                continue
-            try:
-                values[name] = parse(text)
-            except ConfigError as error:
-                raise ConfigError(f"{PREFIX}{name.upper()}: {error}") from None
-        return cls(**values)
+        return cls(**given(environ))
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -88,6 +78,25 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "trace": _flag,
     "log_dir": Path,
 }
+
+
+def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Read and check the variables that are set: values by names of ``Settings``.
+
+    Raises:
+        ConfigError: a value is not valid; the message names the variable.
+    """
+    environ = os.environ if environ is None else environ
+    values = {}
+    for name, parse in _PARSERS.items():
+        if (text := environ.get(PREFIX + name.upper())) is None:
+            continue
+        try:
+            values[name] = parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{PREFIX}{name.upper()}: {error}") from None
+    return values
+
 
 _FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")
 """Names under our prefix that other parts read: the test suite's, never an unknown setting."""

@@ -27,7 +27,11 @@ def measure_size(num_bytes: int, rounds: int) -> dict[str, object]:
     """Time the three ways for one message size and check their sums."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
-    bucket, tensor, plain = comm.new_bucket(numel, torch.float32), torch.empty(numel), torch.empty(numel)
+    bucket, tensor, plain = (
+        comm.new_bucket(numel, torch.float32),
+        torch.empty(numel),
+        torch.empty(numel),
+    )
     buffer = MPI.buffer.fromaddress(plain.data_ptr(), plain.nbytes)
 
     def write() -> None:

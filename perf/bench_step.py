@@ -97,7 +97,7 @@ def copied() -> Callable[[], None]:
 
 
 def ours() -> Callable[[], None]:
-    """hpctrain with the plan it chooses."""
+    """Hpctrain with the plan it chooses."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
     return make_step(model, optimizer, optimizer.zero_grad)
@@ -123,7 +123,9 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     made = {f.__name__: f() for f in (plain, views, copied, ours, ddp)}
-    variants = {{"ours": "hpctrain", "ddp": "ddp gloo"}.get(n, n): step for n, step in made.items()}
+    variants = {
+        {"ours": "hpctrain", "ddp": "ddp gloo"}.get(n, n): step for n, step in made.items()
+    }
     seconds = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=2)
     middle = {name: median(times) for name, times in seconds.items()}
     silent = min(middle[name] for name in ("plain", "views", "copied"))

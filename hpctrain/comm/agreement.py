@@ -1,8 +1,14 @@
 """All ranks raise, or none does."""
 
+import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import MismatchError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 
 def raise_if_any(refusals: Sequence[str | None]) -> None:
@@ -11,12 +17,34 @@ def raise_if_any(refusals: Sequence[str | None]) -> None:
     Raises:
         MismatchError: names each message once, with the ranks that gave it.
     """
+    if any(message is not None for message in refusals):
+        raise MismatchError(_by_rank(refusals))
+
+
+def require_equal(comm: "Communicator", lines: Sequence[str], what: str) -> None:
+    """Return if every rank gives the same lines. Collective; sends a digest while all is well.
+
+    Raises:
+        MismatchError: names the first line that differs, by rank.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.allgather_object(digest))) == 1:
+        return
+    columns = comm.allgather_object(list(lines))
+    rows = zip_longest(*columns, fillvalue="none")
+    number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+    raise MismatchError(
+        f"{what} must be the same on every rank, number {number} differs: {_by_rank(seen)}; "
+        f"build the same model on every rank"
+    )
+
+
+def _by_rank(messages: Sequence[str | None]) -> str:
     ranks_of: dict[str, list[int]] = {}
-    for rank, message in enumerate(refusals):
+    for rank, message in enumerate(messages):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
-    if ranks_of:
-        raise MismatchError("; ".join(f"{_ranks(r)}: {m}" for m, r in ranks_of.items()))
+    return "; ".join(f"{_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())
 
 
 def _ranks(ranks: list[int]) -> str:

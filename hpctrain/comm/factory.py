@@ -14,13 +14,12 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan, choose_plan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.config import Settings
-from hpctrain.errors import LaunchError, NodeMemoryError
+from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.comm.presence import Presence
-    from hpctrain.comm.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,7 @@ class Connection:
     presence: "Presence | None"
     """Who is still there; None in a world of one."""
     mpi_world: "MPI.Intracomm | None"
-    """What ``Abort`` is called on; None in a world of one."""
+    """What ends all ranks; None in a world of one."""
     notes: tuple[str, ...]
     """Warnings of this rank, for the user."""
 
@@ -57,7 +56,7 @@ def connect(settings: Settings, threads_wanted: int | None = None) -> Connection
     settings = world.bcast(settings)
     facts = world.allgather(_facts(launched))
     topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
-    return _together(world, topology, settings, threads_wanted)
+    return _together(world, topology, settings, threads_wanted or _threads(topology))
 
 
 def _world(launched: env.Launched | None) -> "MPI.Intracomm | None":
@@ -105,78 +104,26 @@ def _alone(
 
 
 def _together(
-    world: "MPI.Intracomm", topology: Topology, settings: Settings, threads_wanted: int | None
+    world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
 ) -> Connection:
-    from mpi4py import MPI  # noqa: PLC0415
-
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator  # noqa: PLC0415
-    from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
+    from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.presence import Presence  # noqa: PLC0415
-    from hpctrain.comm.rail import Rail  # noqa: PLC0415
 
     pids = world.allgather(os.getpid())
     presence = Presence(world.Dup(), {rank: pids[rank] for rank in topology.node_ranks})
-    notes = [note] if (note := preflight.core_warning(topology)) else []
-    node_level, refusal = _share_memory(world, topology, settings, presence)
-    if refusal:
-        notes.append(f"gradients go flat over MPI: {refusal}")
-    threads = world.allgather(threads_wanted or _threads(topology))
-    name = node_level.memory_name if node_level else "none"
-    plan = world.bcast(choose_plan(topology, settings, node_memory=name, threads=threads))
-    comm: Communicator
-    if node_level is None:
-        comm = MpiCommunicator(world, check=presence.check)
-    else:
-        rail = None
-        if plan.num_rails:
-            takes_rail = topology.local_rank < plan.num_rails
-            split = world.Split(topology.local_rank if takes_rail else MPI.UNDEFINED, topology.node)
-            rail = Rail(split, ring_bytes=plan.ring_bytes, check=presence.check) if split else None
-        comm = HierarchicalCommunicator(
-            world,
-            node_level,
-            rail,
-            num_rails=plan.num_rails,
-            staged_bytes=plan.staged_bytes,
-            check=presence.check,
-        )
+    node, refusal = levels.share_memory(world, topology, settings.shared_memory, presence.check)
+    threads = world.allgather(num_threads)
+    way = node.memory_name if node else "none"
+    plan = world.bcast(choose_plan(topology, settings, node_memory=way, threads=threads))
+    notes = [
+        preflight.core_warning(topology),
+        refusal and f"gradients go flat over MPI: {refusal}",
+    ]
     return Connection(
-        comm=comm,
+        comm=levels.join(world, node, topology, plan, presence.check),
         topology=topology,
         plan=plan,
         presence=presence,
-        mpi_world=MPI.COMM_WORLD,
-        notes=tuple(notes),
+        mpi_world=world,
+        notes=tuple(note for note in notes if note),
     )
-
-
-def _share_memory(
-    world: "MPI.Intracomm", topology: Topology, settings: Settings, presence: "Presence"
-) -> "tuple[SharedMemory | None, str]":
-    """Try the ways to share memory until one works on every node.
-
-    Returns:
-        The node level and an empty string, or None and the reason.
-    """
-    from hpctrain.comm.node_memory import Memfd, Window  # noqa: PLC0415
-    from hpctrain.comm.shared_memory import SharedMemory  # noqa: PLC0415
-
-    ways = {"memfd": [Memfd()], "window": [Window()], "off": []}
-    reason = "HPCTRAIN_SHARED_MEMORY=off" if settings.shared_memory == "off" else ""
-    node = world.Split(topology.node, world.rank)
-    spin = not topology.shared_cores
-    for memory in ways.get(settings.shared_memory, [Memfd(), Window()]):
-        made, refusal = None, None
-        try:
-            made = SharedMemory(node, memory, spin=spin, check=presence.check)
-        except NodeMemoryError as error:
-            refusal = str(error)
-        refusals = [text for text in world.allgather(refusal) if text]
-        if not refusals:
-            return made, ""
-        reason = refusals[0]
-    if settings.shared_memory in ("memfd", "window"):
-        raise NodeMemoryError(
-            f"HPCTRAIN_SHARED_MEMORY={settings.shared_memory} cannot be had: {reason}"
-        )
-    return None, reason

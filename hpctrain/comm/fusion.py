@@ -17,7 +17,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """The layout of one bucket: ``offsets[i]`` is where tensor ``members[i]`` begins, in elements."""
+    """The layout of one bucket: tensor ``members[i]`` begins at element ``offsets[i]``."""
 
     dtype: torch.dtype
     members: tuple[int, ...]
@@ -53,7 +53,9 @@ def plan_buckets(
     for index, spec in enumerate(specs):
         needed = spec.numel * spec.dtype.itemsize
         group = open_of.get(spec.dtype)
-        if group is None or (bucket_bytes is not None and used_bytes[group] + needed > bucket_bytes):
+        if group is None or (
+            bucket_bytes is not None and used_bytes[group] + needed > bucket_bytes
+        ):
             group = open_of[spec.dtype] = len(groups)
             groups.append([])
             used_bytes.append(0)

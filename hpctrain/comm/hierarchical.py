@@ -115,4 +115,5 @@ class HierarchicalCommunicator(MpiCommunicator):
         """Free the MPI communicators; buckets live as long as something refers to them."""
         if self._rail is not None:
             self._rail.close()
+        self._node.close()
         super().close()

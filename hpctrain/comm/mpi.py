@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,8 +23,8 @@ CHUNK_ELEMENTS = 1 << 26
 """Largest message in elements: counts of MPI-3 are 32-bit, and a widened copy stays small."""
 
 
-def _never_lost() -> None:
-    """Look for nobody: the check of communicators that are used before or without a world."""
+def _never_lost(partner: int | None = None) -> None:
+    """Look for nobody: the check of communicators that are used without a world."""
 
 
 class MpiCommunicator:
@@ -89,14 +90,16 @@ class MpiCommunicator:
         """Send the bytes of ``tensor``."""
         check_rank(dest, self.size, "dest")
         for chunk in tensor.contiguous().view(-1).split(CHUNK_ELEMENTS):
-            wait_request(self._comm.Isend(bytes_of(chunk), dest, tag), self._check)
+            wait_request(self._comm.Isend(bytes_of(chunk), dest, tag), partial(self._check, dest))
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         """Receive the bytes of ``tensor``."""
         check_rank(source, self.size, "source")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
-                wait_request(self._comm.Irecv(bytes_of(chunk), source, tag), self._check)
+                wait_request(
+                    self._comm.Irecv(bytes_of(chunk), source, tag), partial(self._check, source)
+                )
 
     def barrier(self) -> None:
         """Meet."""

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.comm.mapping import Segment, map_shared, view_of
@@ -55,13 +55,12 @@ class Memfd:
                 descriptor = _reserve(num_bytes)
             except OSError as error:
                 refusal = f"cannot reserve {format_bytes(num_bytes)} of node memory: {error}"
-        status = os.fstat(descriptor) if descriptor >= 0 else None
-        identity = (os.getpid(), descriptor, status and (status.st_dev, status.st_ino))
         try:
-            offers = node.allgather(None if refusal else identity)
-            if refusal or None in offers:
-                raise NodeMemoryError(refusal or "a rank of this node could not reserve node memory")
-            return [_map(*offer, num_bytes) for offer in offers]
+            offers = node.allgather(None if refusal else _offer(descriptor))
+            given = [offer for offer in offers if offer is not None]
+            if refusal or len(given) < len(offers):
+                raise NodeMemoryError(refusal or "a rank of this node could not reserve memory")
+            return [_map(offer, num_bytes) for offer in given]
         finally:
             node.Barrier()  # nobody closes a descriptor that a peer still has to open
             if descriptor >= 0:
@@ -88,15 +87,29 @@ def _reserve(num_bytes: int) -> int:
     return descriptor
 
 
-def _map(pid: int, descriptor: int, identity: tuple[int, int], num_bytes: int) -> Segment:
-    path = f"/proc/{pid}/fd/{descriptor}"
+class _Offer(NamedTuple):
+    """What a peer needs in order to map a rank's memory, and to know that it is that memory."""
+
+    pid: int
+    descriptor: int
+    device: int
+    inode: int
+
+
+def _offer(descriptor: int) -> _Offer:
+    status = os.fstat(descriptor)
+    return _Offer(os.getpid(), descriptor, status.st_dev, status.st_ino)
+
+
+def _map(offer: _Offer, num_bytes: int) -> Segment:
+    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
     try:
         opened = os.open(path, os.O_RDWR)
     except OSError as error:
         raise NodeMemoryError(f"cannot map a peer's memory: {path}: {error.strerror}") from error
     try:
         status = os.fstat(opened)
-        if (status.st_dev, status.st_ino) != identity:
+        if (status.st_dev, status.st_ino) != (offer.device, offer.inode):
             # Another PID namespace: the same number names somebody else's process.
             raise NodeMemoryError(f"{path} is not the memory of the rank that offered it")
         return map_shared(opened, num_bytes)
@@ -131,7 +144,9 @@ class Window:
         window = MPI.Win.Allocate_shared(num_bytes, 1, comm=node)
         window.Lock_all(MPI.MODE_NOCHECK)  # MPICH wants an epoch around every access
         self._kept.append(window)
-        segments = [view_of(window.Shared_query(rank)[0].address, num_bytes) for rank in range(node.size)]
+        segments = [
+            view_of(window.Shared_query(rank)[0].address, num_bytes) for rank in range(node.size)
+        ]
         ctypes.memset(segments[node.rank], 0, num_bytes)
         node.Barrier()
         return segments

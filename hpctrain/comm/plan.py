@@ -1,4 +1,4 @@
-"""The plan: which algorithm moves what. It is part of a run, because it fixes the order of sums."""
+"""The plan: which algorithm moves what. It fixes the order of sums, so it is part of a run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,15 +40,19 @@ class Plan:
             path = f"node memory ({self.node_memory}), then {self.num_rails} rails"
         else:
             path = f"node memory ({self.node_memory})"
+        buckets = f"in buckets of {format_bytes(self.bucket_bytes)}"
         when = {
-            "thread": f"beside backward, on a thread, in buckets of {format_bytes(self.bucket_bytes)}",
-            "inline": f"inside backward, in buckets of {format_bytes(self.bucket_bytes)}",
+            "thread": f"beside backward, on a thread, {buckets}",
+            "inline": f"inside backward, {buckets}",
             "end": "after backward, one bucket per dtype",
         }
         return [
             ("gradients take", path),
             ("they travel", when[self.overlap]),
-            ("between nodes", f"ring from {format_bytes(self.ring_bytes)} a step, else the library"),
+            (
+                "between nodes",
+                f"ring from {format_bytes(self.ring_bytes)} a step, else the library",
+            ),
             ("other tensors", f"flat MPI below {format_bytes(self.staged_bytes)}"),
             ("threads per rank", str(self.threads)),
         ]

@@ -41,11 +41,11 @@ class SerialCommunicator:
         """Return ``[value]``."""
         return [value]
 
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:  # noqa: ARG002
         """Refuse: there is nobody to send to."""
         raise CommError(f"a world of one rank has nobody to talk to, got dest={dest}, tag={tag}")
 
-    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:
+    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:  # noqa: ARG002
         """Refuse: there is nobody to receive from."""
         raise CommError(f"a world of one rank has nobody to hear, got source={source}, tag={tag}")
 

@@ -34,7 +34,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class SharedMemory:
     """What the ranks of one node can do together; every method is collective over the node."""
 
-    def __init__(self, node: "MPI.Intracomm", memory: NodeMemory, *, spin: bool, check: Check) -> None:
+    def __init__(
+        self, node: "MPI.Intracomm", memory: NodeMemory, *, spin: bool, check: Check
+    ) -> None:
         self.local_rank = node.rank
         self.local_size = node.size
         self._node = node
@@ -53,7 +55,9 @@ class SharedMemory:
             NodeMemoryError: there is not enough memory; on every rank of the node.
         """
         segments = self._allocate(max(numel * dtype.itemsize, 1))
-        peers = tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments) if numel else ()
+        peers = (
+            tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments) if numel else ()
+        )
         if not peers:
             return Bucket(torch.empty(0, dtype=dtype))
         own = slice_bounds(numel, self.local_size, self.local_rank)
@@ -82,6 +86,10 @@ class SharedMemory:
         for parts in bucket.chunks:
             _publish(parts[0], parts, scale)
         self.barrier()
+
+    def close(self) -> None:
+        """Free the MPI communicator; buckets live as long as something refers to them."""
+        self._node.Free()
 
     def _allocate(self, num_bytes: int) -> Sequence[Segment]:
         refusal, segments = None, None

@@ -44,9 +44,8 @@ class TracedCommunicator:
             start = time.perf_counter()
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
-            sys.stderr.write(
-                f"r{self._traced.rank} | {name:16} | {_size(args):>10} | {format_seconds(seconds):>10}\n"
-            )
+            cells = (f"r{self._traced.rank}", f"{name:16}", f"{_size(args):>10}")
+            sys.stderr.write(f"{' | '.join(cells)} | {format_seconds(seconds):>10}\n")
             return result
 
         return call

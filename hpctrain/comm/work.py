@@ -44,5 +44,6 @@ class ThreadWork:
         return self._future.done()
 
 
-Check = Callable[[], None]
-"""Looks for lost ranks while somebody waits: raises ``RankLostError`` if there is one."""
+Check = Callable[..., None]
+"""Looks for lost ranks while somebody waits, as ``Presence.check`` does: raises ``RankLostError``
+if there is one, or if the rank that is given as the only one waited for is."""

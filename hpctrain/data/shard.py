@@ -56,7 +56,7 @@ class OpenShard:
             # As numpy arrays, or as h5py datasets where only HDF5 finds the values.
             self._data = {name: self._values("data", name) for name in manifest.fields}
             self._crcs = {name: self._values("crc", name)[:] for name in manifest.fields}
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise _unreadable(self._path, error) from error
         self._check_identity()
 

@@ -2,12 +2,14 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.guard import guarded
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
@@ -67,7 +69,8 @@ def command(
     line = [str(mpirun.path), *write(mpirun, num_ranks, declared, options, local=local)]
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
-    return [*line, "-np", str(num_ranks), *argv]
+    program = argv if mpirun.is_openmpi else guarded(argv)
+    return [*line, "-np", str(num_ranks), *program]
 
 
 def environment(
@@ -78,6 +81,9 @@ def environment(
 ) -> dict[str, str]:
     """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
 
+    Open MPI gives ranks a terminal of their own: where our output goes to a file or a pipe,
+    ``TERM=dumb`` keeps colours and progress bars out of it.
+
     Args:
         environ: what to copy; by default this process's.
         num_ranks: with ``nodes``, declares nodes as ``command`` does.
@@ -86,6 +92,8 @@ def environment(
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
+    if sys.__stdout__ is None or not sys.__stdout__.isatty():
+        kept["TERM"] = "dumb"
     if num_ranks and nodes:
         kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     return kept

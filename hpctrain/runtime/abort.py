@@ -22,7 +22,7 @@ INTERRUPTED = 130
 ABORT_S = 2.0
 """How long ``MPI_Abort`` may take before the process ends without it."""
 STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
-"""What strikes all ranks at once is told in rank order: the first one's abort silences the rest."""
+"""What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
 class World(Protocol):

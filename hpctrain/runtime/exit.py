@@ -1,10 +1,14 @@
 """A rank reaches its end: it waits for the others, and not for one that is lost."""
 
-from hpctrain.comm.presence import Presence
+from typing import TYPE_CHECKING
+
 from hpctrain.runtime.abort import FailureHooks
 
+if TYPE_CHECKING:
+    from hpctrain.comm.presence import Presence
 
-def leave(presence: Presence, hooks: FailureHooks) -> None:
+
+def leave(presence: "Presence", hooks: FailureHooks) -> None:
     """Wait until every rank has come to its end; end all ranks if one of them never will.
 
     Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.

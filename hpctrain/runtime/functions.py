@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import require_equal
 from hpctrain.errors import ConfigError
 from hpctrain.runtime.world import current
 
@@ -75,14 +76,18 @@ def broadcast_parameters(
 
     Raises:
         ConfigError: an entry is not a tensor.
+        MismatchError: the ranks do not have the same tensors; on every rank.
     """
     comm = current().comm
-    for name, tensor in params.items() if isinstance(params, Mapping) else params:
+    named = list(params.items() if isinstance(params, Mapping) else params)
+    for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise ConfigError(
                 f"broadcast_parameters takes tensors, {name} is a {type(tensor).__name__}; "
                 f"send it by broadcast_object"
             )
+    require_equal(comm, [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named], "tensors")
+    for _, tensor in named:
         comm.broadcast_(tensor, root_rank).wait()
 
 

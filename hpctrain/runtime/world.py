@@ -55,7 +55,6 @@ def init(*, ranks_per_node: int | None = None) -> None:
         LaunchError: the launcher, the MPI library and the world do not fit together.
         NodeMemoryError: shared memory was forced and cannot be had.
     """
-    global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
     settings = Settings.from_env()
@@ -63,6 +62,14 @@ def init(*, ranks_per_node: int | None = None) -> None:
         if ranks_per_node < 1:
             raise ConfigError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
         settings = replace(settings, ranks_per_node=ranks_per_node)
+    join(settings)
+
+
+def join(settings: Settings) -> None:
+    """Join the world as ``init`` does, with settings that are complete. Collective."""
+    global _world  # noqa: PLW0603 - the one place
+    if _world is not None:
+        return
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(settings, threads)
     torch.set_num_threads(found.plan.threads)
@@ -93,7 +100,7 @@ def shutdown() -> None:
     Collective in the end: it waits until every rank has called it or ended. Harmless before
     ``init`` and when called twice.
     """
-    global _world  # noqa: PLW0603
+    global _world
     if _world is None:
         return
     leaving, _world = _world, None

@@ -1,16 +1,15 @@
 """Where each gradient lies: a slot per parameter, in buckets that travel as one message."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.fusion import BucketPlan, TensorSpec, plan_buckets
-from hpctrain.errors import MismatchError
 
 NamedParameters = Sequence[tuple[str, Parameter]]
 
@@ -20,7 +19,9 @@ class Slot:
 
     __slots__ = ("bucket", "fires", "is_filled", "is_present", "mark", "name", "parameter", "view")
 
-    def __init__(self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor) -> None:
+    def __init__(
+        self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
+    ) -> None:
         self.name = name
         self.parameter = parameter
         self.bucket = bucket
@@ -65,7 +66,7 @@ class Slot:
 class GradientBucket:
     """One message: its slots, and for each a mark that says whether any rank has a gradient."""
 
-    __slots__ = ("bucket", "num_empty", "slots", "_marks")
+    __slots__ = ("_marks", "bucket", "num_empty", "slots")
 
     def __init__(self, bucket: Bucket, slots: list[Slot], marks: Tensor) -> None:
         self.bucket = bucket
@@ -92,7 +93,7 @@ def build_buckets(
     """
     ready_order = list(reversed(parameters))
     specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
-    _compare(comm, [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in ready_order])
+    require_equal(comm, [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in parameters], "parameters")
     plans = plan_buckets(specs, bucket_bytes, marks_per_tensor=1)
     return [_make_bucket(comm, ready_order, plan, i) for i, plan in enumerate(plans)]
 
@@ -111,24 +112,6 @@ def _make_bucket(
 
 
 def _like(parameter: Parameter, place: Tensor) -> Tensor:
-    """View ``place`` with the parameter's strides: fused optimizers want gradients laid out alike."""
+    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
     dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
     return place.as_strided(parameter.shape, dense.stride())
-
-
-def _compare(comm: Communicator, lines: list[str]) -> None:
-    digests = comm.allgather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    for position, seen in enumerate(zip(*_padded(comm.allgather_object(lines)), strict=True)):
-        if len(set(seen)) > 1:
-            listed = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(seen))
-            raise MismatchError(
-                f"parameters differ between ranks, first at number {position} from the last: "
-                f"{listed}; build the same model and optimizer on every rank"
-            )
-
-
-def _padded(columns: list[list[str]]) -> list[list[str]]:
-    longest = max(map(len, columns))
-    return [column + ["(none)"] * (longest - len(column)) for column in columns]

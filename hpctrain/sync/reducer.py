@@ -1,19 +1,19 @@
 """From ``.grad`` to the average over all ranks: by the time ``backward()`` returns, it is there.
 
-    autograd finishes a gradient     on_ready      copies it into its place in the bucket
-    the bucket's last one is there   launch        starts its all-reduce (or waits for the end)
-    backward ends                    complete      waits; ``.grad`` is the average from here on
+autograd finishes a gradient     on_ready      copies it into its place in the bucket
+the bucket's last one is there   launch        starts its all-reduce (or waits for the end)
+backward ends                    complete      waits; ``.grad`` is the average from here on
 """
 
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
-from torch.nn import Parameter
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
@@ -22,6 +22,9 @@ from hpctrain.compress.codec import Codec
 from hpctrain.errors import CommError
 from hpctrain.sync.gradient_buckets import GradientBucket, NamedParameters, Slot, build_buckets
 from hpctrain.sync.sample_count import SampleCount
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 ParameterSource = Callable[[], NamedParameters]
 
@@ -81,7 +84,7 @@ class Reducer:
         bucket_bytes = None if self._plan.overlap == "end" else self._plan.bucket_bytes
         self._buckets: list[GradientBucket] = build_buckets(self._comm, parameters, bucket_bytes)
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._slot_of: dict[Parameter, Slot] = {slot.parameter: slot for slot in slots}
+        self._slot_of: dict[torch.Tensor, Slot] = {slot.parameter: slot for slot in slots}
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_ready) for _, p in parameters]
         # The first step keeps everything to its end and learns how often each hook fires.
         self._expected_fires = -1
@@ -105,7 +108,7 @@ class Reducer:
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
             self._enter_graph_task(task)
-        slot = self._slot_of[parameter]  # type: ignore[index]
+        slot = self._slot_of[parameter]
         slot.fires += 1
         self._num_fires += 1
         if not self._takes_early:
@@ -232,8 +235,9 @@ def _is_outermost_backward() -> bool:
     Autograd does not tell: a callback queued in a nested backward runs at the nested one's end.
     All of them enter the engine through one Python function, so its frames are counted.
     """
-    frame, depth = sys._getframe(), 0  # noqa: SLF001
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001
+    depth = 0
     while frame is not None:
         depth += frame.f_code is _engine_run_backward.__code__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return depth <= 1

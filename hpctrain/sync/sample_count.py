@@ -50,4 +50,6 @@ class SampleCount:
                 f"set_num_samples must be called by all ranks or by none, {num_set:.0f} of "
                 f"{self._comm.size} have called it; call it on every rank, in every step"
             )
-        return float(total) if total > 0 else 1.0  # no samples at all: the sum of gradients is zero
+        return (
+            float(total) if total > 0 else 1.0
+        )  # no samples at all: the sum of gradients is zero

@@ -46,7 +46,7 @@ def test_tensors_go_round_from_rank_to_rank(world, comm):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_all_ranks_raise_or_none_does(world, comm):
-    comm.agree(True)  # noqa: FBT003
+    comm.agree(True)
     last = world.size - 1
     with pytest.raises(MismatchError, match=f"rank {last}: disk of {last} is full"):
         comm.agree(world.rank != last, f"disk of {world.rank} is full")

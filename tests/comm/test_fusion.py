@@ -1,4 +1,4 @@
-"""Bucket planning: every tensor in exactly one bucket, whole, aligned and apart from the others."""
+"""Bucket planning: every tensor in one bucket, whole, aligned and apart from the others."""
 
 import torch
 from hypothesis import given

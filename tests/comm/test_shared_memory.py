@@ -1,7 +1,8 @@
-"""Node memory: cut without gaps, alive as long as its tensors, an error when there is too little."""
+"""Node memory: cut without gaps, alive as long as its tensors, an error when too little."""
 
 import gc
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
     bounds = [slice_bounds(numel, parts, part) for part in range(parts)]
     assert bounds[0].start == 0
     assert bounds[-1].stop == numel
-    for left, right in zip(bounds, bounds[1:], strict=False):
+    for left, right in pairwise(bounds):
         assert left.stop == right.start
         assert left.stop % ALIGN == 0 or left.stop == numel
 
@@ -38,7 +39,7 @@ def test_a_bucket_lives_as_long_as_its_tensor(world):
 
 
 @pytest.mark.ranks(2, 4)
-def test_memfd_leaves_nothing_in_dev_shm(world):
+def test_memfd_leaves_nothing_in_dev_shm():
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
     connection = connect(Settings(shared_memory="memfd"))
     bucket = connection.comm.new_bucket(1 << 20, torch.float32)
@@ -49,7 +50,7 @@ def test_memfd_leaves_nothing_in_dev_shm(world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_too_large_a_bucket_is_an_error_on_every_rank(world):
+def test_too_large_a_bucket_is_an_error_on_every_rank():
     connection = connect(Settings())
     with pytest.raises(NodeMemoryError, match=r"need .* of shared memory and .* are left"):
         connection.comm.new_bucket(1 << 48, torch.uint8)
@@ -58,7 +59,7 @@ def test_too_large_a_bucket_is_an_error_on_every_rank(world):
 
 
 @pytest.mark.ranks(2)
-def test_too_large_a_window_is_an_error_and_not_a_sigbus(world):
+def test_too_large_a_window_is_an_error_and_not_a_sigbus():
     connection = connect(Settings(shared_memory="window"))
     status = os.statvfs("/dev/shm")
     with pytest.raises(NodeMemoryError, match="HPCTRAIN_SHARED_MEMORY=off"):
@@ -68,7 +69,7 @@ def test_too_large_a_window_is_an_error_and_not_a_sigbus(world):
 
 
 @pytest.mark.ranks(2, 4)
-def test_ranks_that_cannot_share_memory_go_flat_and_say_so(world):
+def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
     connection = connect(Settings(shared_memory="off"))
     assert connection.plan.node_memory == "none"
     assert any("flat over MPI" in note for note in connection.notes)
@@ -76,7 +77,7 @@ def test_ranks_that_cannot_share_memory_go_flat_and_say_so(world):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_buckets_need_no_descriptors(world):
+def test_buckets_need_no_descriptors():
     connection = connect(Settings())
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = [connection.comm.new_bucket(1000, torch.float32) for _ in range(20)]

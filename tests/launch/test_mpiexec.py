@@ -39,7 +39,8 @@ def cores(request, monkeypatch):
 def test_a_line_is_mpirun_its_options_the_ranks_and_the_command(mpirun):
     words = command(["x", "-n", "7"], num_ranks=2, mpirun=mpirun)
     assert words[0] == str(mpirun.path)
-    assert words[-5:] == ["-np", "2", "x", "-n", "7"]
+    assert words[words.index("-np") + 1] == "2"
+    assert words[-3:] == ["x", "-n", "7"]
 
 
 @pytest.mark.parametrize("mpirun", OPENMPI)
@@ -168,19 +169,24 @@ def test_no_command_is_an_error():
 
 def test_a_launch_inside_a_launch_forgets_the_outer_one():
     outer = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}
-    assert environment(outer) == {"PATH": "/bin"}
+    assert environment(outer) == {"PATH": "/bin", "TERM": "dumb"}
+
+
+@pytest.mark.parametrize(("terminal", "term"), [(True, "xterm"), (False, "dumb")])
+def test_ranks_draw_only_on_a_real_terminal(terminal, term, monkeypatch):
+    monkeypatch.setattr(sys.__stdout__, "isatty", lambda: terminal)
+    assert environment({"TERM": "xterm"})["TERM"] == term
 
 
 def test_a_launch_keeps_what_the_user_set_for_mpi():
-    user = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self"}
+    user = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
     assert environment(user) == user
 
 
 def test_declared_nodes_are_part_of_the_environment_on_request():
-    assert environment({}, num_ranks=4, nodes=2) == {"HPCTRAIN_RANKS_PER_NODE": "2"}
-    assert environment({"HPCTRAIN_RANKS_PER_NODE": "3"}, num_ranks=4, nodes=4) == {
-        "HPCTRAIN_RANKS_PER_NODE": "1"
-    }
+    name = "HPCTRAIN_RANKS_PER_NODE"
+    assert environment({}, num_ranks=4, nodes=2)[name] == "2"
+    assert environment({name: "3"}, num_ranks=4, nodes=4)[name] == "1"
 
 
 FACTS = """

@@ -92,7 +92,23 @@ def test_a_launch_past_its_limit_ends_with_124(tmp_path):
     assert ranks_are_gone(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("code", [1, 85])
+def test_a_code_that_all_ranks_end_with_is_passed_on(tmp_path, code):
+    argv = line(tmp_path, f"sys.exit({code})", num_ranks=3)
+    assert supervise(argv, environ=mpiexec.environment()) == code
+
+
+WAITS_IN_INIT = "if rank == 1: sys.exit(3)\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()"
+
+
+def test_a_rank_that_fails_before_mpi_starts_ends_the_launch(tmp_path):
+    before = time.monotonic()
+    assert supervise(line(tmp_path, WAITS_IN_INIT), environ=mpiexec.environment()) != 0
+    assert time.monotonic() - before < 30
+    assert ranks_are_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number):
     process = start(tmp_path, "time.sleep(50)", grace_s=2.0)
     process.send_signal(number)

@@ -154,4 +154,4 @@ def test_ctrl_c_ends_the_ranks_and_comes_back_as_keyboard_interrupt(tmp_path):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=30)
-    assert text == b"interrupted\n"
+    assert text.endswith(b"interrupted\n")

@@ -8,12 +8,18 @@ import pytest
 import hpctrain
 
 
+@pytest.fixture(params=("thread", "inline", "end"))
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gradients travel in each way in turn, in many small buckets."""
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", request.param)
+    monkeypatch.setenv("HPCTRAIN_BUCKET_BYTES", "4 KiB")
+
+
 @pytest.fixture(params=(None, 2), ids=("one node", "nodes of two"))
-def hvd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """Initialise the world; a test's parameter ``overlap`` says when (small) buckets travel."""
-    if overlap := request.node.callspec.params.get("overlap"):
-        monkeypatch.setenv("HPCTRAIN_OVERLAP", overlap)
-        monkeypatch.setenv("HPCTRAIN_BUCKET_BYTES", "4 KiB")
+def hvd(request: pytest.FixtureRequest) -> Generator[ModuleType]:
+    """Initialise the world."""
+    if "overlap" in request.fixturenames:
+        request.getfixturevalue("overlap")
     hpctrain.init(ranks_per_node=request.param)
     yield hpctrain
     hpctrain.shutdown()

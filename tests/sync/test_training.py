@@ -14,8 +14,8 @@ def test_one_rank_is_the_plain_loop_bit_for_bit(hvd, dtype):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("overlap", ["thread", "inline", "end"])
-def test_ranks_train_as_one_process_in_float64(hvd, overlap):
+@pytest.mark.usefixtures("overlap")
+def test_ranks_train_as_one_process_in_float64(hvd):
     assert largest_difference(train_together(hvd, 200), train_alone(200)) < 1e-12
 
 
@@ -26,8 +26,8 @@ def test_ranks_train_as_one_process_in_float32(hvd):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("overlap", ["thread", "inline", "end"])
-def test_two_runs_and_all_ranks_have_the_same_bits(world, hvd, overlap):
+@pytest.mark.usefixtures("overlap")
+def test_two_runs_and_all_ranks_have_the_same_bits(world, hvd):
     first, second = train_together(hvd, 20, torch.float32), train_together(hvd, 20, torch.float32)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     weights = torch.cat([p.detach().view(-1) for p in first.parameters()]).numpy().tobytes()

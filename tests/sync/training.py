@@ -20,7 +20,9 @@ def digits(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Make the same network every time."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
     return model.to(dtype)
 
 

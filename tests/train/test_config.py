@@ -22,7 +22,10 @@ def test_the_run_directory_is_named_after_the_run_unless_it_is_given():
     [
         (lambda: OptimizerConfig(lr=0.0), "optimizer.lr must be positive, got 0.0"),
         (lambda: OptimizerConfig(lr=float("nan")), "optimizer.lr must be positive, got nan"),
-        (lambda: ScheduleConfig(warmup_epochs=-1.0), "schedule.warmup_epochs must not be negative"),
+        (
+            lambda: ScheduleConfig(warmup_epochs=-1.0),
+            "schedule.warmup_epochs must not be negative",
+        ),
         (lambda: TrainingConfig(epochs=0), "train.epochs must be at least 1, got 0"),
         (lambda: TrainingConfig(global_batch=0), "train.global_batch must be at least 1, got 0"),
         (lambda: TrainingConfig(clip_norm=-1.0), "train.clip_norm must not be negative"),

@@ -20,5 +20,5 @@ def test_every_key_and_table_can_be_explained():
 
 
 def test_an_unknown_key_is_answered_by_the_likely_one():
-    with pytest.raises(ConfigError, match="did you mean optimizer.lr"):
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr\?"):
         explain("optimiser.lr", load(None))

@@ -57,7 +57,10 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
     [
         ("train.epoch=3", "did you mean train.epochs? [train] takes epochs, global_batch"),
         ("epochs=3", "did you mean train.epochs? the top of the file takes name, output_dir"),
-        ("optimizer.weight_decay=0", "did you mean optimizer.args.weight_decay? [optimizer] takes"),
+        (
+            "optimizer.weight_decay=0",
+            "did you mean optimizer.args.weight_decay? [optimizer] takes",
+        ),
         ("nonsense=3", "nonsense is not a key; the top of the file takes name"),
         ("train=3", "train is a table"),
         ("train.epochs=x", "train.epochs is a whole number, got 'x' (text)"),
@@ -98,7 +101,9 @@ def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"):
+    with pytest.raises(
+        ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"
+    ):
         load(tmp_path / "none.toml")
 
 

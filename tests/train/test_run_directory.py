@@ -41,5 +41,5 @@ def test_logs_that_came_first_do_not_make_a_directory_used(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written: .*--set output_dir="):
+    with pytest.raises(ConfigError, match=r"cannot be written: .*--set output_dir="):
         RunDirectory(tmp_path / "file").create("", {}, {})

@@ -36,7 +36,8 @@ def test_a_module_beside_the_configuration_is_found_first(folder):
         ("mine_for_targets:value", "mine_for_targets has no function value"),
     ],
 )
-def test_a_name_that_means_nothing_says_what_is_missing(folder, target, message):
+@pytest.mark.usefixtures("folder")
+def test_a_name_that_means_nothing_says_what_is_missing(target, message):
     with pytest.raises(ConfigError) as caught:
         resolve(target, "model.target")
     assert message in str(caught.value)
@@ -48,7 +49,8 @@ def test_an_error_inside_the_users_module_is_not_hidden(folder):
         resolve("raising_for_targets:f", "model.target")
 
 
-def test_wrong_arguments_are_told_with_those_that_exist(folder):
+@pytest.mark.usefixtures("folder")
+def test_wrong_arguments_are_told_with_those_that_exist():
     model = resolve("mine_for_targets:model", "model.target")
     assert call(model, (), {"width": 2, "depth": 3}, "model.args") == 6
     with pytest.raises(ConfigError, match=r"model.args: model .*'widht'; did you mean width\?"):
@@ -67,5 +69,5 @@ def test_arguments_in_first_place_are_not_offered():
 
 def test_names_of_torch_are_members():
     assert member(functional, "mse_loss", "loss.target") is functional.mse_loss
-    with pytest.raises(ConfigError, match="did you mean AdamW?"):
-        member(torch.optim, "Adamw", "optimizer.name")
+    with pytest.raises(ConfigError, match=r"did you mean SGD\?"):
+        member(torch.optim, "SDG", "optimizer.name")

@@ -9,7 +9,11 @@ from hpctrain.train.toml import dumps
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = (
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXTS | st.dates()
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | TEXTS
+    | st.dates()
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)

@@ -1,0 +1,85 @@
+import platform
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import hpctrain
+from hpctrain.cli import main
+from hpctrain.errors import ConfigError
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain", *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_has_every_command_and_examples():
+    for words in ([], ["--help"], ["-h"]):
+        result = CliRunner().invoke(main.app, words)
+        assert result.exit_code == 0
+        for text in ("train", "launch", "hpctrain launch -n 4 hpctrain train my.toml"):
+            assert text in result.output
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_each_command_has_help_with_examples(command):
+    result = CliRunner().invoke(main.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"hpctrain {command} " in result.output
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version").stdout == f"hpctrain {hpctrain.__version__}\n"
+
+
+def test_help_loads_neither_torch_nor_mpi():
+    code = (
+        "import sys, hpctrain.cli.main as main\n"
+        "sys.argv = ['hpctrain', '--help']\n"
+        "try: main.main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_an_unknown_command_or_option_is_exit_code_2():
+    for words in (["trian"], ["train", "--dry"], ["--nonsense"]):
+        done = run(*words)
+        assert done.returncode == 2
+        assert "No such" in done.stderr
+
+
+def test_an_error_of_ours_is_one_line_on_stderr_and_exit_code_2(tmp_path):
+    done = run("train", str(tmp_path / "none.toml"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hpctrain: there is no file ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_another_rank_waits_for_rank_0_to_speak_first(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(main.time, "sleep", waits.append)
+    monkeypatch.setattr(main, "_rank", lambda: (3, False))
+    with pytest.raises(SystemExit) as caught:
+        main._stop(ConfigError("only my file is missing"))
+    assert caught.value.code == 2
+    assert waits == [main.ROOT_SPEAKS_S]
+    assert capsys.readouterr().err == "hpctrain: rank 3: only my file is missing\n"
+
+
+def test_what_one_rank_of_a_world_met_alone_is_not_caught(monkeypatch):
+    monkeypatch.setattr(main, "_rank", lambda: (3, True))
+    with pytest.raises(ConfigError):
+        main._stop(ConfigError("mine"))
+
+
+def test_windows_is_sent_to_wsl(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    with pytest.raises(SystemExit):
+        main.main()
+    assert "WSL" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""The end of a rank is bounded, and only a rank's failure ends ranks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+
+PREAMBLE = """
+import ctypes, os, sys, threading
+from pathlib import Path
+from hpctrain.runtime.abort import install
+
+class World:
+    "Ends nobody, and says what it was asked for."
+    rank = 7
+    def Abort(self, errorcode=0):
+        print("abort", errorcode, flush=True)
+
+LOG = Path(sys.argv[1])
+"""
+
+
+def run(body: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + body, str(tmp_path)],
+        cwd=Path(hpctrain.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_an_abort_that_hangs_ends_the_process_all_the_same(tmp_path: Path) -> None:
+    start = time.monotonic()
+    ended = run(
+        """
+World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # and holds the GIL
+install(World(), None)
+raise ValueError("bad luck")
+""",
+        tmp_path,
+    )
+    assert ended.returncode != 0
+    assert time.monotonic() - start < 5
+    assert "[rank 7] ValueError: bad luck" in ended.stderr
+
+
+def test_every_line_of_a_traceback_is_tagged_on_stderr_and_in_the_log(tmp_path: Path) -> None:
+    ended = run('install(World(), LOG)\nraise ValueError("two\\nlines")', tmp_path)
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("[rank 7] ")] == []
+    assert lines[-2:] == ["[rank 7] ValueError: two", "[rank 7] lines"]
+    assert (tmp_path / "rank-7.log").read_text() == ended.stderr
+    assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("from hpctrain.errors import RankLostError; raise RankLostError('gone')", 87, "gone"),
+    ],
+)
+def test_what_is_no_fault_of_this_rank_is_one_line(
+    statement: str, code: int, words: str, tmp_path: Path
+) -> None:
+    ended = run(f"install(World(), None)\n{statement}", tmp_path)
+    assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n")
+    assert ended.stderr.startswith(f"[rank 7] {words}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_forked_child_ends_itself_only(tmp_path: Path) -> None:
+    ended = run(
+        """
+install(World(), None)
+if os.fork() == 0:
+    raise ValueError("a child's")
+os.wait()
+print("parent goes on")
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "parent goes on\n")
+    assert "ValueError: a child's" in ended.stderr
+
+
+def test_a_thread_that_exits_is_no_failure(tmp_path: Path) -> None:
+    ended = run(
+        """
+install(World(), None)
+thread = threading.Thread(target=sys.exit, args=(1,))
+thread.start(); thread.join()
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_uninstall_puts_the_hooks_back_and_leaves_no_process(tmp_path: Path) -> None:
+    ended = run(
+        """
+before = sys.excepthook, threading.excepthook
+hooks = install(World(), LOG)
+assert (sys.excepthook, threading.excepthook) != before
+hooks.uninstall()
+assert (sys.excepthook, threading.excepthook) == before
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no child")
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "no child\n", "")

@@ -1,0 +1,101 @@
+"""The world: who we are, once, and again after a shutdown."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.errors import ConfigError, NotInitializedError
+from hpctrain.runtime.world import current
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@SIZES
+def test_ranks_are_those_of_mpi(world, hvd):
+    assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
+    assert (hvd.local_rank(), hvd.local_size()) == (world.rank, world.size)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+
+
+@SIZES
+def test_declared_nodes_have_local_and_cross_ranks(world):
+    hpctrain.init(ranks_per_node=2)
+    nodes, last = -(-world.size // 2), world.size % 2
+    assert hpctrain.local_rank() == world.rank % 2
+    assert hpctrain.local_size() == (1 if last and world.rank == world.size - 1 else 2)
+    assert hpctrain.cross_rank() == world.rank // 2
+    assert hpctrain.cross_size() == (nodes - last if hpctrain.local_rank() else nodes)
+    hpctrain.shutdown()
+
+
+@SIZES
+def test_init_twice_is_harmless_and_again_after_shutdown():
+    for _ in range(2):
+        hpctrain.init()
+        here = current()
+        hpctrain.init()
+        assert current() is here
+        assert hpctrain.is_initialized()
+        hpctrain.shutdown()
+        hpctrain.shutdown()
+        assert not hpctrain.is_initialized()
+
+
+@pytest.mark.ranks(1)
+def test_what_needs_the_world_says_so():
+    for needs in (hpctrain.rank, hpctrain.barrier, lambda: hpctrain.allreduce(torch.zeros(1))):
+        with pytest.raises(NotInitializedError, match=r"hpctrain\.init"):
+            needs()
+
+
+@pytest.mark.ranks(1)
+def test_settings_are_checked(monkeypatch):
+    with pytest.raises(ConfigError, match="ranks_per_node must be at least 1, got 0"):
+        hpctrain.init(ranks_per_node=0)
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", "sometimes")
+    with pytest.raises(ConfigError, match="HPCTRAIN_OVERLAP: one of auto, thread, inline, end"):
+        hpctrain.init()
+
+
+@SIZES
+@pytest.mark.usefixtures("hvd")
+def test_torch_has_the_threads_that_the_plan_says():
+    assert torch.get_num_threads() == current().plan.threads
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("hvd")
+def test_the_plan_is_the_same_on_every_rank(world):
+    assert len(set(world.allgather(current().plan))) == 1
+
+
+def init_alone(environ):
+    """Initialise in a process that no launcher started, whatever started this one."""
+    launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    code = "import hpctrain; hpctrain.init(); print('size', hpctrain.size())"
+    return subprocess.run(  # noqa: PLW1510
+        [sys.executable, "-c", code], env={**inherited, **environ}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.launches
+def test_a_launcher_of_another_mpi_stops_at_init():
+    done = init_alone({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"})
+    assert done.returncode != 0
+    assert "srun started 4 ranks" in done.stderr.replace("\n", " ")
+    assert "libmpi" in done.stderr
+    assert "--mpi=pm" in done.stderr
+
+
+@pytest.mark.launches
+def test_a_world_of_one_needs_no_mpi(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
+    done = init_alone({"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
+    assert done.stdout.strip() == "size 1", done.stderr

@@ -1,0 +1,40 @@
+"""A world for each test, and a configuration that names ``problem.py``."""
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain.runtime.world import World, current
+from hpctrain.train.config import RunConfig
+from hpctrain.train.load import load
+
+
+@pytest.fixture
+def here() -> Generator[World]:
+    """Join the world, on nodes of two ranks."""
+    hpctrain.init(ranks_per_node=2)
+    yield current()
+    hpctrain.shutdown()
+
+
+@pytest.fixture
+def shared(tmp_path: Path, here: World) -> Path:
+    """One folder for all ranks."""
+    return here.comm.broadcast_object(tmp_path)
+
+
+@pytest.fixture
+def configure(shared: Path) -> Callable[..., RunConfig]:
+    """Configure the run that the laws of this folder are stated on, changed as by ``--set``."""
+
+    def make(*overrides: str) -> RunConfig:
+        base = [
+            "model.target=tests.train.problem:model",
+            "data.target=tests.train.problem:data",
+            f"data.args.folder={shared}/d",
+        ]
+        return load(None, [*base, *overrides]).config
+
+    return make

@@ -1,0 +1,108 @@
+"""Whole runs of ``hpctrain train``, each in processes of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.checkpoint.plain import load
+from hpctrain.train.metrics import read
+from tests.train.starting import last_line, start
+
+pytestmark = pytest.mark.launches
+
+FOUR = {"num_ranks": 4, "nodes": 2}
+
+TASK = """
+from tests.train import problem
+
+class Model(type(problem.model())):
+    def forward(self, x):
+        import hpctrain
+        if self.broken and hpctrain.rank() == 1:
+            raise ValueError("no luck on this rank")
+        return super().forward(x)
+
+def model(broken=False):
+    model = Model(*problem.model())
+    model.broken = broken
+    return model
+"""
+
+CONFIG = """
+name = "small"
+[model]
+target = "task:model"
+[data]
+target = "tests.train.problem:data"
+args = { folder = "d" }
+[train]
+epochs = 2
+global_batch = 16
+[log]
+every_steps = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a run starts, with a configuration and a module beside it."""
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "small.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def train(folder, *more, **ranks):
+    return start("-m", "hpctrain", "train", "small.toml", *more, cwd=folder, **ranks)
+
+
+def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
+    done = train(folder, **FOUR)
+    assert done.returncode == 0, done.stderr
+    output = folder / "runs/small"
+    records = read(output / "metrics.jsonl")
+    assert last_line(done.stdout) == f"test accuracy {records[-1]['metric']:.4f}"
+    for text in ("samples/s over all ranks", "node memory", "4 on 2 nodes"):
+        assert text in done.stdout
+    assert "\x1b" not in done.stdout
+    assert [records[0]["event"], records[-1]["event"]] == ["started", "finished"]
+    assert (records[-1]["world_size"], records[-1]["nodes"]) == (4, 2)
+    steps = [record for record in records if record["event"] == "step"]
+    assert [record["step"] for record in steps] == [3, 6, 8]
+    assert all(record["compute_s"] > 0 and record["communication_s"] > 0 for record in steps)
+    assert 'name = "small"' in (output / "config.toml").read_text()
+    assert json.loads((output / "env.json").read_text())["command"]
+    assert json.loads((output / "plan.json").read_text())["plan"]["num_rails"] >= 1
+    assert load(output / "checkpoints/final.pt")["step"] == 8
+    assert (output / "plots/training.png").stat().st_size > 10_000
+
+    again = train(folder, **FOUR)
+    assert again.returncode == 2
+    assert again.stderr.count("holds the results of a run already") == 1
+    assert "Traceback" not in again.stderr
+    assert read(output / "metrics.jsonl") == records
+
+
+def test_a_dry_run_describes_everything_and_leaves_nothing(folder):
+    done = train(folder, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for text in ("83 parameters", "2 of 4 steps, 8 in all", "nodes", "threads per rank"):
+        assert text in done.stdout
+    assert not (folder / "runs").exists()
+
+
+def test_a_mistake_of_all_ranks_is_one_line_and_exit_code_2(folder):
+    done = train(folder, "--set", "model.args.brokn=true", "--set", "train.epochs=1", **FOUR)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if "did you mean broken?" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("hpctrain: model.args: model ")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_in_the_loop_of_one_rank_ends_all_with_its_trace(folder):
+    done = train(folder, "--set", "model.args.broken=true", num_ranks=3)
+    assert done.returncode not in (0, 2)
+    assert "ValueError: no luck on this rank" in done.stderr
+    log = folder / "runs/small/log/rank-1.log"
+    assert "ValueError: no luck on this rank" in log.read_text()

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from hpctrain.errors import MismatchError
+from hpctrain.train.task import build
+from tests.train.problem import NUM_SAMPLES
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_all_ranks_begin_with_the_same_weights_and_go_on_with_other_numbers(
+    here, configure, world
+):
+    task = build(configure(), here.comm)
+    weights = torch.cat([p.detach().view(-1) for p in task.model.parameters()])
+    assert len(set(world.allgather(weights.numpy().tobytes()))) == 1
+    assert len(set(world.allgather(torch.rand(1).item()))) == world.size
+
+
+@pytest.mark.ranks(1, 3)
+def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
+    task = build(configure("train.global_batch=10", "train.epochs=4"), here.comm)
+    assert (len(task.train), task.num_steps, task.num_train_samples) == (6, 24, NUM_SAMPLES)
+    assert task.num_parameters == sum(p.numel() for p in task.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.target=tests.train.problem:modle", "did you mean model?"),
+        ("model.target=tests.train.problem:no_model", "returned 3"),
+        ("model.args.widht=3", "did you mean width?"),
+        ("data.args={}", "missing a required argument: 'folder'"),
+        ("data.input=image", 'data.input = "image" is no field of the data; there are x, y'),
+        ("data.label=z", 'data.label = "z" is no field of the data; there are x, y'),
+        ("loss.target=cross_entrop", "did you mean cross_entropy?"),
+        ("loss.args.smoothing=0.1", "loss.args: cross_entropy"),
+        ("optimizer.name=SDG", "did you mean SGD?"),
+        ("optimizer.name=lr_scheduler", "optimizer.name"),
+        ("optimizer.args.momentun=0.1", "did you mean momentum?"),
+        ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
+        ("schedule.name=step", "schedule.name is one of"),
+        ("test.metric=precision", "test.metric is accuracy, loss"),
+    ],
+)
+def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, override, message):
+    with pytest.raises(MismatchError) as caught:
+        build(configure(override), here.comm)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["no_data", "broken_data"])
+def test_data_must_be_two_data_sets(here, configure, target):
+    wrong = configure(f"data.target=tests.train.problem:{target}", "data.args={}")
+    with pytest.raises(MismatchError, match=r"returns two ShardedDatasets|disk of this rank"):
+        build(wrong, here.comm)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
+    wrong = configure("data.target=tests.train.problem:broken_data", "data.args={}")
+    with pytest.raises(MismatchError, match=f"rank {here.comm.size - 1}: the disk of this rank"):
+        build(wrong, here.comm)
