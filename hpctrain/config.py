@@ -103,7 +103,7 @@ _FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """One sentence for every ``HPCTRAIN_*`` variable that no setting reads, with the likely name."""
+    """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads."""
     environ = os.environ if environ is None else environ
     known = [PREFIX + field.name.upper() for field in fields(Settings)]
     unknown = sorted(

@@ -8,7 +8,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -20,7 +20,9 @@ def parse_bytes(text: str) -> int:
     """
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in _FACTORS:
-        raise ConfigError(f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}')
+        raise ConfigError(
+            f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}'
+        )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 
@@ -33,7 +35,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with the unit that fits: ``3.2 us``, ``1.84 ms``, ``2.50 s``, ``3 min 05 s``."""
+    """Write a duration with the unit that fits: ``3.2 us``, ``1.84 ms``, ``3 min 05 s``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     if seconds < 1:

@@ -8,7 +8,7 @@ done, and the other ranks wait in ``MPI_Init`` for ever.
 from collections.abc import Sequence
 
 GRACE_S = 2
-"""Time in which all ranks may end with codes of their own, such as 85, before one ends the rest."""
+"""Time for all ranks to end with a code of their own, such as 85, before one ends the rest."""
 
 # Signals are the rank's affair: a shell that died of one would take the rank along.
 # Hydra gives every rank a process group, and is the parent of this shell.

@@ -69,7 +69,7 @@ def command(
     line = [str(mpirun.path), *write(mpirun, num_ranks, declared, options, local=local)]
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
-    program = argv if mpirun.is_openmpi else guarded(argv)
+    program = argv if mpirun.is_openmpi or num_ranks == 1 else guarded(argv)
     return [*line, "-np", str(num_ranks), *program]
 
 

@@ -1,6 +1,6 @@
 """The training loop."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from time import perf_counter
 
 from torch import nn
@@ -14,18 +14,22 @@ from hpctrain.train.tally import Interval, Tally
 from hpctrain.train.task import Task
 
 
-def train(
-    task: Task,
-    comm: Communicator,
-    metrics: Metrics,
-    progress: Progress,
-) -> Scores:
-    """Train to the last epoch and return the last test; collective."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a training has led to."""
+
+    scores: Scores
+    """Of the last test."""
+    training_s: float
+    """Duration of all steps, without tests."""
+
+
+def train(task: Task, comm: Communicator, metrics: Metrics, progress: Progress) -> Outcome:
+    """Train to the last epoch; collective."""
     config, optimizer = task.config, task.optimizer
     peaks = [group["lr"] for group in optimizer.param_groups]
-    scores = None
-    step = 0
     tally = Tally()
+    scores, step, training_s = None, 0, 0.0
     for epoch in range(1, config.train.epochs + 1):
         task.train.set_epoch(epoch - 1)
         for batch in tally.inputs(task.train):
@@ -43,6 +47,7 @@ def train(
             step += 1
             if step % config.log.every_steps == 0 or step == task.num_steps:
                 interval = tally.take(comm)
+                training_s += interval.num_steps * interval.step_s
                 _record(metrics, epoch, step, factor * peaks[0], interval)
                 progress.advance(step, interval)
         if epoch % config.test.every_epochs == 0 or epoch == config.train.epochs:
@@ -50,7 +55,7 @@ def train(
             metrics.write("test", epoch=epoch, step=step, **asdict(scores))
             progress.tested(epoch, scores)
     assert scores is not None
-    return scores
+    return Outcome(scores=scores, training_s=training_s)
 
 
 def train_step(task: Task, batch: Batch, size: int) -> float:
@@ -66,7 +71,7 @@ def train_step(task: Task, batch: Batch, size: int) -> float:
     if batch.num_samples:
         inputs, labels = task.split(batch)
         loss = task.loss(task.model(inputs), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         value = loss.item()
     if config.clip_norm:
         optimizer.synchronize()

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +14,8 @@ from hpctrain.errors import ConfigError
 from hpctrain.logs import logger
 from hpctrain.runtime import world
 from hpctrain.train.agreed import agreed
-from hpctrain.train.evaluate import Scores
 from hpctrain.train.load import Loaded
-from hpctrain.train.loop import train
+from hpctrain.train.loop import Outcome, train
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.plot import plot_run
 from hpctrain.train.progress import Progress, make_console
@@ -43,6 +41,8 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], *, dry_run: boo
         LaunchError: the ranks do not form a world.
     """
     directory = RunDirectory(loaded.config.directory)
+    if not dry_run:
+        directory.make_log_folder()
     world.join(_settings(loaded, environment_settings, directory, dry_run=dry_run))
     here = world.current()
     comm = here.comm
@@ -68,25 +68,40 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], *, dry_run: boo
                 environment(),
                 {"topology": dict(here.topology.describe()), "plan": here.plan.as_dict()},
             )
-    with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
-        metrics.write("started", **_facts(task))
-        scores, throughput = _train(task, comm, metrics, console)
-        with agreed(comm):
-            _save(task, directory, comm)
-        metrics.write(
-            "finished",
-            **_facts(task),
-            **asdict(scores),
-            metric_name=task.metric_name,
-            **throughput,
-        )
+    outcome = _train(task, directory, comm, console)
     if comm.rank == 0 and loaded.config.log.plots:
         _plot(directory)
     console.print(
-        f"{throughput['samples_per_s']:.0f} samples/s over all ranks, "
-        f"{format_seconds(throughput['seconds'])} with tests; results in {directory.path}"
+        f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
+        f"{format_seconds(outcome.training_s)} in all; results in {directory.path}"
     )
-    console.print(f"test {task.metric_name} {scores.metric:.4f}")
+    console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+
+
+def _train(task: Task, directory: RunDirectory, comm: Communicator, console: Console) -> Outcome:
+    """Train, save, and write the first and the last record."""
+    epochs = task.config.train.epochs
+    with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
+        metrics.write("started", **_facts(task))
+        with Progress(console, task.num_steps, epochs, task.metric_name) as progress:
+            outcome = train(task, comm, metrics, progress)
+        state = {
+            "model": task.model.state_dict(),
+            "optimizer": task.optimizer.state_dict(),
+            "epoch": epochs,
+            "step": task.num_steps,
+        }
+        with agreed(comm):
+            save_on_root(directory.checkpoints / "final.pt", state, comm)
+        metrics.write(
+            "finished",
+            **_facts(task),
+            **asdict(outcome.scores),
+            metric_name=task.metric_name,
+            training_s=outcome.training_s,
+            samples_per_s=task.num_samples / outcome.training_s,
+        )
+    return outcome
 
 
 def _settings(
@@ -104,20 +119,6 @@ def _settings(
     return Settings(**values)
 
 
-def _train(
-    task: Task, comm: Communicator, metrics: Metrics, console: Console
-) -> tuple[Scores, dict[str, float]]:
-    epochs = task.config.train.epochs
-    start = perf_counter()
-    with Progress(console, task.num_steps, epochs, task.metric_name) as progress:
-        scores = train(task, comm, metrics, progress)
-    seconds = perf_counter() - start
-    return scores, {
-        "seconds": seconds,
-        "samples_per_s": task.num_train_samples * epochs / seconds,
-    }
-
-
 def _facts(task: Task) -> dict[str, Any]:
     here = world.current()
     return {
@@ -127,19 +128,6 @@ def _facts(task: Task) -> dict[str, Any]:
         "rails": here.plan.num_rails,
         "parameters": task.num_parameters,
     }
-
-
-def _save(task: Task, directory: RunDirectory, comm: Communicator) -> None:
-    save_on_root(
-        directory.checkpoints / "final.pt",
-        {
-            "model": task.model.state_dict(),
-            "optimizer": task.optimizer.state_dict(),
-            "epoch": task.config.train.epochs,
-            "step": task.num_steps,
-        },
-        comm,
-    )
 
 
 def _plot(directory: RunDirectory) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +71,15 @@ class RunDirectory:
                 f"--set output_dir={self.path}-2, or remove it"
             )
 
+    def make_log_folder(self) -> None:
+        """Make the folder of the logs, which every rank needs before it joins the others.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        with self._explained():
+            self.logs.mkdir(parents=True, exist_ok=True)
+
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
 
@@ -76,12 +87,18 @@ class RunDirectory:
             ConfigError: the folder is used, or cannot be written.
         """
         self.check_unused()
-        try:
-            for folder in (self.logs, self.checkpoints, self.plots):
-                folder.mkdir(parents=True, exist_ok=True)
+        self.make_log_folder()
+        with self._explained():
+            self.checkpoints.mkdir(exist_ok=True)
+            self.plots.mkdir(exist_ok=True)
             self.config.write_text(config, encoding="utf-8")
             self.environment.write_text(json.dumps(environment, indent=2) + "\n")
             self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
                 f"the run directory {self.path} cannot be written: {error}; "

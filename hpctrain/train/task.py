@@ -56,6 +56,11 @@ class Task:
         return len(self.train) * self.config.train.epochs
 
     @property
+    def num_samples(self) -> int:
+        """Samples of the whole run, counted as often as they are learnt from."""
+        return self.num_train_samples * self.config.train.epochs
+
+    @property
     def metric_name(self) -> str:
         """What the last line of the run calls its result."""
         return self.config.test.metric.rpartition(":")[2]

@@ -26,7 +26,7 @@ def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):
     done = hpctrain("launch", "-n", "2", "--dry-run", "touch", str(tmp_path / "started"))
     words = shlex.split(done.stdout)
     assert Path(words[0]).name == "mpirun"
-    assert words[-4:-2] == ["-np", "2"]
+    assert words[words.index("-np") + 1] == "2"
     assert words[-1] == str(tmp_path / "started")
     assert not (tmp_path / "started").exists()
 
@@ -36,7 +36,8 @@ def test_options_behind_the_command_are_its_own(dashes):
     done = hpctrain(
         "launch", "-n", "2", "--dry-run", *dashes, "python", "-c", "0", "-n", "9", "--help"
     )
-    assert done.stdout.rstrip().endswith(f"-np 2 {PYTHON} -c 0 -n 9 --help")
+    assert done.stdout.rstrip().endswith(f" {PYTHON} -c 0 -n 9 --help")
+    assert " -np 2 " in done.stdout
 
 
 @pytest.mark.parametrize(

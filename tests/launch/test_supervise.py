@@ -108,7 +108,7 @@ def test_a_rank_that_fails_before_mpi_starts_ends_the_launch(tmp_path):
     assert ranks_are_gone(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number):
     process = start(tmp_path, "time.sleep(50)", grace_s=2.0)
     process.send_signal(number)

@@ -1,14 +1,16 @@
-"""What scripts do to gradients and optimizers: all of it sees the average over all ranks."""
+"""Optimizers, schedulers, scalers and closures go on to work, on averages."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import ConfigError, MismatchError
 from tests.sync.training import (
-    GLOBAL_BATCH,
+    assert_close,
+    backward,
+    distributed,
+    expected_gradients,
     global_batch,
     gradients,
     largest_difference,
@@ -20,156 +22,6 @@ from tests.sync.training import (
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 MANY = pytest.mark.ranks(2, 3, 4)
 OVERLAPS = pytest.mark.usefixtures("overlap")
-
-
-def expected_gradients(step=0):
-    model = make_model()
-    images, labels = global_batch(step)
-    cross_entropy(model(images), labels).backward()
-    return gradients(model)
-
-
-def distributed(hvd, model, **options):
-    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
-
-
-def backward(hvd, model, step=0):
-    images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
-    cross_entropy(model(images), labels).backward()
-
-
-def assert_close(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
-
-
-@EVERY_SIZE
-@OVERLAPS
-def test_gradients_are_averaged_when_backward_returns(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(hvd, model, step)
-        assert_close(gradients(model), expected_gradients(step))
-
-
-@EVERY_SIZE
-@OVERLAPS
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("owner", ["optimizer", "model"])
-def test_both_forms_of_zero_grad(hvd, set_to_none, owner):
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    for step in range(4):
-        (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        backward(hvd, model, step)
-        assert_close(gradients(model), expected_gradients(step))
-
-
-@EVERY_SIZE
-def test_sum_is_the_average_times_the_ranks(hvd):
-    model = make_model()
-    distributed(hvd, model, op=hvd.Sum)
-    backward(hvd, model)
-    assert_close(gradients(model), [g * hvd.size() for g in expected_gradients()])
-
-
-@EVERY_SIZE
-@OVERLAPS
-def test_passes_are_added_up_before_one_reduction(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model, backward_passes_per_step=2)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(hvd, model, 2 * step)
-        backward(hvd, model, 2 * step + 1)
-        both = zip(expected_gradients(2 * step), expected_gradients(2 * step + 1), strict=True)
-        assert_close(gradients(model), [a + b for a, b in both])
-        optimizer.step()
-        model.load_state_dict(make_model().state_dict())
-
-
-@MANY
-def test_a_second_backward_without_zero_grad_adds_its_average(hvd):
-    model = make_model()
-    distributed(hvd, model)
-    backward(hvd, model, 0)
-    backward(hvd, model, 1)
-    both = zip(expected_gradients(0), expected_gradients(1), strict=True)
-    assert_close(gradients(model), [a + b for a, b in both])
-
-
-@EVERY_SIZE
-@OVERLAPS
-def test_unequal_batches_are_weighted_by_their_samples(hvd):
-    images, labels = global_batch(0)
-    # Rank 0 has no sample at all, the others ever more; alone it has them all.
-    weights = list(range(hvd.size())) if hvd.size() > 1 else [1]
-    ends = [0, *(GLOBAL_BATCH * sum(weights[: r + 1]) // sum(weights) for r in range(hvd.size()))]
-    own = slice(ends[hvd.rank()], ends[hvd.rank() + 1])
-    for nominal in (1.0, GLOBAL_BATCH / hvd.size()):
-        model = make_model()
-        optimizer = distributed(hvd, model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            optimizer.set_num_samples(own.stop - own.start, nominal)
-            if own.stop > own.start:
-                cross_entropy(model(images[own]), labels[own]).backward()
-            optimizer.synchronize()
-            assert_close(gradients(model), expected_gradients())
-
-
-@MANY
-def test_a_mean_over_no_samples_does_not_poison_the_others(hvd):
-    images, labels = global_batch(0)
-    own = slice(0, 0) if hvd.rank() == 0 else slice(0, GLOBAL_BATCH)
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    optimizer.set_num_samples(own.stop)
-    cross_entropy(model(images[own]), labels[own]).backward()  # NaN on rank 0
-    assert_close(gradients(model), expected_gradients())
-
-
-@MANY
-def test_a_count_on_some_ranks_only_is_an_error_on_all(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    if hvd.rank() == 0:
-        optimizer.set_num_samples(5)
-    with pytest.raises(MismatchError, match=f"1 of {hvd.size()} have called it"):
-        backward(hvd, model)
-
-
-class Branches(nn.Module):
-    """Uses one of two layers, and never the third."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.left, self.right, self.never = (nn.Linear(64, 10).double() for _ in range(3))
-
-    def forward(self, images, *, left):
-        return self.left(images) if left else self.right(images)
-
-
-@MANY
-@OVERLAPS
-def test_parameters_without_gradient_add_zeros_or_stay_none(hvd):
-    model, alone = Branches(), Branches()
-    distributed(hvd, model)
-    images, labels = global_batch(0)
-    for rank in range(hvd.size()):
-        x, y = part_of((images, labels), rank, hvd.size())
-        (cross_entropy(alone(x, left=rank == 0), y) / hvd.size()).backward()
-    for _ in range(3):
-        model.zero_grad()
-        x, y = part_of((images, labels), hvd.rank(), hvd.size())
-        cross_entropy(model(x, left=hvd.rank() == 0), y).backward()
-        assert_close(gradients(model), gradients(alone))
-        assert model.never.weight.grad is None
 
 
 @MANY
@@ -200,92 +52,6 @@ def test_parameters_added_later_are_averaged_too(hvd):
         grads = torch.cat([p.grad.view(-1) for p in [*first.parameters(), *second.parameters()]])
         assert torch.equal(hvd.allreduce(grads), grads) or hvd.size() == 3
         torch.testing.assert_close(hvd.allreduce(grads), grads)
-
-
-@MANY
-def test_a_model_that_changes_its_dtype_is_laid_out_again(hvd):
-    model = make_model(torch.float32)
-    optimizer = distributed(hvd, model)
-    images, labels = part_of(global_batch(0, torch.float32), hvd.rank(), hvd.size())
-    cross_entropy(model(images), labels).backward()
-    optimizer.zero_grad()
-    model.load_state_dict(make_model().state_dict())
-    model.double()
-    expected = make_model(torch.float32).double()
-    images, labels = global_batch(0)
-    cross_entropy(expected(images), labels).backward()
-    backward(hvd, model)
-    assert_close(gradients(model), gradients(expected))
-
-
-@MANY
-@OVERLAPS
-@pytest.mark.parametrize("whole", [True, False])
-def test_shared_layers_under_reentrant_checkpointing(hvd, whole):
-    def make():
-        torch.manual_seed(0)
-        return nn.ModuleList([nn.Linear(64, 64).double(), nn.Linear(64, 10).double()])
-
-    def forward(model, images, *, reentrant):
-        hidden, last = model
-        if not reentrant:
-            return last(hidden(hidden(images)))
-        twice = checkpoint(
-            hidden, checkpoint(hidden, images, use_reentrant=True), use_reentrant=True
-        )
-        return checkpoint(last, twice, use_reentrant=True) if whole else last(twice)
-
-    model, alone = make(), make()
-    optimizer = distributed(hvd, model)
-    images, labels = global_batch(0)
-    cross_entropy(forward(alone, images, reentrant=False), labels).backward()
-    images, labels = part_of((images, labels), hvd.rank(), hvd.size())
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = cross_entropy(forward(model, images.requires_grad_(), reentrant=True), labels)
-        loss.backward()
-        if whole and step == 0:
-            optimizer.synchronize()  # the end of the first such backward shows only in step()
-        assert_close(gradients(model), gradients(alone))
-
-
-@MANY
-def test_dtypes_may_be_mixed(hvd):
-    model = nn.Sequential(nn.Linear(64, 32).double(), nn.Linear(32, 10).float())
-    distributed(hvd, model)
-    images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
-    cross_entropy(model[1](model[0](images).float()), labels).backward()
-    for p in model.parameters():
-        assert p.grad.dtype == p.dtype
-        torch.testing.assert_close(hvd.allreduce(p.grad), p.grad)
-
-
-@MANY
-def test_sparse_gradients_become_dense_averages(hvd):
-    table = nn.Embedding(10, 3, sparse=True).double()
-    hvd.broadcast_parameters(table.state_dict())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        table(torch.tensor([hvd.rank(), 9])).sum().backward()
-        expected = torch.zeros(10, 3).double()
-        expected[: hvd.size()] = 1 / hvd.size()
-        expected[9] = 1
-        torch.testing.assert_close(table.weight.grad, expected)
-
-
-@MANY
-def test_gradients_that_were_replaced_are_taken_as_they_are(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(hvd, model)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, hvd.rank())
-        backward(hvd, model)
-        mean = sum(range(hvd.size())) / hvd.size()
-        assert_close(gradients(model), [mean + g for g in expected_gradients()])
 
 
 @MANY
@@ -341,17 +107,6 @@ def test_foreach_and_fused_optimizers_step_on_averages(hvd, kind):
             cross_entropy(m(batch[0]), batch[1]).backward()
             o.step()
     assert largest_difference(model, alone) < 1e-9
-
-
-@MANY
-def test_convolutions_in_channels_last_keep_their_layout(hvd):
-    torch.manual_seed(0)
-    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    images = torch.full((2, 4, 8, 8), float(hvd.rank())).to(memory_format=torch.channels_last)
-    model(images).sum().backward()
-    assert model.weight.grad.stride() == model.weight.stride()
-    torch.testing.assert_close(hvd.allreduce(model.weight.grad), model.weight.grad.contiguous())
 
 
 @EVERY_SIZE

@@ -80,3 +80,30 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 def gradients(model: nn.Module) -> list[Tensor | None]:
     """Return copies of all gradients."""
     return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def expected_gradients(step: int = 0) -> list[Tensor | None]:
+    """Return the gradients of one process on a global batch."""
+    model = make_model()
+    images, labels = global_batch(step)
+    cross_entropy(model(images), labels).backward()
+    return gradients(model)
+
+
+def distributed(hvd, model: nn.Module, **options):
+    """Make the optimizer of the laws a distributed one."""
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+
+
+def backward(hvd, model: nn.Module, step: int = 0) -> None:
+    """Run backward on this rank's part of a global batch."""
+    images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
+    cross_entropy(model(images), labels).backward()
+
+
+def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    """Compare gradients to rounding; None equals only None."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)

@@ -48,7 +48,7 @@ def train_alone(config: RunConfig, task: Task) -> tuple[torch.nn.Module, list[fl
 def train_together(task: Task, here, path):
     progress = Progress(Console(file=io.StringIO(), quiet=True), task.num_steps, 1, "accuracy")
     with Metrics(path if here.comm.rank == 0 else None) as metrics, progress:
-        return train(task, here.comm, metrics, progress)
+        return train(task, here.comm, metrics, progress).scores
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -76,7 +76,7 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     assert load(output / "checkpoints/final.pt")["step"] == 8
     assert (output / "plots/training.png").stat().st_size > 10_000
 
-    again = train(folder, **FOUR)
+    again = train(folder, num_ranks=2)
     assert again.returncode == 2
     assert again.stderr.count("holds the results of a run already") == 1
     assert "Traceback" not in again.stderr
@@ -106,3 +106,11 @@ def test_an_error_in_the_loop_of_one_rank_ends_all_with_its_trace(folder):
     assert "ValueError: no luck on this rank" in done.stderr
     log = folder / "runs/small/log/rank-1.log"
     assert "ValueError: no luck on this rank" in log.read_text()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(folder):
+    (folder / "file").touch()
+    done = train(folder, "--set", "output_dir=file/out")
+    assert done.returncode == 2
+    assert done.stderr.startswith("hpctrain: the run directory file/out cannot be written")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,39 @@
+"""Only one place decides a factor of a gradient: whatever else multiplies is named here."""
+
+import ast
+from pathlib import Path
+
+import hpctrain
+
+PACKAGE = Path(hpctrain.__file__).parent
+SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_foreach_div_"}
+
+ALLOWED = {
+    # The factor that ``sync`` has decided is applied where the bytes are moved:
+    "comm/mpi.py": "the sum of an ordinary tensor, by the scale it is given",
+    "comm/serial.py": "the sum over one rank, by the scale it is given",
+    "comm/shared_memory.py": "a chunk of the sum, by the scale it is given",
+    # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
+    "sync/gradient_buckets.py": "a gradient, by its rank's weight",
+    # No gradients:
+    "runtime/functions.py": "averages of integers, for which there is no scale",
+}
+
+
+def scaling_calls(path: Path) -> list[str]:
+    """Return the tensor operations in a file that multiply or divide in place or into another."""
+    tree = ast.parse(path.read_text())
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr in SCALING]
+
+
+def test_nothing_else_scales_a_gradient():
+    layers = ("comm", "compress", "runtime", "sync", "train")
+    files = [path for layer in layers for path in (PACKAGE / layer).rglob("*.py")]
+    found = {str(path.relative_to(PACKAGE)) for path in files if scaling_calls(path)}
+    assert found == set(ALLOWED)
+
+
+def test_one_file_decides_the_factor():
+    users = [p for p in (PACKAGE / "sync").glob("*.py") if "sum_over_ranks()" in p.read_text()]
+    assert [p.name for p in users] == ["reducer.py"]
