@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,8 +82,8 @@ def environment(
 ) -> dict[str, str]:
     """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
 
-    Open MPI gives ranks a terminal of their own: where our output goes to a file or a pipe,
-    ``TERM=dumb`` keeps colours and progress bars out of it.
+    Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
+    our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
 
     Args:
         environ: what to copy; by default this process's.
@@ -92,7 +93,9 @@ def environment(
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
-    if sys.__stdout__ is None or not sys.__stdout__.isatty():
+    if sys.__stdout__ is not None and sys.__stdout__.isatty():
+        kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    else:
         kept["TERM"] = "dumb"
     if num_ranks and nodes:
         kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))

@@ -77,7 +77,9 @@ def test_a_full_disk_is_told_and_leaves_the_old_checkpoint(old, num_bytes):
 
 
 @pytest.mark.parametrize(
-    "value", [np.float64(0.5), np.zeros(3), Path("x"), lambda: 0, torch.nn.ReLU()], ids=repr
+    "value",
+    [np.float64(0.5), np.zeros(3), Path("x"), lambda: 0, torch.nn.ReLU()],
+    ids=lambda value: type(value).__name__,
 )
 def test_a_state_that_could_not_be_read_back_is_not_written(old, value):
     with pytest.raises(

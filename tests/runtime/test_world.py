@@ -1,6 +1,7 @@
 """The world: who we are, once, and again after a shutdown."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def init_alone(environ):
 def test_a_launcher_of_another_mpi_stops_at_init():
     done = init_alone({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"})
     assert done.returncode != 0
-    assert "srun started 4 ranks" in done.stderr.replace("\n", " ")
+    assert re.search(r"srun.* started 4 ranks", done.stderr.replace("\n", " "))
     assert "libmpi" in done.stderr
     assert "--mpi=pm" in done.stderr
 

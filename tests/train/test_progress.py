@@ -27,7 +27,8 @@ def test_elsewhere_than_on_a_terminal_there_is_one_line_per_test():
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_too():
+def test_on_a_terminal_there_is_a_bar_too(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     text = shown(terminal=True)
     assert "step 2/4" in text
     assert "test accuracy" in text
