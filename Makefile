@@ -108,8 +108,9 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 .PHONY: bench
 bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	@mkdir -p perf/results
-	@for bench in perf/bench_*.py; do name=$$(basename "$$bench" .py); \
-	  echo "== $$name"; hpctrain launch -n 2 -- python "$$bench" --json "perf/results/$$name.json"; done
+	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
+	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
+	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it

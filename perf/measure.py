@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
     """Describe where the figures come from."""
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores of the machine": os.cpu_count(),
         "ranks": MPI.COMM_WORLD.size,
         "threads per rank": torch.get_num_threads(),
         "system": platform.platform(),
