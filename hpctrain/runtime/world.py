@@ -10,7 +10,7 @@ import torch
 from hpctrain import config, logs
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.factory import Connection, connect, find_world
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.trace import TracedCommunicator
 from hpctrain.config import Settings
@@ -70,9 +70,12 @@ def join(settings: Settings) -> None:
     global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
+    ranks = find_world()
+    hooks = install(ranks, settings.log_dir) if ranks else None  # from here on nobody fails alone
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
-    found = connect(settings, threads)
-    torch.set_num_threads(found.plan.threads)
+    found = connect(ranks, settings, threads)
+    if ranks:
+        torch.set_num_threads(found.plan.threads)
     comm: Communicator = TracedCommunicator(found.comm) if settings.trace else found.comm
     _world = World(
         comm=comm,
@@ -80,7 +83,7 @@ def join(settings: Settings) -> None:
         plan=found.plan,
         settings=settings,
         presence=found.presence,
-        hooks=install(found.mpi_world, settings.log_dir) if found.mpi_world else None,
+        hooks=hooks,
     )
     logs.setup(found.topology.rank, found.topology.size, settings.log_dir)
     _report(found)

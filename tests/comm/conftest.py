@@ -5,7 +5,7 @@ from collections.abc import Generator
 import pytest
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.factory import Connection, connect, find_world
 from hpctrain.config import Settings
 
 PATHS = {
@@ -27,7 +27,7 @@ def close(connection: Connection) -> None:
 @pytest.fixture(params=PATHS)
 def connection(request: pytest.FixtureRequest) -> Generator[Connection]:
     """Connect by each path in turn."""
-    made = connect(PATHS[request.param])
+    made = connect(find_world(), PATHS[request.param])
     yield made
     close(made)
 

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
+from hpctrain.comm.factory import connect, find_world
 from hpctrain.config import Settings
 from hpctrain.errors import CommError
 from tests.comm.conftest import close
@@ -69,7 +69,7 @@ def test_allreduce_is_the_sum_for_every_dtype_and_size(world, comm, dtype):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("settings", [Settings(), Settings(ranks_per_node=2)], ids=("one", "two"))
 def test_large_tensors_are_staged_through_node_memory(world, settings):
-    connection = connect(settings)
+    connection = connect(find_world(), settings)
     numel = 5_000_003  # 20 MB: above the size from which tensors are staged, and no round number
     for dtype in (torch.float32, torch.int16):
         tensor = values_of(world.rank, numel, dtype)
@@ -119,7 +119,7 @@ def test_a_dtype_without_sums_is_refused_by_name(comm):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_inside_a_node_ranks_are_added_in_rank_order(world):
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     bucket = connection.comm.new_bucket(10_001, torch.float32)
     bucket.flat.copy_(values_of(world.rank, 10_001, torch.float32))
     connection.comm.allreduce_(bucket).wait()
@@ -144,7 +144,7 @@ def test_the_same_plan_gives_the_same_bits_again(world, comm):
 
 @pytest.mark.ranks(2)
 def test_more_than_two_to_the_31_elements(world):
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     numel = (1 << 31) + 5
     tensor = torch.full((numel,), 100 + world.rank, dtype=torch.uint8)
     connection.comm.allreduce_(tensor).wait()

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
+from hpctrain.comm.factory import connect, find_world
 from hpctrain.config import Settings
 from tests.comm.conftest import close
 
@@ -39,7 +39,7 @@ def hosts(request: pytest.FixtureRequest, world) -> Generator[tuple[int, ...]]:
 @pytest.mark.ranks(3, 4)
 @pytest.mark.requires("cluster")
 def test_nodes_are_the_hosts_and_sums_cross_them(world, hosts):
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     topology = connection.topology
     expected = {h: tuple(r for r, host in enumerate(hosts) if host == h) for h in hosts}
     assert set(topology.nodes) == set(expected.values())

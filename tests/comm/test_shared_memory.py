@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.factory import connect
+from hpctrain.comm.factory import connect, find_world
 from hpctrain.comm.shared_memory import ALIGN, slice_bounds
 from hpctrain.config import Settings
 from hpctrain.errors import NodeMemoryError
@@ -29,7 +29,7 @@ def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_bucket_lives_as_long_as_its_tensor(world):
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     flat = connection.comm.new_bucket(50_000, torch.float32).flat
     close(connection)
     del connection
@@ -41,7 +41,7 @@ def test_a_bucket_lives_as_long_as_its_tensor(world):
 @pytest.mark.ranks(2, 4)
 def test_memfd_leaves_nothing_in_dev_shm():
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
-    connection = connect(Settings(shared_memory="memfd"))
+    connection = connect(find_world(), Settings(shared_memory="memfd"))
     bucket = connection.comm.new_bucket(1 << 20, torch.float32)
     named = [name for name in set(os.listdir("/dev/shm")) - before if "hpctrain" in name]  # noqa: PTH208
     assert not named
@@ -51,7 +51,7 @@ def test_memfd_leaves_nothing_in_dev_shm():
 
 @pytest.mark.ranks(2, 3, 4)
 def test_too_large_a_bucket_is_an_error_on_every_rank():
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     with pytest.raises(NodeMemoryError, match=r"need .* of shared memory and .* are left"):
         connection.comm.new_bucket(1 << 48, torch.uint8)
     connection.comm.barrier()
@@ -60,7 +60,7 @@ def test_too_large_a_bucket_is_an_error_on_every_rank():
 
 @pytest.mark.ranks(2)
 def test_too_large_a_window_is_an_error_and_not_a_sigbus():
-    connection = connect(Settings(shared_memory="window"))
+    connection = connect(find_world(), Settings(shared_memory="window"))
     status = os.statvfs("/dev/shm")
     with pytest.raises(NodeMemoryError, match="HPCTRAIN_SHARED_MEMORY=off"):
         connection.comm.new_bucket(status.f_bavail * status.f_frsize, torch.uint8)
@@ -70,7 +70,7 @@ def test_too_large_a_window_is_an_error_and_not_a_sigbus():
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
-    connection = connect(Settings(shared_memory="off"))
+    connection = connect(find_world(), Settings(shared_memory="off"))
     assert connection.plan.node_memory == "none"
     assert any("flat over MPI" in note for note in connection.notes)
     close(connection)
@@ -78,7 +78,7 @@ def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
 
 @pytest.mark.ranks(2, 3, 4)
 def test_buckets_need_no_descriptors():
-    connection = connect(Settings())
+    connection = connect(find_world(), Settings())
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = [connection.comm.new_bucket(1000, torch.float32) for _ in range(20)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
