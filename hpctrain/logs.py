@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpctrain.units import format_ranks
+
 logger = logging.getLogger("hpctrain")
 
 _PLAIN = "hpctrain: %(message)s"
@@ -83,23 +85,12 @@ def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
         logger.warning("%s", text, extra=_OF_ALL)
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """Write sorted ranks in short: ``0-3,5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _whose(ranks: list[int], size: int) -> str:
     if size == 1:
         return ""
     if len(ranks) == 1:
-        return f" [rank {ranks[0]}]"
-    return f" [ranks {ranges(ranks)}, {len(ranks)} of {size}]"
+        return f" [{format_ranks(ranks)}]"
+    return f" [{format_ranks(ranks)}, {len(ranks)} of {size}]"
 
 
 class _Tagged(logging.Formatter):

@@ -1,6 +1,8 @@
 """Numbers with units, read from and written for people."""
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
 from hpctrain.errors import ConfigError
 
@@ -44,3 +46,18 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Write a set of cores or ranks as the kernel does: ``0-3,8``."""
+    runs = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write a set of ranks with its noun: ``rank 3``, ``ranks 0-3,8``."""
+    listed = list(ranks)
+    return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed)}"

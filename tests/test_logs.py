@@ -80,13 +80,6 @@ def test_a_world_of_one_merges_to_the_bare_text():
     assert logs.merge([["a", "b", "a"]]) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([], ""), ([4], "4"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0,2-3,7")]
-)
-def test_ranges_are_short(ranks, text):
-    assert logs.ranges(ranks) == text
-
-
 def test_held_warnings_are_not_logged(quiet_logger, caplog):
     with logs.held() as messages:
         quiet_logger.getChild("comm").warning("cores are shared: %s", "0x3")

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import ConfigError
-from hpctrain.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_bytes
+from hpctrain.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_bytes,
+    format_numbers,
+    format_ranks,
+    format_seconds,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +71,25 @@ def test_sizes_are_written_with_the_unit_that_fits(num_bytes, text):
 )
 def test_durations_are_written_with_the_unit_that_fits(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [((), ""), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((8, 0, 1), "0-1,8"), ((0, 2, 4), "0,2,4")],
+)
+def test_numbers_are_written_as_the_kernel_does(cores, text):
+    assert format_numbers(cores) == text
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_every_number_is_in_the_text(numbers):
+    read = set()
+    for run in filter(None, format_numbers(numbers).split(",")):
+        first, _, last = run.partition("-")
+        read |= set(range(int(first), int(last or first) + 1))
+    assert read == numbers
+
+
+def test_ranks_come_with_their_noun():
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2,5"

@@ -1,11 +1,9 @@
 """The cores this process may use: its affinity mask, and what a container's quota leaves of it."""
 
 import os
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from hpctrain.cluster.cgroups import CGROUPS, MEMBERSHIP, folders
 
 
 def affinity() -> tuple[int, ...]:
@@ -15,7 +13,7 @@ def affinity() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def quota(root: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float | None:
+def quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
     """Return how many cores' worth of time the cgroups allow, ``None`` when unlimited.
 
     The quota is shared by all processes of the container: ranks that live in it divide it.
@@ -23,31 +21,10 @@ def quota(root: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) ->
     """
     limits = [
         int(words[0]) / int(words[1])
-        for folder in _groups(root, membership)
+        for folder in folders("cpu", root, membership)
         if len(words := _words(folder)) == 2 and words[0].isdigit() and int(words[1]) > 0
     ]
     return min(limits, default=None)
-
-
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Write a set of cores or ranks as the kernel does: ``0-3,8``."""
-    runs = [
-        [number for _, number in group]
-        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _groups(root: Path, membership: Path) -> list[Path]:
-    """List the folders of our cgroup and its parents, in both versions."""
-    folders = []
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers == "" or "cpu" in controllers.split(","):
-            base = root / controllers
-            own = base / path.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
-    return folders
 
 
 def _words(folder: Path) -> list[str]:

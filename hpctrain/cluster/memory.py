@@ -1,19 +1,23 @@
-"""How much memory this process may still take, by the machine and by its control group."""
+"""How much memory this process may still take, by the machine and by its control groups."""
 
 from pathlib import Path
 
-_LIMITS = (
-    ("memory.max", "memory.current"),  # cgroup version 2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+from hpctrain.cluster.cgroups import CGROUPS, MEMBERSHIP, folders
+
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),  # version 2
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
 )
 
 
 def available_bytes(
-    meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")
+    meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> int | None:
     """Return the bytes that are left; None where the system does not tell."""
-    found = [left for left in (_machine(meminfo), _control_group(cgroups)) if left is not None]
-    return min(found, default=None)
+    left = [_machine(meminfo)]
+    for folder in folders("memory", root, membership):
+        left += [_group(folder, *names) for names in _FILES]
+    return min((num_bytes for num_bytes in left if num_bytes is not None), default=None)
 
 
 def _machine(meminfo: Path) -> int | None:
@@ -25,12 +29,15 @@ def _machine(meminfo: Path) -> int | None:
     return None if kib is None else int(kib) * 1024
 
 
-def _control_group(cgroups: Path) -> int | None:
-    for limit, usage in _LIMITS:
-        try:
-            allowed, used = (cgroups / limit).read_text(), (cgroups / usage).read_text()
-        except OSError:
-            continue
-        if allowed.strip().isdigit():
-            return max(0, int(allowed) - int(used))
-    return None
+def _group(folder: Path, limit: str, usage: str, inactive: str) -> int | None:
+    """Return what a group has left; pages of files that it can drop count as left."""
+    try:
+        allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        statistics = dict(
+            line.split() for line in (folder / "memory.stat").read_text().splitlines()
+        )
+    except (OSError, ValueError):
+        return None
+    if not allowed.isdigit():  # "max": no limit here
+        return None
+    return max(0, int(allowed) - used + int(statistics.get(inactive, 0)))

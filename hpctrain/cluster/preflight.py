@@ -6,11 +6,11 @@ Pure: what was found goes in, an error, a warning or a number comes out.
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.cluster.cores import format_numbers
 from hpctrain.cluster.env import Launched
 from hpctrain.cluster.libraries import Family, distinct, family, mpirun_beside
 from hpctrain.cluster.topology import Topology
 from hpctrain.errors import LaunchError
+from hpctrain.units import format_numbers
 
 FIX: dict[tuple[str, Family], str] = {
     ("srun", "openmpi"): "`srun --mpi=pmix ...`",

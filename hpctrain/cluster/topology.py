@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from hpctrain.cluster.cores import format_numbers
 from hpctrain.errors import TopologyError
+from hpctrain.units import format_numbers
 
 SHOWN = 8
 """Nodes named in ``describe``; a thousand would drown the rest."""

@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import MismatchError
+from hpctrain.units import format_ranks
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -44,8 +45,4 @@ def _by_rank(messages: Sequence[str | None]) -> str:
     for rank, message in enumerate(messages):
         if message is not None:
             ranks_of.setdefault(message, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return "; ".join(f"{format_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())

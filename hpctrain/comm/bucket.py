@@ -16,6 +16,8 @@ class Bucket:
     Empty when the bucket lies in private memory."""
     chunks: tuple[tuple[Tensor, ...], ...] = ()
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
+    number: int = 0
+    """Counts the buckets of a communicator: the ranks compare it before they reduce."""
 
     @property
     def numel(self) -> int:

@@ -1,13 +1,13 @@
 """From a process to a communicator: what is here, who shares memory, which plan follows."""
 
-import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.cluster import env, preflight
+from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.cards import num_cards
 from hpctrain.cluster.cores import affinity, quota
 from hpctrain.cluster.libraries import loaded_libmpi, starter
@@ -93,6 +93,15 @@ def _threads(topology: Topology) -> int:
     return preflight.threads_for(len(topology.cores), len(topology.core_peers), quota())
 
 
+def _visible(processes: Sequence[process.Identity], rank: int) -> dict[int, int]:
+    """Return the pid of every rank whose process this one can see."""
+    return {
+        other: found.pid
+        for other, found in enumerate(processes)
+        if found.namespace == processes[rank].namespace
+    }
+
+
 def _alone(settings: Settings) -> Connection:
     topology = Topology.from_facts([_facts()], 0)
     threads = [torch.get_num_threads()]  # torch's own: one rank is the plain loop, bit for bit
@@ -111,8 +120,7 @@ def _together(
     from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.presence import Presence  # noqa: PLC0415
 
-    pids = world.allgather(os.getpid())
-    presence = Presence(world.Dup(), {rank: pids[rank] for rank in topology.node_ranks})
+    presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     node, refusal = levels.share_memory(world, topology, settings.shared_memory, presence.check)
     threads = world.allgather(num_threads)
     way = node.memory_name if node else "none"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.mpi import MpiCommunicator, check_scale, flattened
+from hpctrain.comm.mpi import MpiCommunicator, check, flattened
 from hpctrain.comm.rail import Rail
-from hpctrain.comm.shared_memory import SharedMemory, slice_bounds
+from hpctrain.comm.shared_memory import LOW_PRECISION, SharedMemory, slice_bounds
 from hpctrain.comm.work import FINISHED, Check, Work
 
 if TYPE_CHECKING:
@@ -57,24 +57,24 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
         """Sum a bucket where it lies, a large tensor through a bucket, a small one flat."""
+        values = tensor.flat if isinstance(tensor, Bucket) else tensor
+        check(values, scale)
         if isinstance(tensor, Bucket):
-            check_scale(tensor.flat, scale)
             self._allreduce_bucket(tensor, scale)
             return FINISHED
         if tensor.numel() * tensor.itemsize < self._staged_bytes:
             return super().allreduce_(tensor, scale=scale)
-        check_scale(tensor, scale)
-        with flattened(tensor) as values:
-            self._allreduce_staged(values, scale)
+        with flattened(tensor) as flat:
+            self._allreduce_staged(flat, scale)
         return FINISHED
 
-    def node_sum(self, bucket: Bucket) -> Tensor:
-        """Sum the bucket inside the node.
+    def node_sum(self, bucket: Bucket, scale: float | None = None) -> Tensor:
+        """Sum the bucket inside the node, times ``scale``.
 
         Returns:
             The part of it that this rank takes over its rail; empty where it takes none.
         """
-        self._node.node_sum(bucket)
+        self._node.node_sum(bucket, scale)
         if self._num_rails != self._node.local_size:
             self._node.barrier()  # this rank's rail carries slices that other ranks summed
         if self._rail is None:
@@ -97,9 +97,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         if self._one_node:
             self._node.allreduce_(bucket, scale)
             return
-        part = self.node_sum(bucket)
+        # A node's sum in 16 bits could overflow where the average does not: scale it first.
+        early = scale if bucket.flat.dtype in LOW_PRECISION else None
+        part = self.node_sum(bucket, early)
         self.rail_sum(part)
-        self.publish(bucket, scale)
+        self.publish(bucket, None if early is not None else scale)
 
     def _allreduce_staged(self, values: Tensor, scale: float | None) -> None:
         if values.dtype not in self._stages:

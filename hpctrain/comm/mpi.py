@@ -44,7 +44,7 @@ class MpiCommunicator:
     def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
         """Sum with the library's algorithm, in chunks."""
         flat = tensor.flat if isinstance(tensor, Bucket) else tensor
-        check_scale(flat, scale)
+        check(flat, scale)
         wide = summed_as(flat.dtype)
         self.meet()
         with flattened(flat) as values:
@@ -122,8 +122,11 @@ class MpiCommunicator:
         wait_request(self._comm.Ibarrier(), self._check)
 
 
-def check_scale(tensor: Tensor, scale: float | None) -> None:
-    """Refuse a factor for integers, which would be rounded in silence."""
+def check(tensor: Tensor, scale: float | None) -> None:
+    """Refuse what cannot be summed, and a factor for integers, which would round in silence."""
+    summed_as(tensor.dtype)
+    if tensor.device.type != "cpu":
+        raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
     if scale is not None and not tensor.is_floating_point():
         raise CommError(f"scale needs a floating point tensor, got {tensor.dtype} and {scale}")
 

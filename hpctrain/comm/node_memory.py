@@ -113,6 +113,10 @@ def _map(offer: _Offer, num_bytes: int) -> Segment:
             # Another PID namespace: the same number names somebody else's process.
             raise NodeMemoryError(f"{path} is not the memory of the rank that offered it")
         return map_shared(opened, num_bytes)
+    except OSError as error:
+        raise NodeMemoryError(
+            f"cannot map {format_bytes(num_bytes)} of a peer: {error}"
+        ) from error
     finally:
         os.close(opened)
 
@@ -141,7 +145,10 @@ class Window:
                 f"{SHM} has {format_bytes(free_bytes)} free and {format_bytes(needed_bytes)} are "
                 f"needed for {node.size} ranks; enlarge it or set HPCTRAIN_SHARED_MEMORY=off"
             )
-        window = MPI.Win.Allocate_shared(num_bytes, 1, comm=node)
+        try:
+            window = MPI.Win.Allocate_shared(num_bytes, 1, comm=node)
+        except MPI.Exception as error:
+            raise NodeMemoryError(f"MPI has no shared window for this node: {error}") from error
         window.Lock_all(MPI.MODE_NOCHECK)  # MPICH wants an epoch around every access
         self._kept.append(window)
         segments = [

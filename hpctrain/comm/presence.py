@@ -9,6 +9,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from hpctrain.errors import RankLostError
+from hpctrain.units import format_ranks
 
 GRACE_S = 1.0
 """How long a rank that leaves waits for the others before it tells them that it has left."""
@@ -64,7 +65,7 @@ class Presence:
         self._hear()
         if left := sorted(self._left if partner is None else self._left & {partner}):
             raise RankLostError(
-                f"{_ranks(left)} left the program while rank {self.rank} waits for "
+                f"{format_ranks(left)} left the program while rank {self.rank} waits for "
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
@@ -155,7 +156,3 @@ def _receive(notice: MPI.Message) -> int:
     status = MPI.Status()
     notice.Recv(array("b"), status)
     return status.Get_source()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -5,8 +5,8 @@ import time
 
 from hpctrain.errors import NodeMemoryError
 
-SEMAPHORE_BYTES = 64
-"""Room for one semaphore: glibc's takes 32 bytes, and one cache line each avoids false sharing."""
+LINE_BYTES = 64
+"""Room for one semaphore, which takes 32 bytes: a cache line each avoids false sharing."""
 
 
 class _Timespec(ctypes.Structure):

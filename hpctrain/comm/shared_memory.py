@@ -9,16 +9,17 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.mapping import Segment
 from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.semaphore import SEMAPHORE_BYTES, Semaphore
+from hpctrain.comm.semaphore import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import NodeBarrier
 from hpctrain.comm.work import Check
-from hpctrain.errors import NodeMemoryError
+from hpctrain.errors import CommError, MismatchError, NodeMemoryError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,7 +29,8 @@ CHUNK_BYTES = 256 << 10
 ALIGN = 64
 """Slices begin at a multiple of so many elements: no cache line has two writers."""
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+"""Added in float32 and rounded once."""
 
 
 class SharedMemory:
@@ -42,11 +44,40 @@ class SharedMemory:
         self._node = node
         self._memory = memory
         self.memory_name = memory.name
+        self._num_buckets = 0
+        self._is_closed = False
+        self._control = self._allocate(self.local_size * LINE_BYTES)
+        # Which bucket each rank is at: one cache line each, in the first rank's segment.
+        lines = np.frombuffer(memoryview(self._control[0]), np.int64).reshape(self.local_size, -1)
+        self._at = lines[:, 0]
         self._barrier = self._make_barrier(spin=spin, check=check)
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here."""
+        """Return when all ranks of the node are here.
+
+        Raises:
+            CommError: this node level was closed.
+        """
+        if self._is_closed:
+            raise CommError(
+                "the world of this bucket was shut down; call init() and wrap the optimizer again"
+            )
         self._barrier.wait()
+
+    def _meet_at(self, bucket: Bucket) -> None:
+        """Return when all ranks of the node have filled this bucket.
+
+        Raises:
+            MismatchError: another rank is at another bucket; on every rank.
+        """
+        self._at[self.local_rank] = bucket.number
+        self.barrier()
+        if not (self._at == bucket.number).all():
+            raise MismatchError(
+                "ranks of a node must reduce the same buckets in the same order, they are at "
+                f"number {', '.join(map(str, self._at.tolist()))}; the order of collectives, or of "
+                f"the gradients of several optimizers, differs between ranks"
+            )
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
@@ -54,32 +85,31 @@ class SharedMemory:
         Raises:
             NodeMemoryError: there is not enough memory; on every rank of the node.
         """
+        self._num_buckets += 1
         segments = self._allocate(max(numel * dtype.itemsize, 1))
         peers = (
             tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments) if numel else ()
         )
         if not peers:
-            return Bucket(torch.empty(0, dtype=dtype))
+            return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets)
         own = slice_bounds(numel, self.local_size, self.local_rank)
         of_peer = [peer[own].split(CHUNK_BYTES // dtype.itemsize) for peer in peers]
         chunks = tuple(parts for parts in zip(*of_peer, strict=True) if parts[0].numel())
-        return Bucket(peers[self.local_rank], peers, chunks)
+        return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets)
 
     def allreduce_(self, bucket: Bucket, scale: float | None) -> None:
         """Sum the bucket over the node and write the sum back in the same pass."""
-        self.barrier()
+        self._meet_at(bucket)
         for parts in bucket.chunks:
             total = _sum(parts)
             _publish(total, parts, scale)
         self.barrier()
 
-    def node_sum(self, bucket: Bucket) -> None:
-        """Sum this rank's slice over the node, into the first rank's bucket."""
-        self.barrier()
+    def node_sum(self, bucket: Bucket, scale: float | None) -> None:
+        """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
+        self._meet_at(bucket)
         for parts in bucket.chunks:
-            total = _sum(parts)
-            if total is not parts[0]:
-                parts[0].copy_(total)
+            _publish(_sum(parts), parts[:1], scale)
 
     def publish(self, bucket: Bucket, scale: float | None) -> None:
         """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
@@ -89,6 +119,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
+        self._is_closed = True
         self._node.Free()
 
     def _allocate(self, num_bytes: int) -> Sequence[Segment]:
@@ -104,9 +135,8 @@ class SharedMemory:
 
     def _make_barrier(self, *, spin: bool, check: Check) -> NodeBarrier:
         num_rounds = (self.local_size - 1).bit_length()
-        segments = self._allocate(max(num_rounds, 1) * SEMAPHORE_BYTES)
-        self._semaphores = segments  # keeps the mapping that the addresses below point into
-        rows = [_semaphores(segment, num_rounds) for segment in segments]
+        self._semaphores = self._allocate(max(num_rounds, 1) * LINE_BYTES)
+        rows = [_semaphores(segment, num_rounds) for segment in self._semaphores]
         for semaphore in rows[self.local_rank]:
             semaphore.initialise()
         self._node.Barrier()
@@ -125,13 +155,13 @@ def slice_bounds(numel: int, num_parts: int, part: int) -> slice:
 
 def _semaphores(segment: Segment, count: int) -> list[Semaphore]:
     base = ctypes.addressof(segment)
-    return [Semaphore(base + k * SEMAPHORE_BYTES) for k in range(count)]
+    return [Semaphore(base + k * LINE_BYTES) for k in range(count)]
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """Add the ranks' chunks in rank order; 16-bit floats are added in float32 and rounded once."""
     first, *others = parts
-    total = first.float() if first.dtype in _LOW_PRECISION else first
+    total = first.float() if first.dtype in LOW_PRECISION else first
     for other in others:
         total.add_(other)
     return total

@@ -112,12 +112,13 @@ class FailureHooks:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         # A timer in C: a Python thread could not run while MPI_Abort holds the GIL.
-        with Path(os.devnull).open("w") as nowhere:
+        with contextlib.suppress(Exception):  # out of descriptors, MPI_Abort must do
+            nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-            try:
-                self._world.Abort(code)
-            finally:
-                os._exit(code)
+        try:
+            self._world.Abort(code)
+        finally:
+            os._exit(code)
 
     def _write_log(self, text: str) -> None:
         if self._log is None:

@@ -24,43 +24,110 @@ class ReduceOp(enum.Enum):
 Average, Sum = ReduceOp.AVERAGE, ReduceOp.SUM
 
 
-def allreduce(tensor: Tensor, name: str | None = None, *, op: ReduceOp = Average) -> Tensor:
+def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    compression: None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: None = None,
+) -> Tensor:
     """Return the average (or sum) of ``tensor`` over all ranks. Collective.
 
     Args:
         tensor: the same shape and dtype on every rank.
-        name: accepted for Horovod's scripts; order decides what belongs together.
-        op: ``Average`` or ``Sum``. Averages of integers are rounded towards zero.
+        average: Horovod's old way to say ``op``.
+        name: accepted for Horovod's scripts; the order of calls decides what belongs together.
+        compression: not supported yet; None.
+        op: ``Average`` (the default) or ``Sum``. Averages of integers are rounded towards zero.
+        prescale_factor: factor of every rank's tensor; floating point only.
+        postscale_factor: factor of the result; floating point only.
+        process_set: not supported yet; None, for all ranks.
+
+    Raises:
+        ConfigError: an argument is not valid.
+        CommError: tensors of this dtype cannot be summed.
     """
-    return allreduce_(tensor.detach().clone(), name, op=op)
+    require_default("compression", compression, None)
+    copy = tensor.detach().clone()
+    return allreduce_(copy, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
-def allreduce_(tensor: Tensor, name: str | None = None, *, op: ReduceOp = Average) -> Tensor:  # noqa: ARG001
-    """Replace ``tensor`` by its average (or sum) over all ranks, and return it. Collective."""
-    if op not in (Average, Sum):
-        raise ConfigError(f"op must be Average or Sum, got {op!r}")
+def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,  # noqa: ARG001
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: None = None,
+) -> Tensor:
+    """Replace ``tensor`` by its average (or sum) over all ranks, and return it. Collective.
+
+    See ``allreduce`` for the arguments.
+    """
+    require_default("process_set", process_set, None)
     comm = current().comm
-    averages = op is Average and comm.size > 1
-    scales = averages and tensor.is_floating_point()
-    comm.allreduce_(tensor, scale=1.0 / comm.size if scales else None).wait()
-    if averages and not scales:
-        tensor.div_(comm.size, rounding_mode="trunc")
-    return tensor
+    divisor = comm.size if _operation(average, op) is Average else 1
+    if tensor.is_floating_point():
+        # The factors commute with the sum, so they are applied once, in its last pass.
+        scale = prescale_factor * postscale_factor / divisor
+        comm.allreduce_(tensor, scale=None if scale == 1.0 else scale).wait()
+        return tensor
+    require_default("prescale_factor", prescale_factor, 1.0)
+    require_default("postscale_factor", postscale_factor, 1.0)
+    comm.allreduce_(tensor).wait()
+    return tensor if divisor == 1 else tensor.div_(divisor, rounding_mode="trunc")
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:  # noqa: ARG001
+def _operation(average: bool | None, op: ReduceOp | None) -> ReduceOp:  # noqa: FBT001
+    if average is not None and op is not None:
+        raise ConfigError(f"say average or op, not both, got average={average} and op={op!r}")
+    if average is not None:
+        return Average if average else Sum
+    if op not in (None, Average, Sum):
+        raise ConfigError(f"op must be Average or Sum, got {op!r}")
+    return op or Average
+
+
+def require_default(name: str, value: object, default: object) -> None:
+    """Refuse a value that would have no effect.
+
+    Raises:
+        ConfigError: it is not the default.
+    """
+    if value != default:
+        raise ConfigError(f"{name} can only be {default} in this release, got {value!r}")
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,  # noqa: ARG001 - Horovod's
+    process_set: None = None,
+) -> Tensor:
     """Replace ``tensor`` by that of ``root_rank``, and return it. Collective."""
+    require_default("process_set", process_set, None)
     current().comm.broadcast_(tensor, root_rank).wait()
     return tensor
 
 
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:  # noqa: ARG001
+def broadcast_object(
+    obj: T,
+    root_rank: int = 0,
+    name: str | None = None,  # noqa: ARG001 - Horovod's
+    process_set: None = None,
+) -> T:
     """Return the (picklable) ``obj`` of ``root_rank`` on every rank. Collective."""
+    require_default("process_set", process_set, None)
     return current().comm.broadcast_object(obj, root_rank)
 
 
-def barrier() -> None:
+def barrier(process_set: None = None) -> None:
     """Return when every rank has called this. Collective."""
+    require_default("process_set", process_set, None)
     current().comm.barrier()
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ class World:
     settings: Settings
     presence: "Presence | None"
     """Who is still there; None in a world of one."""
+    thread: ThreadPoolExecutor | None
+    """Carries gradients beside backward, where the plan wants it: one, for all optimizers."""
     hooks: FailureHooks | None
     """What ends all ranks when this one fails; None in a world of one."""
 
@@ -83,12 +86,17 @@ def join(settings: Settings) -> None:
         plan=found.plan,
         settings=settings,
         presence=found.presence,
+        thread=_thread(found.plan),
         hooks=hooks,
     )
     logs.setup(found.topology.rank, found.topology.size, settings.log_dir)
     _report(found)
     if found.presence is not None:
         atexit.register(shutdown)
+
+
+def _thread(plan: Plan) -> ThreadPoolExecutor | None:
+    return ThreadPoolExecutor(1, "hpctrain-comm") if plan.overlap == "thread" else None
 
 
 def _report(found: Connection) -> None:
@@ -110,6 +118,8 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if leaving.presence is not None and leaving.hooks is not None:
         leave(leaving.presence, leaving.hooks)
+        if leaving.thread is not None:
+            leaving.thread.shutdown()
         leaving.comm.close()
         leaving.hooks.uninstall()
 

@@ -17,7 +17,17 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 class Slot:
     """The place of one parameter's gradient in its bucket."""
 
-    __slots__ = ("bucket", "fires", "is_filled", "is_present", "mark", "name", "parameter", "view")
+    __slots__ = (
+        "bucket",
+        "fires",
+        "is_filled",
+        "is_present",
+        "layout",
+        "mark",
+        "name",
+        "parameter",
+        "view",
+    )
 
     def __init__(
         self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
@@ -25,11 +35,26 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.bucket = bucket
+        self.layout = parameter.stride()
         self.view = view
         self.mark = mark
         self.fires = 0
         self.is_filled = False
         self.is_present = False
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the parameter's gradient lies in its place."""
+        grad = self.parameter.grad
+        return grad is not None and not grad.is_sparse and grad.data_ptr() == self.view.data_ptr()
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Say whether the parameter still has the dtype, shape and strides of its place."""
+        return (
+            self.view.dtype == parameter.dtype
+            and self.view.shape == parameter.shape
+            and self.layout == parameter.stride()
+        )
 
     def fill(self, weight: float) -> None:
         """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
@@ -59,8 +84,6 @@ class Slot:
         """After the sum: give the parameter its gradient if only other ranks had one."""
         if not self.is_present and self.mark.item() > 0:
             self.parameter.grad = self.view
-        self.fires = 0
-        self.is_filled = False
 
 
 class GradientBucket:
@@ -93,7 +116,8 @@ def build_buckets(
     """
     ready_order = list(reversed(parameters))
     specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
-    require_equal(comm, [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in parameters], "parameters")
+    lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+    require_equal(comm, lines, "parameters")
     plans = plan_buckets(specs, bucket_bytes, marks_per_tensor=1)
     return [_make_bucket(comm, ready_order, plan, i) for i, plan in enumerate(plans)]
 

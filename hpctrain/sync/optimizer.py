@@ -1,7 +1,9 @@
 """``DistributedOptimizer``: any torch optimizer, stepping on gradients averaged over all ranks."""
 
+import weakref
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -9,15 +11,16 @@ from torch.optim import Optimizer
 from hpctrain.compress.identity import Identity
 from hpctrain.errors import ConfigError
 from hpctrain.runtime import world
-from hpctrain.runtime.functions import Average, ReduceOp, Sum
+from hpctrain.runtime.functions import Average, ReduceOp, Sum, require_default
 from hpctrain.sync.gradient_buckets import NamedParameters
 from hpctrain.sync.reducer import Reducer
+from hpctrain.sync.reduction import Reduction
 
 
 class DistributedMethods:
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
-    _reducer: Reducer | None
+    _reducer: Reducer | None = None
 
     @property
     def communication_seconds(self) -> float:
@@ -31,17 +34,23 @@ class DistributedMethods:
         over all samples of the step. Not collective, but every rank calls it, or none does.
 
         Args:
-            num_samples: of this rank in this step; 0 where it has none and skips backward.
+            num_samples: of this rank in each pass of this step; 0 where it has none and skips
+                backward.
             nominal: the usual count, the same on every rank; float16 gradients need it, since
                 they are multiplied by ``num_samples / nominal``.
+
+        Raises:
+            ConfigError: the count is not valid, changes between the passes of a step, or the
+                optimizer sums.
         """
         if self._reducer:
-            self._reducer.count.set(num_samples, nominal)
+            self._reducer.set_num_samples(num_samples, nominal)
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.
 
-        Needed only by a rank that skips ``backward`` and clips, before it clips.
+        Needed only by a rank that skips ``backward``: there it stands in its place, before
+        gradients are clipped and before any other collective of the step.
         """
         if self._reducer:
             self._reducer.finish()
@@ -52,27 +61,47 @@ class DistributedMethods:
         if self._reducer:
             self._reducer.new_step()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied: a copy would step on gradients that nobody averages."""
+        raise ConfigError(
+            "a distributed optimizer cannot be copied or pickled; keep its state_dict(), and wrap "
+            "an optimizer of the copied model"
+        )
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+
+def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    *,
+    compression: None = None,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: None = None,
+    sparse_as_dense: bool = False,  # noqa: FBT001, FBT002, ARG001 - sparse gradients always are
+    process_set: None = None,
 ) -> Any:
     """Make ``optimizer`` step on gradients that are averaged over all ranks.
 
     The optimizer is changed in place and returned: schedulers, scalers and hooks that know it go
     on to work, and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the
-    average, so clipping and unscaling see the truth. In a world of one nothing happens.
+    average, so clipping and unscaling see the truth. It lies in a buffer that the next step uses
+    again: clone what you keep. In a world of one nothing happens.
 
-    Collective, as are ``backward()`` and ``step()`` from then on.
+    Collective, as are ``backward()`` and ``step()`` from then on. Several of them may share one
+    backward, if all ranks' hooks fire in the same order.
 
     Args:
         optimizer: any torch optimizer, already holding the parameters.
         named_parameters: names for messages; usually ``model.named_parameters()``.
+        compression: not supported yet; None.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called, or ``Sum``.
+        gradient_predivide_factor: not supported yet; 1.
+        num_groups: not supported yet; 0. Gradients travel in buckets anyway.
+        groups: not supported yet; None.
+        sparse_as_dense: sparse gradients become dense in any case.
+        process_set: not supported yet; None, for all ranks.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -85,46 +114,50 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if op not in (Average, Sum):
         raise ConfigError(f"op must be Average or Sum, got {op!r}")
+    require_default("compression", compression, None)
+    require_default("gradient_predivide_factor", gradient_predivide_factor, 1.0)
+    require_default("num_groups", num_groups, 0)
+    require_default("groups", groups, None)
+    require_default("process_set", process_set, None)
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError("this optimizer is distributed already; wrap it once")
     names = _names(named_parameters)
-    here = world.current()
-    upgraded = _upgrade(optimizer)
-    upgraded._reducer = None  # noqa: SLF001
-    if here.comm.size > 1:
-        upgraded._reducer = reducer = Reducer(  # noqa: SLF001
-            here.comm,
-            here.plan,
-            Identity(),
-            lambda: _trained(optimizer, names),
-            average=op is Average,
-            passes=backward_passes_per_step,
-        )
-        optimizer.register_step_pre_hook(lambda *_: reducer.finish())
-        optimizer.register_step_post_hook(lambda *_: reducer.new_step())
+    reducer = _reducer(optimizer, names, average=op is Average, passes=backward_passes_per_step)
+    kind = type(optimizer)
+    upgraded: Any = optimizer
+    upgraded.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
+    if reducer is not None:
+        upgraded._reducer = reducer  # noqa: SLF001
+        # They find the reducer by the optimizer: hooks that held it would keep both for ever.
+        optimizer.register_step_pre_hook(lambda stepping, *_: stepping._reducer.finish())  # noqa: SLF001
+        optimizer.register_step_post_hook(lambda stepped, *_: stepped._reducer.new_step())  # noqa: SLF001
     return upgraded
 
 
-def _upgrade(optimizer: Optimizer) -> Any:
-    """Give the object a subclass of its own class that has the added methods."""
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
-    return optimizer
+def _reducer(
+    optimizer: Optimizer, names: dict[Parameter, str], *, average: bool, passes: int
+) -> Reducer | None:
+    here = world.current()
+    if here.comm.size == 1:
+        return None
+    owner = weakref.ref(optimizer)
+    reduction = Reduction(here.comm, here.plan, Identity(), here.thread, average=average)
+    return Reducer(reduction, lambda: _trained(owner(), names), passes=passes)
 
 
 def _names(named_parameters: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
     named = list(named_parameters or ())
-    names = [name for name, _ in named]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    times = Counter(name for name, _ in named)
+    if repeated := sorted(name for name, count in times.items() if count > 1):
         raise ConfigError(f"names of parameters must differ, got twice: {', '.join(repeated)}")
     return {parameter: name for name, parameter in named}
 
 
-def _trained(optimizer: Optimizer, names: dict[Parameter, str]) -> NamedParameters:
+def _trained(optimizer: Optimizer | None, names: dict[Parameter, str]) -> NamedParameters:
     """Return the parameters that get gradients today, with their names."""
     return [
         (names.get(p) or f"group {g}, parameter {i}", p)
-        for g, group in enumerate(optimizer.param_groups)
+        for g, group in enumerate(optimizer.param_groups if optimizer else ())
         for i, p in enumerate(group["params"])
         if p.requires_grad
     ]

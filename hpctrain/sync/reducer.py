@@ -1,30 +1,27 @@
 """From ``.grad`` to the average over all ranks: by the time ``backward()`` returns, it is there.
 
 autograd finishes a gradient     on_ready      copies it into its place in the bucket
-the bucket's last one is there   launch        starts its all-reduce (or waits for the end)
+the bucket's last one is there   take          starts its all-reduce (or waits for the end)
 backward ends                    complete      waits; ``.grad`` is the average from here on
 """
 
 import sys
-import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import Plan
-from hpctrain.comm.work import FINISHED, ThreadWork, Work
-from hpctrain.compress.codec import Codec
-from hpctrain.errors import CommError
-from hpctrain.sync.gradient_buckets import GradientBucket, NamedParameters, Slot, build_buckets
-from hpctrain.sync.sample_count import SampleCount
+from hpctrain.errors import CommError, ConfigError
+from hpctrain.sync.gradient_buckets import NamedParameters
+from hpctrain.sync.reduction import Reduction
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
 
 ParameterSource = Callable[[], NamedParameters]
 
@@ -34,72 +31,75 @@ class Reducer:
 
     Collective: every rank goes through the same number of steps. A rank may skip ``backward`` in
     a step, and parameters may lack a gradient on some ranks (they add zeros) or on all of them
-    (``.grad`` stays None).
+    (``.grad`` stays None). The hooks go when the reducer goes.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        plan: Plan,
-        codec: Codec,
-        parameters: ParameterSource,
-        *,
-        average: bool,
-        passes: int,
-    ) -> None:
-        """Lay out the buckets and hook the parameters.
+    def __init__(self, reduction: Reduction, parameters: ParameterSource, *, passes: int) -> None:
+        """Lay out the buckets and hook the parameters. Collective.
 
         Args:
-            comm: the ranks.
-            plan: when buckets travel, and how large they are.
-            codec: what a bucket travels as.
+            reduction: moves the gradients.
             parameters: returns the named parameters of today; asked again in every step.
-            average: divide the sum by the number of ranks, weighted by samples.
             passes: backward passes that are accumulated locally before one reduction.
         """
-        self.count = SampleCount(comm)
-        self.exposed_seconds = 0.0
-        self._comm, self._plan, self._codec = comm, plan, codec
-        self._parameters, self._average, self._num_passes = parameters, average, passes
-        self._thread = ThreadPoolExecutor(1, "hpctrain-comm") if plan.overlap == "thread" else None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._passes_done = 0
+        self._reduction = reduction
+        self._parameters = parameters
+        self._num_passes = passes
         self._is_reduced = False
-        self._waited_s = 0.0
-        self._reset_backward()
-        self._build(parameters())
+        self._passes_done = 0
+        self._forget_backward()
+        self._hooks: list[RemovableHandle] = []
+        reduction.build(parameters())
+        self._hook()
+        weakref.finalize(self, _remove, self._hooks)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which the last step waited for other ranks."""
+        return self._reduction.exposed_seconds
+
+    def set_num_samples(self, num_samples: float, nominal: float) -> None:
+        """Let this rank's gradient count as the mean over ``num_samples``."""
+        if not self._reduction.average:
+            raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
+        before = self._reduction.count.weight
+        self._reduction.count.set(num_samples, nominal)
+        if self._passes_done and self._reduction.count.weight != before:
+            raise ConfigError(
+                f"all {self._num_passes} backward passes of a step count alike, got "
+                f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
+            )
 
     def finish(self) -> None:
         """Reduce now unless ``backward()`` has done so in this step. Collective."""
-        if not self._is_reduced:
+        if not self._is_reduced or self._was_dropped():
             self._complete()
 
     def new_step(self) -> None:
         """Expect the gradients of another step."""
         self._is_reduced = False
+        self._passes_done = 0
+        if self._graph_tasks:  # a backward has raised
+            self._break_off()
 
-    def _build(self, parameters: NamedParameters) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        bucket_bytes = None if self._plan.overlap == "end" else self._plan.bucket_bytes
-        self._buckets: list[GradientBucket] = build_buckets(self._comm, parameters, bucket_bytes)
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._slot_of: dict[torch.Tensor, Slot] = {slot.parameter: slot for slot in slots}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_ready) for _, p in parameters]
+    def _hook(self) -> None:
+        me = weakref.ref(self)
+
+        def on_ready(parameter: torch.Tensor) -> None:
+            if (reducer := me()) is not None:
+                reducer._on_ready(parameter)  # noqa: SLF001
+
+        _remove(self._hooks)
+        slots = self._reduction.slot_of
+        self._hooks += [p.register_post_accumulate_grad_hook(on_ready) for p in slots]
         # The first step keeps everything to its end and learns how often each hook fires.
         self._expected_fires = -1
         self._fires_once = False
 
-    def _is_outdated(self) -> bool:
-        """Say whether parameters came, went, or changed their dtype or shape since ``_build``."""
-        today = self._parameters()
-        slot_of = self._slot_of
-        return len(today) != len(slot_of) or any(
-            (slot := slot_of.get(p)) is None
-            or slot.view.dtype != p.dtype
-            or slot.view.shape != p.shape
-            for _, p in today
-        )
+    def _was_dropped(self) -> bool:
+        """Say whether somebody else than the optimizer has dropped reduced gradients."""
+        slots = self._reduction.slot_of.values()
+        return any(slot.is_present and slot.parameter.grad is None for slot in slots)
 
     # -- while backward runs ----------------------------------------------------------------
 
@@ -108,37 +108,29 @@ class Reducer:
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
             self._enter_graph_task(task)
-        slot = self._slot_of[parameter]
+        slot = self._reduction.slot_of[parameter]
         slot.fires += 1
         self._num_fires += 1
-        if not self._takes_early:
-            return
-        if slot.is_filled:
-            self._take_again(slot)
-        self._fill(slot)
-        if self._plan.overlap != "end":
-            while self._next_bucket < len(self._buckets) and self._is_full(self._next_bucket):
-                self._launch_next()
-
-    def _take_again(self, slot: Slot) -> None:
-        """Accept another contribution to a gradient that lies in its place, or say why not."""
-        if self._next_bucket > slot.bucket or self.count.weight != 1.0:
+        if self._was_reduced and not self._reduction.average and slot.holds_gradient:
             raise CommError(
-                f"the gradient of {slot.name} came twice in one backward, and only once in the "
-                f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
+                "backward ran again before step(), and with op=Sum its gradients would be added "
+                "to a sum; use backward_passes_per_step, or optimizer.zero_grad() in between"
             )
+        if self._takes_early:
+            self._reduction.take(slot)
 
     def _enter_graph_task(self, task: int) -> None:
+        outermost = _is_outermost_backward()
+        if outermost and self._has_outer_end:
+            self._break_off()
         if not self._graph_tasks:
-            self._is_reduced = False
+            self._was_reduced, self._is_reduced = self._is_reduced, False
             last_pass = self._passes_done + 1 >= self._num_passes
-            self._takes_early = self._fires_once and last_pass and not self._is_outdated()
+            self._takes_early = self._fires_once and last_pass and self._fits()
         self._graph_tasks.add(task)
-        if _is_outermost_backward():
-            self._has_outer_end = True
-            Variable._execution_engine.queue_callback(self._on_backward_end)  # noqa: SLF001
-        else:
-            Variable._execution_engine.queue_callback(self._on_nested_end)  # noqa: SLF001
+        self._has_outer_end |= outermost
+        end = self._on_backward_end if outermost else self._on_nested_end
+        Variable._execution_engine.queue_callback(end)  # noqa: SLF001
 
     def _on_nested_end(self) -> None:
         """A backward inside backward (reentrant checkpointing) is over.
@@ -153,80 +145,53 @@ class Reducer:
         if self._passes_done >= self._num_passes:
             self._complete()
         else:
-            self._reset_backward()
+            self._forget_backward()
 
-    def _reset_backward(self) -> None:
+    def _break_off(self) -> None:
+        """Forget a backward that raised: its gradients are not those of this step."""
+        if self._reduction.has_sent:
+            raise CommError(
+                "the last backward raised after some of its gradients had travelled, so the ranks "
+                "may differ; start again from a checkpoint, or set HPCTRAIN_OVERLAP=end"
+            )
+        self._reduction.forget()
+        self._passes_done = 0
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         self._graph_tasks: set[int] = set()
         self._has_outer_end = False
         self._takes_early = False
+        self._was_reduced = False
         self._num_fires = 0
-        self._next_bucket = 0
-        self._works: list[Work] = []
-
-    def _is_full(self, index: int) -> bool:
-        return self._buckets[index].num_empty == 0
 
     # -- the reduction ----------------------------------------------------------------------
 
-    def _fill(self, slot: Slot) -> None:
-        if not slot.is_filled:
-            self._buckets[slot.bucket].num_empty -= 1
-            with torch.no_grad():
-                slot.fill(self.count.weight if self._average else 1.0)
-
-    def _launch_next(self) -> None:
-        index = self._next_bucket
-        self._next_bucket += 1
-        start = time.perf_counter()
-        if self._thread is not None:
-            self._works.append(ThreadWork(self._thread.submit(self._reduce, index)))
-        else:
-            self._reduce(index)
-            self._works.append(FINISHED)
-        self._waited_s += time.perf_counter() - start
-
-    def _reduce(self, index: int) -> None:
-        with torch.no_grad():
-            if index == 0 and self._average:
-                self._scale = 1.0 / self.count.sum_over_ranks()
-            bucket = self._buckets[index]
-            bucket.write_marks()
-            scale = self._scale if self._average else None
-            self._codec.allreduce_(bucket.bucket, self._comm, scale=scale).wait()
+    def _fits(self) -> bool:
+        return self._reduction.fits(self._parameters())
 
     def _complete(self) -> None:
-        """Fill what is missing, send what is not sent, wait for all of it."""
-        if not self._takes_early and self._is_outdated():
-            self._build(self._parameters())
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                self._fill(slot)
-        while self._next_bucket < len(self._buckets):
-            self._launch_next()
-        start = time.perf_counter()
-        for work in self._works:
-            work.wait()
-        self.exposed_seconds = self._waited_s + time.perf_counter() - start
         self._learn()
-        self._settle()
+        outdated = not self._takes_early and not self._fits()
+        if self._reduction.complete(self._parameters(), outdated=outdated):
+            self._hook()
+        self._passes_done = 0
+        self._is_reduced = True
+        self._forget_backward()
 
     def _learn(self) -> None:
         if not self._num_fires:
             return
         is_first = self._expected_fires < 0
-        once = all(slot.fires <= self._num_passes for slot in self._slot_of.values())
+        slots = self._reduction.slot_of.values()
+        once = all(slot.fires <= self._num_passes for slot in slots)
         self._fires_once = once and (is_first or self._fires_once)
         self._expected_fires = self._num_fires
 
-    def _settle(self) -> None:
-        for bucket in self._buckets:
-            bucket.num_empty = len(bucket.slots)
-            for slot in bucket.slots:
-                slot.settle()
-        self._waited_s = 0.0
-        self._passes_done = 0
-        self._is_reduced = True
-        self._reset_backward()
+
+def _remove(hooks: "list[RemovableHandle]") -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _is_outermost_backward() -> bool:

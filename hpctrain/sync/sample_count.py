@@ -1,5 +1,7 @@
 """How much each rank's gradient counts: the only place that decides a factor of a gradient."""
 
+import math
+
 import torch
 
 from hpctrain.comm.communicator import Communicator
@@ -11,7 +13,8 @@ class SampleCount:
 
     Each rank's gradient is a mean over its own samples. The mean over all samples is
     sum(w_r g_r) / sum(w_r) with w_r = n_r / nominal: buckets are multiplied by w_r while they are
-    filled, and divided by the sum while it is written back. The sum rides in the first message.
+    filled, and divided by the sum while it is written back. The sum rides in the opening message
+    of each step, which is there before the first bucket needs it.
     Until a count is set every weight is 1, and only the division by the number of ranks remains.
     """
 
@@ -19,15 +22,15 @@ class SampleCount:
         self.weight = 1.0
         self._comm = comm
         self._is_set = False
-        self._message = comm.new_bucket(2, torch.float64)
+        self._message = comm.new_bucket(3, torch.float64)
 
     def set(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``.
 
         Raises:
-            ConfigError: the count is negative or the nominal count is not positive.
+            ConfigError: the count is negative, the nominal count not positive, or one not finite.
         """
-        if num_samples < 0 or nominal <= 0:
+        if not (0 <= num_samples < math.inf and 0 < nominal < math.inf):
             raise ConfigError(
                 f"a sample count is at least 0 and its nominal value above 0, "
                 f"got num_samples={num_samples}, nominal={nominal}"
@@ -35,21 +38,29 @@ class SampleCount:
         self.weight = num_samples / nominal
         self._is_set = True
 
-    def sum_over_ranks(self) -> float:
-        """Return the sum of all weights. Collective.
+    def exchange(self, *, outdated: bool) -> float:
+        """Send the opening message of a step and return the sum of all weights. Collective.
+
+        Args:
+            outdated: this rank's parameters are no longer those that the buckets were laid for.
 
         Raises:
-            MismatchError: some ranks have set a count and some have not; on every rank.
+            MismatchError: some ranks have set a count and some have not, or only some are
+                outdated; on every rank.
         """
         flat = self._message.flat
-        flat[0], flat[1] = self.weight, float(self._is_set)
+        flat[0], flat[1], flat[2] = self.weight, float(self._is_set), float(outdated)
         self._comm.allreduce_(self._message).wait()
-        total, num_set = flat.tolist()
-        if num_set not in (0, self._comm.size):
+        total, num_set, num_outdated = flat.tolist()
+        size = self._comm.size
+        if num_set not in (0, size):
             raise MismatchError(
-                f"set_num_samples must be called by all ranks or by none, {num_set:.0f} of "
-                f"{self._comm.size} have called it; call it on every rank, in every step"
+                f"set_num_samples must be called by all ranks or by none, {num_set:.0f} of {size} "
+                f"have called it; call it on every rank, in every step"
             )
-        return (
-            float(total) if total > 0 else 1.0
-        )  # no samples at all: the sum of gradients is zero
+        if num_outdated not in (0, size):
+            raise MismatchError(
+                f"parameters must change on all ranks in the same step, they have changed on "
+                f"{num_outdated:.0f} of {size}: added, frozen, another dtype or layout"
+            )
+        return float(total) if total > 0 else 1.0  # no samples at all: the gradients are zeros

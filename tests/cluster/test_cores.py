@@ -1,10 +1,8 @@
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpctrain.cluster.cores import affinity, format_numbers, quota
+from hpctrain.cluster.cores import affinity, quota
 
 
 def test_affinity_is_the_mask_of_this_process():
@@ -56,20 +54,3 @@ def test_quota_is_the_smallest_limit_on_the_way_up(tmp_path, files, membership, 
 
 def test_a_machine_without_cgroups_sets_no_limit(tmp_path):
     assert quota(tmp_path, tmp_path / "missing") is None
-
-
-@pytest.mark.parametrize(
-    ("cores", "text"),
-    [((), ""), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((8, 0, 1), "0-1,8"), ((0, 2, 4), "0,2,4")],
-)
-def test_numbers_are_written_as_the_kernel_does(cores, text):
-    assert format_numbers(cores) == text
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_every_number_is_in_the_text(numbers):
-    read = set()
-    for run in filter(None, format_numbers(numbers).split(",")):
-        first, _, last = run.partition("-")
-        read |= set(range(int(first), int(last or first) + 1))
-    assert read == numbers

@@ -49,7 +49,8 @@ def test_both_forms_of_zero_grad(hvd, set_to_none, owner):
 @EVERY_SIZE
 def test_sum_is_the_average_times_the_ranks(hvd):
     model = make_model()
-    distributed(hvd, model, op=hvd.Sum)
+    optimizer = distributed(hvd, model, op=hvd.Sum)
+    optimizer.zero_grad()
     backward(hvd, model)
     assert_close(gradients(model), [g * hvd.size() for g in expected_gradients()])
 
@@ -72,7 +73,8 @@ def test_passes_are_added_up_before_one_reduction(hvd):
 @MANY
 def test_a_second_backward_without_zero_grad_adds_its_average(hvd):
     model = make_model()
-    distributed(hvd, model)
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
     backward(hvd, model, 0)
     backward(hvd, model, 1)
     both = zip(expected_gradients(0), expected_gradients(1), strict=True)
@@ -95,7 +97,8 @@ class Branches(nn.Module):
 @OVERLAPS
 def test_parameters_without_gradient_add_zeros_or_stay_none(hvd):
     model, alone = Branches(), Branches()
-    distributed(hvd, model)
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
     images, labels = global_batch(0)
     for rank in range(hvd.size()):
         x, y = part_of((images, labels), rank, hvd.size())
@@ -158,7 +161,8 @@ def test_shared_layers_under_reentrant_checkpointing(hvd, whole):
 @MANY
 def test_dtypes_may_be_mixed(hvd):
     model = nn.Sequential(nn.Linear(64, 32).double(), nn.Linear(32, 10).float())
-    distributed(hvd, model)
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
     images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
     cross_entropy(model[1](model[0](images).float()), labels).backward()
     for p in model.parameters():
@@ -198,7 +202,8 @@ def test_gradients_that_were_replaced_are_taken_as_they_are(hvd):
 def test_convolutions_in_channels_last_keep_their_layout(hvd):
     torch.manual_seed(0)
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.zero_grad()
     images = torch.full((2, 4, 8, 8), float(hvd.rank())).to(memory_format=torch.channels_last)
     model(images).sum().backward()
     assert model.weight.grad.stride() == model.weight.stride()

@@ -57,7 +57,8 @@ def test_parameters_added_later_are_averaged_too(hvd):
 @MANY
 def test_clipping_sees_averages(hvd):
     model, alone = make_model(), make_model()
-    distributed(hvd, model)
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
     images, labels = global_batch(0)
     cross_entropy(alone(images), labels).backward()
     backward(hvd, model)
