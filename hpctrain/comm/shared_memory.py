@@ -73,10 +73,11 @@ class SharedMemory:
         self._at[self.local_rank] = bucket.number
         self.barrier()
         if not (self._at == bucket.number).all():
+            numbers = ", ".join(map(str, self._at.tolist()))
             raise MismatchError(
-                "ranks of a node must reduce the same buckets in the same order, they are at "
-                f"number {', '.join(map(str, self._at.tolist()))}; the order of collectives, or of "
-                f"the gradients of several optimizers, differs between ranks"
+                f"ranks of a node must reduce the same buckets in the same order, they are at "
+                f"number {numbers}; the order of collectives, or of the gradients of several "
+                f"optimizers, differs between ranks"
             )
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
