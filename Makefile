@@ -59,11 +59,15 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 
 # $(call suite,NAME,RANKS,PYTHON): one launch of the tests. Its exit code goes to the closing
 # table, so that a failure keeps no other launch from running. The tests of one rank need no
-# launcher, and side by side they wait for each other's ranks to start.
+# launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
+# keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
+SIDE_BY_SIDE := OMP_WAIT_POLICY=passive OMPI_MCA_mpi_yield_when_idle=1
+
 define suite
 @echo "== $(1): $(2) ranks"
 @mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).*
-@code=0; timeout -k 10 $(LAUNCH_LIMIT_S) \
+@code=0; PYTHONDONTWRITEBYTECODE= $(if $(filter 1,$(2)),$(SIDE_BY_SIDE)) \
+  timeout -k 10 $(LAUNCH_LIMIT_S) \
   $(if $(filter 1,$(2)),,$(3) -m hpctrain launch -n $(2) --) \
   $(3) -m pytest -q $(if $(filter 1,$(2)),-n 3 --dist worksteal) --color=$(COLOR) \
   --report $(REPORTS)/$(1).json || code=$$?; echo $$code > $(REPORTS)/$(1).rc

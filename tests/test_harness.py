@@ -142,19 +142,20 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
     done = launch("""
         import hpctrain
 
-        @pytest.mark.limit(2)
-        @pytest.mark.ranks(3)
+        hpctrain.init()  # before the clock starts
+
+        @pytest.mark.limit(1)
+        @pytest.mark.ranks(2)
         def test_stuck(world):
-            hpctrain.init()
             if world.rank == 1:
                 raise KeyError("lost key")
             world.barrier()
-    """, ranks=3)  # fmt: skip
+    """)  # fmt: skip
     assert done.code != 0
     assert done.seconds < 30
     assert "KeyError: 'lost key'" in done.text
-    for rank in range(3):
-        assert f"[rank {rank}] test_tiny.py::test_stuck still runs after 2 s" in done.text
+    for rank in range(2):
+        assert f"[rank {rank}] test_tiny.py::test_stuck still runs after 1 s" in done.text
     assert "[rank 0]   File" in done.text
     assert "in test_stuck" in done.text
     assert done.report == {}
@@ -168,11 +169,27 @@ def test_a_hang_with_the_interpreter_locked_ends_too(launch):
         def test_locked(world):
             if world.rank == 0:
                 ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the GIL
-            world.barrier()
-    """, HPCTRAIN_TEST_HANG_S="2")  # fmt: skip
+            time.sleep(60)
+    """, HPCTRAIN_TEST_HANG_S="1")  # fmt: skip
     assert done.code != 0
     assert done.seconds < 30
     assert "test_locked" in done.text
+
+
+def test_a_rank_that_is_late_to_print_is_waited_for(launch):
+    done = launch("""
+        import ctypes
+
+        @pytest.mark.limit(1)
+        @pytest.mark.ranks(2)
+        def test_late(world):
+            if world.rank == 0:
+                ctypes.PyDLL(None).sleep(4)  # its own printing waits for the GIL
+            time.sleep(60)
+    """)  # fmt: skip
+    assert done.code != 0
+    for rank in range(2):
+        assert f"[rank {rank}] test_tiny.py::test_late still runs after 1 s" in done.text
 
 
 def test_a_dead_rank_is_a_failed_launch_without_report(launch):
@@ -229,4 +246,4 @@ def test_a_missing_feature_skips_unless_it_is_required(launch, require, outcome)
 def test_an_unknown_feature_is_refused(launch):
     done = launch("def test_one(): pass", ranks=1, HPCTRAIN_REQUIRE="abacus")
     assert done.code != 0
-    assert "HPCTRAIN_REQUIRE names abacus, known are mpich" in done.text
+    assert "HPCTRAIN_REQUIRE names abacus, known are cluster, mpich, root, slurm" in done.text

@@ -35,5 +35,5 @@ def test_nothing_else_scales_a_gradient():
 
 
 def test_one_file_decides_the_factor():
-    users = [p for p in (PACKAGE / "sync").glob("*.py") if "sum_over_ranks()" in p.read_text()]
-    assert [p.name for p in users] == ["reducer.py"]
+    users = [p for p in (PACKAGE / "sync").glob("*.py") if "count.exchange(" in p.read_text()]
+    assert [p.name for p in users] == ["reduction.py"]

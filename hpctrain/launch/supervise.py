@@ -15,6 +15,9 @@ from hpctrain.errors import LaunchError
 GRACE_S = 5.0
 """Time that ranks get after a signal, and again after the SIGTERM that follows it."""
 
+LOOK_S, ORPHANED_S = 1.0, 5.0
+"""Between two looks at mpirun's children, and how long it may outlive the last of them."""
+
 TIMED_OUT = 124
 """Exit code of a launch that ran past its limit, as ``timeout`` has it."""
 
@@ -64,7 +67,7 @@ def supervise(
         limit.start()
     try:
         with ending.catching():
-            code = process.wait()
+            code = ending.wait()
     finally:
         limit.cancel()
         ending.close()
@@ -85,6 +88,23 @@ class _Ending:
         self.timed_out = False
         self.first_signal: int | None = None
         self.timers: list[threading.Timer] = []
+
+    def wait(self) -> int:
+        """Wait for mpirun, also for one that does not end although all its ranks have.
+
+        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``.
+        """
+        orphaned_s = 0.0
+        while True:
+            try:
+                return self.process.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                orphaned_s = orphaned_s + LOOK_S if has_only_dead_children(self.process.pid) else 0
+            if orphaned_s >= ORPHANED_S:
+                sys.stderr.write(
+                    "hpctrain: mpirun hangs after its ranks have ended; it is killed\n"
+                )
+                self.kill()
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
@@ -150,6 +170,19 @@ class _Ending:
         """Take no further rung."""
         for timer in self.timers:
             timer.cancel()
+
+
+def has_only_dead_children(pid: int) -> bool:
+    """Say whether a process has children that ended, and none that lives."""
+    children: list[str] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += listed.read_text().split()
+    states = set()
+    for child in children:
+        with contextlib.suppress(OSError):
+            states.add(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
+    return bool(states) and states <= {"Z", "X"}
 
 
 def descendants(pid: int) -> list[int]:

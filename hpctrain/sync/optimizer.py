@@ -108,12 +108,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         NotInitializedError: ``hpctrain.init()`` was not called.
         MismatchError: the ranks do not have the same parameters.
     """
-    if backward_passes_per_step < 1:
-        raise ConfigError(
-            f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
-        )
-    if op not in (Average, Sum):
-        raise ConfigError(f"op must be Average or Sum, got {op!r}")
+    _check(backward_passes_per_step, op)
     require_default("compression", compression, None)
     require_default("gradient_predivide_factor", gradient_predivide_factor, 1.0)
     require_default("num_groups", num_groups, 0)
@@ -132,6 +127,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         optimizer.register_step_pre_hook(lambda stepping, *_: stepping._reducer.finish())  # noqa: SLF001
         optimizer.register_step_post_hook(lambda stepped, *_: stepped._reducer.new_step())  # noqa: SLF001
     return upgraded
+
+
+def _check(passes: int, op: ReduceOp) -> None:
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be at least 1, got {passes}")
+    if op not in (Average, Sum):
+        raise ConfigError(f"op must be Average or Sum, got {op!r}")
 
 
 def _reducer(

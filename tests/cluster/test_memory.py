@@ -18,7 +18,7 @@ def left(machine):
     return available_bytes(machine / "meminfo", machine / "groups", machine / "membership")
 
 
-def join(machine, version, group, *, allowed, used, dropable=0):
+def join(machine, version, group, *, allowed, used, droppable=0):
     """Put this process into a control group."""
     tree = "groups" if version == 2 else "groups/memory"
     folder = machine / tree / group
@@ -28,7 +28,7 @@ def join(machine, version, group, *, allowed, used, dropable=0):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     (folder / names[0]).write_text(f"{allowed}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {dropable}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {droppable}\n")
     line = f"0::/{group}" if version == 2 else f"4:memory:/{group}"
     (machine / "membership").write_text(f"{line}\n")
 
@@ -56,7 +56,7 @@ def test_the_limit_of_a_parent_counts(machine, version):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_pages_of_files_that_can_be_dropped_are_left(machine, version):
-    join(machine, version, "job", allowed=8 * GIB, used=7 * GIB, dropable=6 * GIB)
+    join(machine, version, "job", allowed=8 * GIB, used=7 * GIB, droppable=6 * GIB)
     assert left(machine) == 7 * GIB
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,25 @@ def _root() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
 
+def _cluster() -> str:
+    """Virtual hosts on one machine: namespaces of the kernel, which root may make."""
+    if shutil.which("unshare"):
+        tried = subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return ""
+    return "no virtual hosts: needs root, util-linux and CAP_SYS_ADMIN"
+
+
 def _slurm() -> str:
     return "" if shutil.which("sbatch") else "no sbatch on PATH"
 
 
-FEATURES: dict[str, Callable[[], str]] = {"mpich": _mpich, "root": _root, "slurm": _slurm}
+FEATURES: dict[str, Callable[[], str]] = {
+    "cluster": _cluster,
+    "mpich": _mpich,
+    "root": _root,
+    "slurm": _slurm,
+}
 """For each feature, what is missing; empty where it is there."""
 
 

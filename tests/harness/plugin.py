@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from tests.harness import features
-from tests.harness.hang import limit_of, watched
+from tests.harness.hang import Roll, limit_of, watched
 from tests.harness.json_report import JsonReport
 from tests.harness.verdict import Verdict, disagreement
 from tests.harness.voice import Voice
@@ -19,6 +19,8 @@ from tests.harness.voice import Voice
 VERDICTS = MPI.COMM_WORLD.Dup()
 RANK, SIZE = VERDICTS.rank, VERDICTS.size
 VENDOR = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+
+ROLL = Roll(VERDICTS)
 
 WORLD = pytest.StashKey[MPI.Intracomm]()
 VOICE = pytest.StashKey[Voice]()
@@ -61,6 +63,13 @@ def pytest_report_header() -> str:
     return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Do not even import files in which every test is for one rank."""
+    if SIZE == 1 or collection_path.suffix != ".py":
+        return None
+    return True if "mark.ranks(" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests whose declared world sizes include ours."""
     keep: list[pytest.Item] = []
@@ -100,7 +109,7 @@ def pytest_internalerror(excrepr: object) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Watch over the test and its fixtures."""
     if limit_s := limit_of(item):
-        with watched(item.nodeid, limit_s, item.config.stash[VOICE]):
+        with watched(item.nodeid, limit_s, item.config.stash[VOICE], ROLL):
             return (yield)
     return (yield)
 

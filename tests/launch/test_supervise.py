@@ -178,3 +178,12 @@ def test_descendants_are_children_and_their_children():
         assert shell.pid in descendants(os.getpid())
         assert sleep in descendants(os.getpid())
         os.kill(sleep, signal.SIGTERM)
+
+
+def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
+    # It has had a rank and does not end: what Open MPI's does when it deadlocks in its own end.
+    hung = "import subprocess, time; rank = subprocess.Popen(['true']); time.sleep(60)"
+    before = time.monotonic()
+    assert supervise([sys.executable, "-c", hung]) == 128 + signal.SIGKILL
+    assert time.monotonic() - before < 20
+    assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
