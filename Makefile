@@ -80,6 +80,7 @@ MPICH := $(MPICH_SIZES:%=mpich-%)
 .PHONY: test
 test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
 	@rm -rf $(REPORTS)
+	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
 	$(foreach size,$(SIZES),$(call suite,openmpi-$(size),$(size),$(CURDIR)/$(BIN)/python))
 	@$(MAKE) --no-print-directory $(MPICH) || true
 	@python tests/report.py $(REPORTS) $(OPENMPI) $(MPICH)
