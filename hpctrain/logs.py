@@ -88,9 +88,10 @@ def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
 def _whose(ranks: list[int], size: int) -> str:
     if size == 1:
         return ""
-    if len(ranks) == 1:
-        return f" [{format_ranks(ranks)}]"
-    return f" [{format_ranks(ranks)}, {len(ranks)} of {size}]"
+    if len(ranks) == size:
+        return f" [all {size} ranks]"
+    count = f", {len(ranks)} of {size}" if len(ranks) > 1 else ""
+    return f" [{format_ranks(ranks)}{count}]"
 
 
 class _Tagged(logging.Formatter):

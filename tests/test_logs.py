@@ -66,7 +66,7 @@ logs.logger.getChild("comm").info("plan made")
 
 def test_merged_warnings_do_not_carry_the_tag_of_the_rank_that_prints_them():
     code = "from hpctrain import logs; logs.setup(0, 2); logs.warn_merged([['x'], ['x', 'y']])"
-    assert run_alone(code) == "hpctrain: x [ranks 0-1, 2 of 2]\nhpctrain: y [rank 1]\n"
+    assert run_alone(code) == "hpctrain: x [all 2 ranks]\nhpctrain: y [rank 1]\n"
 
 
 def test_equal_warnings_merge_with_their_ranks_and_their_count():

@@ -70,9 +70,9 @@ def core_warning(topology: Topology) -> str | None:
         return None
     host = topology.hosts[topology.node].partition("#")[0]
     return (
-        f"ranks {format_numbers(ranks)} share {topology.num_peer_cores} core(s) of {host} "
-        f"(mask {format_numbers(topology.cores)}) and take turns; start fewer ranks, "
-        "or give them more cores: srun --cpus-per-task, mpirun --bind-to none"
+        f"{len(ranks)} ranks take turns on {topology.num_peer_cores} cores of {host} "
+        f"(mask {format_numbers(topology.cores)}): fine for a trial, slow for work; start fewer "
+        "ranks, or give each its own core: srun --cpus-per-task=1, mpirun --bind-to none"
     )
 
 

@@ -108,7 +108,7 @@ def _alone(settings: Settings) -> Connection:
     return Connection(
         comm=SerialCommunicator(),
         topology=topology,
-        plan=choose_plan(topology, settings, node_memory="none", threads=threads),
+        plan=choose_plan(topology, settings, node_memory="alone", threads=threads),
         presence=None,
         notes=(),
     )

@@ -14,7 +14,8 @@ class Plan:
     """How the ranks of one world move gradients; the same value on every rank."""
 
     node_memory: str
-    """How the ranks of a node share memory: ``memfd``, ``window`` or ``none`` (flat MPI)."""
+    """How the ranks of a node share memory: ``memfd``, ``window``, ``none`` (flat MPI), or
+    ``alone`` in a world of one."""
     num_rails: int
     """Local ranks of each node that take part in the slow link; 0 on one node."""
     bucket_bytes: int
@@ -34,6 +35,8 @@ class Plan:
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of name and value for a table."""
+        if self.node_memory == "alone":
+            return [("gradients", "stay where they are: one rank"), ("threads", str(self.threads))]
         if self.node_memory == "none":
             path = "flat MPI"
         elif self.num_rails:
@@ -46,13 +49,11 @@ class Plan:
             "inline": f"inside backward, {buckets}",
             "end": "after backward, one bucket per dtype",
         }
+        ring = f"ring from {format_bytes(self.ring_bytes)} a step, else the library"
         return [
             ("gradients take", path),
             ("they travel", when[self.overlap]),
-            (
-                "between nodes",
-                f"ring from {format_bytes(self.ring_bytes)} a step, else the library",
-            ),
+            *([("between nodes", ring)] if self.num_rails else []),
             ("other tensors", f"flat MPI below {format_bytes(self.staged_bytes)}"),
             ("threads per rank", str(self.threads)),
         ]

@@ -93,13 +93,18 @@ def environment(
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
-    if sys.__stdout__ is not None and sys.__stdout__.isatty():
+    if on_terminal():
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     else:
         kept["TERM"] = "dumb"
     if num_ranks and nodes:
         kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     return kept
+
+
+def on_terminal() -> bool:
+    """Say whether a person sees our output."""
+    return sys.__stdout__ is not None and sys.__stdout__.isatty()
 
 
 def ranks_per_node(num_ranks: int, nodes: int) -> int:
@@ -164,6 +169,8 @@ def _openmpi(
         line += ["--mca", "btl_vader_single_copy_mechanism", "none"]
     if options.tag_output:
         line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
+    if mpirun.flavour == "openmpi5" and on_terminal():
+        line += ["--stream-buffering", "0"]  # else a progress bar waits for the end of its line
     for name, value in declared.items():
         line += ["-x", f"{name}={value}"]
     return line + ([] if local else _forwards(declared))

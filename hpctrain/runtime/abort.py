@@ -152,5 +152,5 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
     if isinstance(error, RankLostError):
-        return RANK_LOST, f"{error}; all ranks end with code {RANK_LOST}"
+        return RANK_LOST, f"{error}; all ranks end"
     return FAILED, ""

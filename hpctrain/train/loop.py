@@ -45,15 +45,15 @@ def train(task: Task, comm: Communicator, metrics: Metrics, progress: Progress) 
                 communication_s=optimizer.communication_seconds,
             )
             step += 1
-            if step % config.log.every_steps == 0 or step == task.num_steps:
+            if step % config.log.every_steps == 0 or step % len(task.train) == 0:
                 interval = tally.take(comm)
                 training_s += interval.num_steps * interval.step_s
                 _record(metrics, epoch, step, factor * peaks[0], interval)
                 progress.advance(step, interval)
-        if epoch % config.test.every_epochs == 0 or epoch == config.train.epochs:
+        if is_tested := epoch % config.test.every_epochs == 0 or epoch == config.train.epochs:
             scores = evaluate(task, comm)
             metrics.write("test", epoch=epoch, step=step, **asdict(scores))
-            progress.tested(epoch, scores)
+        progress.epoch_ended(epoch, scores if is_tested else None)
     assert scores is not None
     return Outcome(scores=scores, training_s=training_s)
 

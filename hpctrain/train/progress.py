@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, a line per test elsewhere."""
+"""What a person sees while a run trains: a bar on a terminal, a line per epoch elsewhere."""
 
 import shutil
 import sys
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from hpctrain.train.evaluate import Scores
-from hpctrain.train.tally import Interval
+from hpctrain.train.tally import Interval, joined
 
 
 def make_console(*, shown: bool) -> Console:
@@ -37,7 +37,7 @@ class Progress:
         self._console = console
         self._num_epochs = num_epochs
         self._metric = metric
-        self._last: Interval | None = None
+        self._of_epoch: list[Interval] = []
         self._bar = Bar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -51,15 +51,16 @@ class Progress:
 
     def advance(self, step: int, interval: Interval) -> None:
         """Show what the last steps were like."""
-        self._last = interval
+        self._of_epoch.append(interval)
         self._bar.update(self._bar_task, completed=step, description=_describe(interval))
 
-    def tested(self, epoch: int, scores: Scores) -> None:
-        """Print a line that stays."""
-        line = f"epoch {epoch:3d}/{self._num_epochs}"
-        if self._last is not None:
-            line += f"  {_describe(self._last)}"
-        self._console.print(f"{line}  test {self._metric} {scores.metric:.4f}")
+    def epoch_ended(self, epoch: int, scores: Scores | None) -> None:
+        """Print a line that stays: the means over the epoch, and the test if there was one."""
+        line = f"epoch {epoch:3d}/{self._num_epochs}  {_describe(joined(self._of_epoch))}"
+        if scores is not None:
+            line += f"  test {self._metric} {scores.metric:.4f}"
+        self._console.print(line)
+        self._of_epoch.clear()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -76,6 +77,6 @@ class Progress:
 
 def _describe(interval: Interval) -> str:
     return (
-        f"loss {interval.loss:.4f}  {interval.samples_per_s:6.0f} samples/s  "
+        f"train loss {interval.loss:.4f}  {interval.samples_per_s:6.0f} samples/s  "
         f"communication {interval.communication_share:4.0%}"
     )

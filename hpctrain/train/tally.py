@@ -1,6 +1,6 @@
 """What happened since the last record: sums over steps, then over ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
@@ -40,6 +40,21 @@ class Interval:
     def communication_share(self) -> float:
         """Part of a step that is exposed communication, 0 to 1."""
         return self.communication_s / self.step_s
+
+
+def joined(intervals: Sequence[Interval]) -> Interval:
+    """Return several intervals, at least one, as one."""
+    num_steps = sum(each.num_steps for each in intervals)
+    num_samples = sum(each.num_samples for each in intervals)
+    return Interval(
+        num_steps=num_steps,
+        num_samples=num_samples,
+        loss=sum(each.loss * each.num_samples for each in intervals) / num_samples,
+        compute_s=sum(each.compute_s * each.num_steps for each in intervals) / num_steps,
+        communication_s=sum(each.communication_s * each.num_steps for each in intervals)
+        / num_steps,
+        input_s=sum(each.input_s * each.num_steps for each in intervals) / num_steps,
+    )
 
 
 class Tally:

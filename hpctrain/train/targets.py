@@ -57,7 +57,7 @@ def member(module: ModuleType, name: str, key: str) -> Callable[..., Any]:
             for each, value in vars(module).items()
             if callable(value) and not each.startswith("_")
         ]
-        raise ConfigError(f"{key}: {module.__name__} has no function {name}{_hint(name, public)}")
+        raise ConfigError(f"{key}: {module.__name__} has no {name} to call{_hint(name, public)}")
     return found  # type: ignore[no-any-return]
 
 
@@ -90,13 +90,13 @@ def check(function: Callable[..., Any], num_first: int, args: Mapping[str, Any],
         valid = list(signature.parameters)[num_first:]
         name = getattr(function, "__name__", str(function))
         wrong = next((each for each in args if each not in valid), "")
-        raise ConfigError(
-            f"{key}: {name} was called with a {error}{_hint(wrong, valid)}"
-        ) from None
+        verb = "is " if str(error).startswith("missing") else ""
+        raise ConfigError(f"{key}: {name} {verb}{error}{_hint(wrong, valid)}") from None
 
 
 def _hint(name: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1)
+    by_lower = {each.lower(): each for each in valid}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if close:
-        return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(valid)}" if 0 < len(valid) <= 40 else ""
+        return f"; did you mean {by_lower[close[0]]}?"
+    return f"; there are {', '.join(sorted(valid))}" if 0 < len(valid) <= 40 else ""

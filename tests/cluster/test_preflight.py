@@ -101,7 +101,7 @@ def test_ranks_that_share_cores_are_warned_with_the_mask_and_in_the_same_words()
     assert len(texts) == 1
     text = texts.pop()
     assert text is not None
-    assert "ranks 0-2 share 2 core(s) of vm (mask 0-1)" in text
+    assert "3 ranks take turns on 2 cores of vm (mask 0-1)" in text
 
 
 def test_ranks_with_a_core_each_are_not_warned():

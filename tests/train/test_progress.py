@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -17,14 +18,14 @@ def shown(*, terminal, quiet=False):
     console = Console(file=file, force_terminal=terminal, width=120, quiet=quiet)
     with Progress(console, num_steps=4, num_epochs=2, metric="accuracy") as progress:
         progress.advance(2, INTERVAL)
-        progress.tested(1, Scores(loss=0.4, metric=0.9, num_samples=10))
+        progress.epoch_ended(1, Scores(loss=0.4, metric=0.9, num_samples=10))
     return file.getvalue()
 
 
-def test_elsewhere_than_on_a_terminal_there_is_one_line_per_test():
-    assert shown(terminal=False).splitlines() == [
-        "epoch   1/2  loss 0.5000      50 samples/s  communication  20%  test accuracy 0.9000"
-    ]
+def test_elsewhere_than_on_a_terminal_there_is_one_line_per_epoch():
+    assert " ".join(shown(terminal=False).split()) == (
+        "epoch 1/2 train loss 0.5000 50 samples/s communication 20% test accuracy 0.9000"
+    )
 
 
 def test_on_a_terminal_there_is_a_bar_too(monkeypatch):
@@ -64,3 +65,15 @@ class FakeStdout(io.StringIO):
 
     def fileno(self):
         return 1
+
+
+def test_the_line_of_an_epoch_is_its_mean_even_without_a_test():
+    file = io.StringIO()
+    with Progress(
+        Console(file=file, width=120), num_steps=4, num_epochs=1, metric="x"
+    ) as progress:
+        progress.advance(1, INTERVAL)
+        progress.advance(3, replace(INTERVAL, num_samples=300, loss=1.5))
+        progress.epoch_ended(1, None)
+    text = " ".join(file.getvalue().split())
+    assert text == "epoch 1/1 train loss 1.2500 100 samples/s communication 20%"
