@@ -6,6 +6,8 @@ from typing import Any
 from hpctrain.errors import ConfigError
 from hpctrain.train.metrics import read
 
+FEW = 20
+
 _PARTS = (
     ("compute_s", "compute", "#4477aa"),
     ("communication_s", "exposed communication", "#ee6677"),
@@ -39,16 +41,23 @@ def plot_run(metrics: Path, figure_path: Path) -> None:
 
 
 def _draw_loss(axes: Any, steps: list[dict[str, Any]], tests: list[dict[str, Any]]) -> None:
-    axes.plot(*_series(steps, "loss"), label="training", color="#4477aa", linewidth=1)
-    axes.plot(*_series(tests, "loss"), label="test", color="#ee6677", marker="o", markersize=3)
-    axes.set_yscale("log")
+    # A line needs points: a run of few records shows each of them.
+    marker = "o" if len(steps) < FEW else ""
+    style = {"label": "training", "color": "#228833", "linewidth": 1, "marker": marker}
+    axes.plot(*_series(steps, "loss"), **style)
+    axes.plot(*_series(tests, "loss"), label="test", color="#aa3377", marker="o", markersize=3)
+    values = [v for v in _series(steps, "loss")[1] + _series(tests, "loss")[1] if v > 0]
+    if values and max(values) > 10 * min(values):
+        axes.set_yscale("log")
     axes.set_ylabel("loss")
-    axes.set_title("loss", loc="left")
+    axes.set_title("what was learned", loc="left")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
 
 
 def _draw_time(axes: Any, steps: list[dict[str, Any]]) -> None:
+    if steps:  # the first record speaks for the steps before it
+        steps = [{**steps[0], "step": 0}, *steps]
     axes.stackplot(
         [record["step"] for record in steps],
         *([1e3 * record[name] for record in steps] for name, _, _ in _PARTS),
