@@ -157,7 +157,7 @@ class LogConfig:
     """What is written down."""
 
     every_steps: int = 10
-    """Steps between two records in metrics.jsonl; the end of an epoch is always recorded."""
+    """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     plots: bool = True
     """Draw plots/training.png at the end; needs matplotlib."""
 

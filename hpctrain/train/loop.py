@@ -45,7 +45,7 @@ def train(task: Task, comm: Communicator, metrics: Metrics, progress: Progress) 
                 communication_s=optimizer.communication_seconds,
             )
             step += 1
-            if step % config.log.every_steps == 0 or step % len(task.train) == 0:
+            if ends_interval(step, len(task.train), config.log.every_steps):
                 interval = tally.take(comm)
                 training_s += interval.num_steps * interval.step_s
                 _record(metrics, epoch, step, factor * peaks[0], interval)
@@ -56,6 +56,13 @@ def train(task: Task, comm: Communicator, metrics: Metrics, progress: Progress) 
         progress.epoch_ended(epoch, scores if is_tested else None)
     assert scores is not None
     return Outcome(scores=scores, training_s=training_s)
+
+
+def ends_interval(step: int, epoch_steps: int, every_steps: int) -> bool:
+    """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals."""
+    num_intervals = max(1, round(epoch_steps / every_steps))
+    last = (step - 1) % epoch_steps + 1
+    return last * num_intervals // epoch_steps > (last - 1) * num_intervals // epoch_steps
 
 
 def train_step(task: Task, batch: Batch, size: int) -> float:

@@ -67,7 +67,7 @@ def _draw_time(axes: Any, steps: list[dict[str, Any]]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("time per step (ms)")
     axes.set_title("where the time of a step went", loc="left")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.2 * axes.dataLim.ymax or 1)  # room for the legend
     axes.legend(frameon=False, loc="upper right", ncols=3)
     axes.grid(alpha=0.3)
 

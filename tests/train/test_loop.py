@@ -1,4 +1,5 @@
 import io
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from hpctrain.data.loader import Loader
 from hpctrain.train.config import RunConfig
-from hpctrain.train.loop import train
+from hpctrain.train.loop import ends_interval, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.progress import Progress
 from hpctrain.train.task import Task, build
@@ -103,3 +104,13 @@ def test_ranks_with_dropout_and_buffers_keep_the_same_weights(here, configure, s
     train_together(task, here, shared / "metrics.jsonl")
     state = torch.cat([tensor.double().view(-1) for tensor in task.model.state_dict().values()])
     assert len(set(world.allgather(state.numpy().tobytes()))) == 1
+
+
+@pytest.mark.parametrize("every_steps", [1, 3, 7, 10, 50])
+@pytest.mark.parametrize("epoch_steps", [1, 4, 23, 100])
+def test_records_cut_each_epoch_evenly_and_end_with_it(epoch_steps, every_steps):
+    ends = [s for s in range(1, 2 * epoch_steps + 1) if ends_interval(s, epoch_steps, every_steps)]
+    assert epoch_steps in ends
+    assert 2 * epoch_steps in ends
+    lengths = [b - a for a, b in pairwise([0, *ends])]
+    assert max(lengths) - min(lengths) <= 1
