@@ -126,7 +126,7 @@ class Reducer:
         if not self._graph_tasks:
             self._was_reduced, self._is_reduced = self._is_reduced, False
             last_pass = self._passes_done + 1 >= self._num_passes
-            self._takes_early = self._fires_once and last_pass and self._fits()
+            self._takes_early = self._fires_once and last_pass and self._changed() is None
         self._graph_tasks.add(task)
         self._has_outer_end |= outermost
         end = self._on_backward_end if outermost else self._on_nested_end
@@ -167,13 +167,16 @@ class Reducer:
 
     # -- the reduction ----------------------------------------------------------------------
 
-    def _fits(self) -> bool:
-        return self._reduction.fits(self._parameters())
+    def _changed(self) -> NamedParameters | None:
+        """Return the parameters of today if the buckets no longer fit them."""
+        today = self._parameters()
+        return None if self._reduction.fits(today) else today
 
     def _complete(self) -> None:
         self._learn()
-        outdated = not self._takes_early and not self._fits()
-        if self._reduction.complete(self._parameters(), outdated=outdated):
+        changed = None if self._takes_early else self._changed()
+        self._reduction.complete(changed)
+        if changed is not None:
             self._hook()
         self._passes_done = 0
         self._is_reduced = True

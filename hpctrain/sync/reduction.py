@@ -79,23 +79,20 @@ class Reduction:
                 self._works.append(self._run(self._open, False))  # noqa: FBT003
             self._launch_next()
 
-    def complete(self, parameters: NamedParameters, *, outdated: bool) -> bool:
+    def complete(self, changed: NamedParameters | None = None) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
 
         Args:
-            parameters: of today.
-            outdated: they are no longer those of ``build``; all ranks say so, or none does.
-
-        Returns:
-            Whether the buckets were laid out anew.
+            changed: the parameters of today where they are no longer those of ``build``: the
+                buckets are then laid out anew. All ranks give some, or none does.
 
         Raises:
-            MismatchError: only some ranks are outdated; on every rank.
+            MismatchError: the parameters have changed on some ranks only; on every rank.
         """
         if not self.has_sent:
-            self._clocked(self._run(self._open, outdated).wait)
-            if outdated:
-                self.build(parameters)
+            self._clocked(self._run(self._open, changed is not None).wait)
+            if changed is not None:
+                self.build(changed)
         for slot in self.slot_of.values():
             self._fill(slot)
         while self._next_bucket < len(self._buckets):
@@ -105,7 +102,6 @@ class Reduction:
             slot.settle()
         self.exposed_seconds = self._waited_s
         self.forget()
-        return outdated
 
     def forget(self) -> None:
         """Expect the gradients of another step; places that were filled count as empty."""

@@ -7,6 +7,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tests.sync.training import (
+    EVERY_SIZE,
+    MANY,
+    OVERLAPS,
     assert_close,
     backward,
     distributed,
@@ -16,10 +19,6 @@ from tests.sync.training import (
     make_model,
     part_of,
 )
-
-EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
-MANY = pytest.mark.ranks(2, 3, 4)
-OVERLAPS = pytest.mark.usefixtures("overlap")
 
 
 @EVERY_SIZE

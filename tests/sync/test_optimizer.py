@@ -7,6 +7,8 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.errors import ConfigError, MismatchError
 from tests.sync.training import (
+    EVERY_SIZE,
+    MANY,
     assert_close,
     backward,
     distributed,
@@ -18,10 +20,6 @@ from tests.sync.training import (
     part_of,
     sgd,
 )
-
-EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
-MANY = pytest.mark.ranks(2, 3, 4)
-OVERLAPS = pytest.mark.usefixtures("overlap")
 
 
 @MANY

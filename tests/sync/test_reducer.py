@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 from hpctrain.errors import CommError, ConfigError, MismatchError
 from hpctrain.runtime.world import current
 from tests.sync.training import (
+    MANY,
+    OVERLAPS,
     assert_close,
     backward,
     distributed,
@@ -23,9 +25,6 @@ from tests.sync.training import (
     part_of,
     sgd,
 )
-
-MANY = pytest.mark.ranks(2, 3, 4)
-OVERLAPS = pytest.mark.usefixtures("overlap")
 
 
 @MANY

@@ -5,7 +5,10 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.errors import MismatchError
 from tests.sync.training import (
+    EVERY_SIZE,
     GLOBAL_BATCH,
+    MANY,
+    OVERLAPS,
     assert_close,
     backward,
     distributed,
@@ -14,10 +17,6 @@ from tests.sync.training import (
     gradients,
     make_model,
 )
-
-EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
-MANY = pytest.mark.ranks(2, 3, 4)
-OVERLAPS = pytest.mark.usefixtures("overlap")
 
 
 @EVERY_SIZE

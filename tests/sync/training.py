@@ -2,10 +2,15 @@
 
 from functools import cache
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
+MANY = pytest.mark.ranks(2, 3, 4)
+OVERLAPS = pytest.mark.usefixtures("overlap")
 
 GLOBAL_BATCH = 60  # divisible by 1, 2, 3 and 4
 
