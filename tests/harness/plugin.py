@@ -63,13 +63,6 @@ def pytest_report_header() -> str:
     return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Do not even import files in which every test is for one rank."""
-    if SIZE == 1 or collection_path.suffix != ".py":
-        return None
-    return True if "mark.ranks(" not in collection_path.read_text() else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests whose declared world sizes include ours."""
     keep: list[pytest.Item] = []
