@@ -116,6 +116,11 @@ bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
+	@if python -m tests.cluster.vcluster check; then \
+	  python perf/bench_network.py --json perf/results/network-openmpi.json \
+	    --plot perf/results/network-openmpi.png; \
+	  $(MAKE) --no-print-directory .venv-mpich && python perf/bench_network.py --mpi mpich \
+	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it

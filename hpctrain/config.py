@@ -1,6 +1,7 @@
 """Settings that come from the environment: one table, read once, checked at once."""
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -18,6 +19,9 @@ OVERLAPS = ("auto", "thread", "inline", "end")
 SHARED_MEMORY = ("auto", "memfd", "window", "off")
 """Node memory: the first way that works, one way and no other, or never."""
 
+PROBE = ("auto", "off", "fresh")
+"""Algorithms: measured once and remembered, chosen by rule, or measured again."""
+
 
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
@@ -31,6 +35,22 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"a whole number of at least 1 is needed, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:  # also what is no number
+        raise ConfigError(f"a number of seconds above 0 is needed, got {text!r}")
+    return seconds
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise ConfigError(f"the name of a file is needed, got {text!r}")
+    return Path(text)
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -55,6 +75,15 @@ class Settings:
     """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
     bucket_bytes: int = 25 * MIB
     """Largest message while gradients travel during backward."""
+    timeout: float = 600.0
+    """Seconds that a wait for other ranks may last; ``inf`` for ever."""
+    plan: Path | None = None
+    """File with the plan to use, such as the ``plan.json`` of an earlier run."""
+    probe: str = "auto"
+    """Whether algorithms are measured: ``auto`` once for each shape of world, ``off`` never,
+    ``fresh`` now, whatever was measured before."""
+    stats: bool = False
+    """Print what was moved, and how long was waited, at the end."""
     trace: bool = False
     """Print one line per collective."""
     log_dir: Path | None = None
@@ -75,6 +104,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "shared_memory": _one_of(SHARED_MEMORY),
     "overlap": _one_of(OVERLAPS),
     "bucket_bytes": parse_bytes,
+    "timeout": _seconds,
+    "plan": _file,
+    "probe": _one_of(PROBE),
+    "stats": _flag,
     "trace": _flag,
     "log_dir": Path,
 }
@@ -96,6 +129,18 @@ def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{PREFIX}{name.upper()}: {error}") from None
     return values
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the user's folder for what can be made again; None where there is no home."""
+    environ = os.environ if environ is None else environ
+    chosen = Path(environ.get("XDG_CACHE_HOME", ""))
+    if chosen.is_absolute():  # the standard says to ignore others
+        return chosen / "hpctrain"
+    try:
+        return Path.home() / ".cache" / "hpctrain"
+    except RuntimeError:
+        return None
 
 
 _FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")

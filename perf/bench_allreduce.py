@@ -1,20 +1,24 @@
-"""All-reduce inside one node: ours against MPI_Allreduce, on the same kind of torch memory.
+"""All-reduce inside one node: ours against MPI_Allreduce and gloo, on the same torch memory.
 
     hpctrain launch -n 2 -- python perf/bench_allreduce.py [--json FILE]
 
-Three ways to sum float32 values of every rank into every rank's own tensor:
+Ways to sum float32 values of every rank into every rank's own tensor:
 
 * ``MPI``: MPI_Allreduce in place on an ordinary tensor;
+* ``gloo``: torch.distributed over gloo, in the same processes;
+* ``Horovod``: over the same MPI, where it is installed;
 * ``bucket``: ours, on a bucket in node memory, where gradients lie anyway;
 * ``tensor``: ours, on an ordinary tensor.
 
-Ratios are the median time of MPI over ours: above 1 ours is faster. Before each timed call the
-values are written anew, outside the clock; every size is checked against the exact sum.
+They take turns. Ratios are the median time of a peer over ours: above 1 ours is faster. Before
+each timed call the values are written anew, outside the clock; every size is checked against the
+exact sum.
 """
 
 import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
+from peers import Peer, library, start_gloo, start_horovod, stop_gloo
 
 import hpctrain as hvd
 from hpctrain.runtime.world import current
@@ -23,8 +27,8 @@ from hpctrain.units import KIB, MIB, format_bytes
 SIZES = (8, KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 100 * MIB)
 
 
-def measure_size(num_bytes: int, rounds: int) -> dict[str, object]:
-    """Time the three ways for one message size and check their sums."""
+def measure_size(num_bytes: int, rounds: int, peers: dict[str, Peer]) -> dict[str, object]:
+    """Time all ways for one message size and check our sums."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
     bucket, tensor, plain = (
@@ -32,32 +36,25 @@ def measure_size(num_bytes: int, rounds: int) -> dict[str, object]:
         torch.empty(numel),
         torch.empty(numel),
     )
-    buffer = MPI.buffer.fromaddress(plain.data_ptr(), plain.nbytes)
 
     def write() -> None:
         for values in (bucket.flat, tensor, plain):
             values.fill_(comm.rank + 1)
 
-    seconds = interleave(
-        {
-            "MPI": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [buffer, MPI.FLOAT]),
-            "bucket": lambda: comm.allreduce_(bucket).wait(),
-            "tensor": lambda: comm.allreduce_(tensor).wait(),
-        },
-        rounds=rounds,
-        repetitions=3 if num_bytes >= 16 * MIB else 20,
-        prepare=write,
-    )
+    variants = {name: peer(plain) for name, peer in peers.items()} | {
+        "bucket": lambda: comm.allreduce_(bucket).wait(),
+        "tensor": lambda: comm.allreduce_(tensor).wait(),
+    }
+    repetitions = 3 if num_bytes >= 16 * MIB else 20
+    seconds = interleave(variants, rounds=rounds, repetitions=repetitions, prepare=write)
     check(write, comm, bucket, tensor)
-    mpi, ours, ordinary = (median(seconds[name]) for name in ("MPI", "bucket", "tensor"))
+    middle = {name: median(times) for name, times in seconds.items()}
     return {
         "size": format_bytes(num_bytes),
-        "MPI ms": mpi * 1e3,
-        "bucket ms": ours * 1e3,
-        "tensor ms": ordinary * 1e3,
-        "bucket GB/s": num_bytes / ours / 1e9,
-        "MPI / bucket": mpi / ours,
-        "MPI / tensor": mpi / ordinary,
+        **{f"{name} ms": second * 1e3 for name, second in middle.items()},
+        "bucket GB/s": num_bytes / middle["bucket"] / 1e9,
+        **{f"{name} / bucket": middle[name] / middle["bucket"] for name in peers},
+        **{f"{name} / tensor": middle[name] / middle["tensor"] for name in peers},
     }
 
 
@@ -76,9 +73,13 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0]).parse_args()
     hvd.init()
     torch.set_num_threads(1)
-    rows = [measure_size(size, options.rounds) for size in SIZES]
+    peers = {"MPI": library(MPI.COMM_WORLD), "gloo": start_gloo()}
+    if horovod := start_horovod():
+        peers["Horovod"] = horovod
+    rows = [measure_size(size, options.rounds, peers) for size in SIZES]
     ratios = {f"MPI / bucket, {row['size']}": row["MPI / bucket"] for row in rows}
     report(f"All-reduce, {hvd.size()} ranks on one node", rows, ratios, options.json)
+    stop_gloo()
 
 
 if __name__ == "__main__":

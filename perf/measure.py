@@ -19,6 +19,9 @@ import hpctrain
 
 Seconds = list[float]
 
+WIDTH, HEIGHT = 150, 50
+"""Of the page; both, since on a terminal that calls itself dumb rich takes neither alone."""
+
 
 def interleave(
     variants: Mapping[str, Callable[[], object]],
@@ -100,7 +103,7 @@ def report(
     if MPI.COMM_WORLD.rank != 0:
         return
     facts = machine()
-    console = Console(width=120, highlight=False)
+    console = Console(width=WIDTH, height=HEIGHT, highlight=False)
     console.print(title, style="bold")
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
     table = Table()

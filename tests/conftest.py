@@ -1,3 +1,22 @@
 """Every test runs on as many ranks as it names; see ``harness/``."""
 
+import os
+
+import pytest
+
+from hpctrain import config
+
 pytest_plugins = ["tests.harness.plugin"]
+
+# What tests start, and what they connect by ``hpctrain.init``, does not measure: quick, the same
+# on every machine, and without a word in the user's cache.
+os.environ["HPCTRAIN_PROBE"] = "off"
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Keep what tests measure among themselves."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setattr(config, "cache_folder", lambda: folder)

@@ -1,6 +1,7 @@
 """Laws of the settings that come from the environment."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from hpctrain import config
 from hpctrain.config import Settings, unknown_variables
 from hpctrain.errors import ConfigError
 from hpctrain.units import MIB
+
+CACHE_FOLDER = config.cache_folder  # tests themselves have another
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -26,6 +29,10 @@ def test_every_variable_is_read():
         "HPCTRAIN_SHARED_MEMORY": "memfd",
         "HPCTRAIN_OVERLAP": "thread",
         "HPCTRAIN_BUCKET_BYTES": "1 MiB",
+        "HPCTRAIN_TIMEOUT": "2.5",
+        "HPCTRAIN_PLAN": "runs/a/plan.json",
+        "HPCTRAIN_PROBE": "fresh",
+        "HPCTRAIN_STATS": "1",
         "HPCTRAIN_TRACE": "1",
         "HPCTRAIN_LOG_DIR": "some/where",
     }
@@ -35,6 +42,10 @@ def test_every_variable_is_read():
         "shared_memory": "memfd",
         "overlap": "thread",
         "bucket_bytes": MIB,
+        "timeout": 2.5,
+        "plan": Path("runs/a/plan.json"),
+        "probe": "fresh",
+        "stats": True,
         "trace": True,
         "log_dir": Path("some/where"),
     }
@@ -49,6 +60,13 @@ def test_every_variable_is_read():
         ("HPCTRAIN_OVERLAP", "always"),
         ("HPCTRAIN_SHARED_MEMORY", "yes"),
         ("HPCTRAIN_BUCKET_BYTES", "many"),
+        ("HPCTRAIN_TIMEOUT", "0"),
+        ("HPCTRAIN_TIMEOUT", "-1"),
+        ("HPCTRAIN_TIMEOUT", "nan"),
+        ("HPCTRAIN_TIMEOUT", "soon"),
+        ("HPCTRAIN_PLAN", ""),
+        ("HPCTRAIN_PROBE", "always"),
+        ("HPCTRAIN_STATS", "often"),
         ("HPCTRAIN_TRACE", "perhaps"),
     ],
 )
@@ -63,6 +81,23 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_variable(name, value):
 )
 def test_switches_have_several_spellings(text, value):
     assert Settings.from_env({"HPCTRAIN_TRACE": text}).trace is value
+
+
+def test_a_wait_may_last_for_ever():
+    assert Settings.from_env({"HPCTRAIN_TIMEOUT": "inf"}).timeout == math.inf
+
+
+@pytest.mark.parametrize(
+    ("chosen", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/a"}, "/a/hpctrain"),
+        ({"XDG_CACHE_HOME": "a"}, "/home/me/.cache/hpctrain"),
+        ({}, "/home/me/.cache/hpctrain"),
+    ],
+)
+def test_the_cache_is_where_the_standard_says(monkeypatch, chosen, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert CACHE_FOLDER(chosen) == Path(folder)
 
 
 def test_a_misspelt_variable_gets_a_hint():

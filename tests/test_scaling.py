@@ -11,8 +11,8 @@ SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_fore
 ALLOWED = {
     # The factor that ``sync`` has decided is applied where the bytes are moved:
     "comm/mpi.py": "the sum of an ordinary tensor, by the scale it is given",
-    "comm/serial.py": "the sum over one rank, by the scale it is given",
-    "comm/shared_memory.py": "a chunk of the sum, by the scale it is given",
+    "comm/slices.py": "a chunk of the sum, by the scale it is given",
+    "comm/ops.py": "products of ranks, and the scale of 8-bit floats",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "sync/gradient_buckets.py": "a gradient, by its rank's weight",
     # No gradients:

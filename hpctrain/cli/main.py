@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpctrain import __version__
+from hpctrain.cli.bench import bench
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
 from hpctrain.cli.train import train
 from hpctrain.errors import HpctrainError, MismatchError
@@ -26,6 +27,8 @@ For instance:
   hpctrain launch -n 4 hpctrain train my.toml
 
   hpctrain launch -n 4 --nodes 2 python script.py
+
+  hpctrain launch -n 4 hpctrain bench allreduce --peers
 """
 
 app = typer.Typer(
@@ -37,6 +40,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,7 +1,7 @@
 """Where every rank runs: facts of all ranks in, one frozen value out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from hpctrain.errors import TopologyError
@@ -98,6 +98,32 @@ class Topology:
             num_peer_cores=len({core for r in peers for core in facts[r].cores}),
             launcher=mine.launcher,
             scheduler=mine.scheduler,
+        )
+
+    def of_group(self, ranks: Sequence[int]) -> Self:
+        """Return the topology of some of the ranks; the i-th of ``ranks`` becomes rank i.
+
+        Args:
+            ranks: of this world, each once, mine among them.
+
+        Raises:
+            TopologyError: my rank is not among them.
+        """
+        if self.rank not in ranks:
+            raise TopologyError(f"rank {self.rank} is not in the group {format_numbers(ranks)}")
+        number = {rank: i for i, rank in enumerate(ranks)}
+        nodes = sorted(
+            (tuple(sorted(number[r] for r in members if r in number)), host)
+            for members, host in zip(self.nodes, self.hosts, strict=True)
+            if set(members) & number.keys()
+        )
+        return replace(
+            self,
+            rank=number[self.rank],
+            size=len(ranks),
+            nodes=tuple(members for members, _ in nodes),
+            hosts=tuple(host for _, host in nodes),
+            core_peers=tuple(sorted(number[r] for r in self.core_peers if r in number)),
         )
 
     @property

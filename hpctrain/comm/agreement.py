@@ -19,7 +19,7 @@ def raise_if_any(refusals: Sequence[str | None]) -> None:
         MismatchError: names each message once, with the ranks that gave it.
     """
     if any(message is not None for message in refusals):
-        raise MismatchError(_by_rank(refusals))
+        raise MismatchError(by_rank(refusals))
 
 
 def require_equal(comm: "Communicator", lines: Sequence[str], what: str) -> None:
@@ -35,12 +35,13 @@ def require_equal(comm: "Communicator", lines: Sequence[str], what: str) -> None
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
-        f"{what} must be the same on every rank, number {number} differs: {_by_rank(seen)}; "
+        f"{what} must be the same on every rank, number {number} differs: {by_rank(seen)}; "
         f"build the same model on every rank"
     )
 
 
-def _by_rank(messages: Sequence[str | None]) -> str:
+def by_rank(messages: Sequence[str | None]) -> str:
+    """Name each message once, with the ranks that gave it; None is no message."""
     ranks_of: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:

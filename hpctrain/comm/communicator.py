@@ -1,10 +1,13 @@
 """What every communicator can do; ``serial``, ``mpi`` and ``hierarchical`` implement it."""
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.ops import Op
+from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import Work
 
 T = TypeVar("T")
@@ -13,29 +16,103 @@ T = TypeVar("T")
 class Communicator(Protocol):
     """A fixed group of ranks that move tensors.
 
-    Every method but ``send``, ``recv_`` and ``close`` is collective: all ranks call it, in the
-    same order. Tensors are on the CPU. A trailing ``_`` means in place. Sums are formed in the
-    same order in every run of a plan, so all ranks hold the same bits, run after run.
+    Every method but ``send``, ``recv_``, ``traffic`` and ``close`` is collective: all ranks call
+    it, in the same order. Tensors are dense and on the CPU, of any dtype that torch calculates
+    with, of any layout and size, also empty and scalar. A trailing ``_`` means in place.
+    Reductions are formed in the same order in every run of a plan, so all ranks hold the same
+    bits, run after run.
+
+    Every method that waits for others raises ``RankLostError`` if one of them died or left the
+    program meanwhile.
     """
 
     rank: int
     size: int
 
-    def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
+    def allreduce_(
+        self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
         """Replace ``tensor`` by its sum over all ranks, times ``scale``.
 
         Args:
-            tensor: the same shape and dtype on every rank, any layout; any size, also empty.
+            tensor: the same shape and dtype on every rank.
                 A ``Bucket`` of ``new_bucket`` is reduced where it lies, without a copy.
-            scale: factor of the sum, applied while it is written; floating point only.
+            op: another operation than the sum. Integers wrap around; NaN stays NaN.
+            scale: factor of the result; floating point and complex only.
 
         Raises:
-            CommError: the dtype cannot be summed, or ``scale`` is given for integers.
-            RankLostError: another rank died or left the program meanwhile.
+            CommError: ``op`` has no meaning for this dtype, or ``scale`` is given for integers.
+            MismatchError: the ranks give different numbers of elements, dtypes or operations.
+        """
+
+    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
+        """Return the sum of ``tensor`` over all ranks, times ``scale``, as ``allreduce_`` does.
+
+        Returns:
+            A new contiguous tensor of the same shape.
+        """
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        *,
+        op: Op = Op.SUM,
+        scale: float | None = None,
+        numels: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return this rank's part of the sum of ``tensor`` over all ranks, times ``scale``.
+
+        Args:
+            tensor: the same shape and dtype on every rank; cut in the order of its elements.
+            op: another operation than the sum.
+            scale: factor of the result; floating point and complex only.
+            numels: elements of each rank's part, the same on every rank; None for parts as even
+                as possible, the first ones larger.
+
+        Returns:
+            A new flat tensor.
+
+        Raises:
+            CommError: as ``allreduce_``, or ``numels`` does not cover the tensor.
+            MismatchError: as ``allreduce_``, or ``numels`` differs between ranks.
+        """
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, by rank, as new contiguous tensors.
+
+        Args:
+            tensor: of the same dtype on every rank; shapes may differ, also in their number of
+                dimensions.
+
+        Raises:
+            MismatchError: the ranks give different dtypes.
+        """
+
+    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Send ``tensors[r]`` to rank r; return what the ranks have sent here, by rank.
+
+        Args:
+            tensors: one for each rank, all of one dtype, the same on every rank; any shapes.
+
+        Returns:
+            New contiguous tensors in the shapes of their senders.
+
+        Raises:
+            CommError: there is not one tensor for each rank, or they differ in dtype.
+            MismatchError: the ranks give different dtypes.
         """
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Replace ``tensor`` by that of rank ``root``."""
+        """Replace ``tensor`` by that of rank ``root``.
+
+        Args:
+            tensor: the same shape and dtype on every rank.
+            root: a rank.
+
+        Raises:
+            CommError: ``root`` is no rank.
+            MismatchError: the ranks give different numbers of elements, dtypes or roots.
+        """
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the (picklable) ``value`` of rank ``root`` on every rank."""
@@ -50,7 +127,11 @@ class Communicator(Protocol):
         """Send ``tensor`` to rank ``dest``, which calls ``recv_`` with the same tag."""
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Replace ``tensor`` by what rank ``source`` sends with the same tag."""
+        """Replace ``tensor`` by what rank ``source`` sends with the same tag.
+
+        Raises:
+            CommError: ``source`` sends more than ``tensor`` holds.
+        """
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -62,12 +143,30 @@ class Communicator(Protocol):
             MismatchError: some rank said no; names those ranks and their messages.
         """
 
+    def group(self, ranks: Sequence[int]) -> "Communicator | None":
+        """Make a communicator of some of the ranks. All ranks of this one call it.
+
+        Args:
+            ranks: of this communicator, each once, the same on every rank; the group numbers
+                them anew, from 0, in this order.
+
+        Returns:
+            None on ranks that are not in the group.
+
+        Raises:
+            CommError: ``ranks`` is empty, names a rank twice or one that does not exist.
+            MismatchError: the ranks name different groups.
+        """
+
     def new_bucket(self, numel: int, dtype: dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros, in memory shared by the node where that is possible.
 
         Raises:
             NodeMemoryError: there is not enough memory for it; on every rank.
         """
+
+    def traffic(self) -> Traffic:
+        """Return what this rank has moved so far. Not collective."""
 
     def close(self) -> None:
         """Give back what this communicator holds; it cannot be used afterwards."""

@@ -12,9 +12,11 @@ from hpctrain.cluster.cards import num_cards
 from hpctrain.cluster.cores import affinity, quota
 from hpctrain.cluster.libraries import loaded_libmpi, starter
 from hpctrain.cluster.topology import RankFacts, Topology
+from hpctrain.comm import planning
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan, choose_plan
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.watch import Watch
 from hpctrain.config import Settings
 from hpctrain.errors import LaunchError
 
@@ -31,6 +33,8 @@ class Connection:
     comm: Communicator
     topology: Topology
     plan: Plan
+    plan_origin: str
+    """What the plan was chosen by, for people."""
     presence: "Presence | None"
     """Who is still there; None in a world of one."""
     notes: tuple[str, ...]
@@ -69,6 +73,7 @@ def connect(
         threads_wanted: torch's threads, where the user chose them; None for the cores at hand.
 
     Raises:
+        ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
         NodeMemoryError: a way to share memory was forced and does not work; on every rank.
     """
     if world is None:
@@ -102,13 +107,30 @@ def _visible(processes: Sequence[process.Identity], rank: int) -> dict[int, int]
     }
 
 
+def _watch(presence: "Presence", topology: Topology, settings: Settings) -> Watch:
+    return Watch(
+        presence.check,
+        hosts={
+            rank: host
+            for ranks, host in zip(topology.nodes, topology.hosts, strict=True)
+            for rank in ranks
+        },
+        rank=topology.rank,
+        timeout_s=settings.timeout,
+    )
+
+
 def _alone(settings: Settings) -> Connection:
     topology = Topology.from_facts([_facts()], 0)
     threads = [torch.get_num_threads()]  # torch's own: one rank is the plain loop, bit for bit
+    rule = choose_plan(topology, settings, node_memory="alone", threads=threads)
+    stored = planning.pinned(None, settings)
+    decision = planning.decide(None, topology, settings, stored, rule)
     return Connection(
         comm=SerialCommunicator(),
         topology=topology,
-        plan=choose_plan(topology, settings, node_memory="alone", threads=threads),
+        plan=decision.plan,
+        plan_origin=decision.origin,
         presence=None,
         notes=(),
     )
@@ -121,18 +143,25 @@ def _together(
     from hpctrain.comm.presence import Presence  # noqa: PLC0415
 
     presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
-    node, refusal = levels.share_memory(world, topology, settings.shared_memory, presence.check)
-    threads = world.allgather(num_threads)
+    watch = _watch(presence, topology, settings)
+    stored = planning.pinned(world, settings)
+    node, refusal = planning.share_memory(world, topology, settings, stored, watch)
+    mine = (num_threads, planning.machine(len(topology.cores)))
+    threads, machines = zip(*world.allgather(mine), strict=True)
     way = node.memory_name if node else "none"
-    plan = world.bcast(choose_plan(topology, settings, node_memory=way, threads=threads))
+    rule = world.bcast(choose_plan(topology, settings, node_memory=way, threads=threads))
+    decision = planning.decide(world, topology, settings, stored, rule, machines)
+    comm = levels.join(world, node, topology, decision.plan, watch)
+    decision = planning.measured(decision, comm, world, topology, watch)
     notes = [
         preflight.core_warning(topology),
         refusal and f"gradients go flat over MPI: {refusal}",
     ]
     return Connection(
-        comm=levels.join(world, node, topology, plan, presence.check),
+        comm=comm,
         topology=topology,
-        plan=plan,
+        plan=decision.plan,
+        plan_origin=decision.origin,
         presence=presence,
         notes=tuple(note for note in notes if note),
     )

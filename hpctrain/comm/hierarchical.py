@@ -7,115 +7,193 @@ A bucket's all-reduce is three steps in a row, each callable by a codec that rep
     comm.publish(bucket, scale)       # each local rank writes its slice into all buckets
 """
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.arguments import check_scale, flattened
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.mpi import MpiCommunicator, check, flattened
+from hpctrain.comm.calls import bucket_call, other_call
+from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
+from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.plan import Plan
 from hpctrain.comm.rail import Rail
-from hpctrain.comm.shared_memory import LOW_PRECISION, SharedMemory, slice_bounds
-from hpctrain.comm.work import FINISHED, Check, Work
+from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.comm.slices import slice_bounds
+from hpctrain.comm.stage import Stage
+from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.watch import Watch
+from hpctrain.comm.work import FINISHED, Work
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-STAGE_BYTES = 4 << 20
-"""Ordinary tensors pass through a bucket of this size: it stays in the last-level cache."""
-
 
 class HierarchicalCommunicator(MpiCommunicator):
-    """Ranks on one or more nodes; buckets and large tensors take the two levels.
+    """Ranks on one or more nodes; what is reduced takes the levels, all else goes flat over MPI.
 
-    What is small or is no sum goes flat over MPI. Needs no particular order of ranks, nor equal
-    numbers of ranks per node.
+    Needs no particular order of ranks, nor equal numbers of ranks per node.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the levels, and what all communicators take
         self,
         world: "MPI.Intracomm",
         node: SharedMemory,
         rail: Rail | None,
         *,
-        num_rails: int,
-        staged_bytes: int,
-        check: Check,
+        plan: Plan,
+        watch: Watch,
+        world_ranks: Sequence[int] = (),
+        make_group: MakeGroup | None = None,
     ) -> None:
-        """Take the levels; ``rail`` is None on ranks whose slices go by another rank's rail."""
-        super().__init__(world, check=check)
+        """Take the levels.
+
+        Args:
+            world: all ranks of this communicator.
+            node: those that share memory with this one.
+            rail: the others that own the same slice; None where another rank's rail carries it.
+            plan: how many rails each node has, and how ordinary tensors travel: ``direct`` or
+                ``slices`` through the memory of one node, ``levels`` between nodes, ``library``
+                flat over MPI.
+            watch: looks at the others during waits.
+            world_ranks: the world's number of each rank; empty where it is the same.
+            make_group: makes communicators of some of the ranks.
+        """
+        super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
+        self.rail = rail
         self._node = node
-        self._rail = rail
-        self._num_rails = num_rails
-        self._one_node = num_rails == 0
-        self._staged_bytes = staged_bytes
-        self._stages: dict[torch.dtype, Bucket] = {}
+        self.plan = plan
+        """What algorithms are chosen by; ``use`` changes it."""
+        self._num_rails = plan.num_rails
+        self._one_node = plan.num_rails == 0
+        self._stage = Stage(node)
+        self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
+            "levels": self._levels_
+        }
+        if self._one_node:
+            self._ways = {"direct": self._stage.direct_, "slices": self._stage.slices_}
+
+    def use(self, plan: Plan) -> None:
+        """Choose algorithms by ``plan`` from now on.
+
+        All ranks call it between the same two operations.
+
+        Args:
+            plan: with as many rails as that of ``__init__``.
+        """
+        self.plan = plan
+        if self.rail is not None:
+            self.rail.table = plan.rail
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""
         return self._node.new_bucket(numel, dtype)
 
-    def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
-        """Sum a bucket where it lies, a large tensor through a bucket, a small one flat."""
-        values = tensor.flat if isinstance(tensor, Bucket) else tensor
-        check(values, scale)
+    def allreduce_(
+        self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
+        """Sum a bucket where it lies, and a tensor by the way that the plan has for its size."""
         if isinstance(tensor, Bucket):
-            self._allreduce_bucket(tensor, scale)
+            check_scale(tensor.flat, scale)
+            self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
             return FINISHED
-        if tensor.numel() * tensor.itemsize < self._staged_bytes:
-            return super().allreduce_(tensor, scale=scale)
+        way = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
+        return self.allreduce_by(way, tensor, op=op, scale=scale)
+
+    def allreduce_by(
+        self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
+        """Sum an ordinary tensor by a way of this name, see ``__init__``."""
+        if way == "library":
+            return super().allreduce_(tensor, op=op, scale=scale)
+        check_scale(tensor, scale)
+        how = combination(tensor.dtype, op)
         with flattened(tensor) as flat:
-            self._allreduce_staged(flat, scale)
+            self._ways[way](flat.view(how.lane), how, scale)
         return FINISHED
 
-    def node_sum(self, bucket: Bucket, scale: float | None = None) -> Tensor:
+    def meet(self, call: str = "barrier") -> None:
+        """Meet in the node's memory where there is only one node."""
+        if self._one_node:
+            self._node.meet(other_call(call), call)
+        else:
+            super().meet(call)
+
+    def node_sum(
+        self,
+        bucket: Bucket,
+        scale: float | None = None,
+        how: Combination | None = None,
+    ) -> Tensor:
         """Sum the bucket inside the node, times ``scale``.
 
         Returns:
             The part of it that this rank takes over its rail; empty where it takes none.
         """
-        self._node.node_sum(bucket, scale)
-        if self._num_rails != self._node.local_size:
-            self._node.barrier()  # this rank's rail carries slices that other ranks summed
-        if self._rail is None:
-            return bucket.flat[:0]
-        bounds = slice_bounds(bucket.numel, self._num_rails, self._node.local_rank)
-        return bucket.peers[0][bounds] if bucket.peers else bucket.flat
+        self._node.meet(bucket_call(bucket.number))
+        return self._sum_on_node(bucket, how or combination(bucket.flat.dtype, Op.SUM), scale)
 
-    def rail_sum(self, part: Tensor) -> None:
+    def rail_sum(self, part: Tensor, how: Combination | None = None) -> None:
         """Sum what ``node_sum`` returned over the nodes."""
-        if self._rail is not None:
-            self._rail.allreduce_(part)
+        if self.rail is not None and part.numel():
+            self.rail.allreduce_(part, how or combination(part.dtype, Op.SUM))
 
-    def publish(self, bucket: Bucket, scale: float | None) -> None:
+    def publish(self, bucket: Bucket, scale: float | None, how: Combination | None = None) -> None:
         """Write the sum, times ``scale``, into the bucket of every rank of the node."""
         if self._num_rails != self._node.local_size:
             self._node.barrier()
-        self._node.publish(bucket, scale)
+        how = how or combination(bucket.flat.dtype, Op.SUM)
+        self._node.publish(bucket, how, scale)
 
-    def _allreduce_bucket(self, bucket: Bucket, scale: float | None) -> None:
-        if self._one_node:
-            self._node.allreduce_(bucket, scale)
-            return
-        # A node's sum in 16 bits could overflow where the average does not: scale it first.
-        early = scale if bucket.flat.dtype in LOW_PRECISION else None
-        part = self.node_sum(bucket, early)
-        self.rail_sum(part)
-        self.publish(bucket, None if early is not None else scale)
-
-    def _allreduce_staged(self, values: Tensor, scale: float | None) -> None:
-        if values.dtype not in self._stages:
-            numel = STAGE_BYTES // values.itemsize
-            self._stages[values.dtype] = self.new_bucket(numel, values.dtype)
-        stage = self._stages[values.dtype]
-        for chunk in values.split(stage.numel):
-            stage.flat[: chunk.numel()].copy_(chunk)
-            self._allreduce_bucket(stage, scale)
-            chunk.copy_(stage.flat[: chunk.numel()])
+    def traffic(self) -> Traffic:
+        """Return the counters of all levels."""
+        rail_bytes = self.rail.num_bytes_sent if self.rail is not None else 0
+        flat = super().traffic()
+        return flat._replace(
+            node_bytes=self._node.num_bytes, rail_bytes=flat.rail_bytes + rail_bytes
+        )
 
     def close(self) -> None:
         """Free the MPI communicators; buckets live as long as something refers to them."""
-        if self._rail is not None:
-            self._rail.close()
+        if self.rail is not None:
+            self.rail.close()
         self._node.close()
         super().close()
+
+    def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
+        if self._one_node:
+            self._node.allreduce_(bucket, how, scale)
+            return
+        early, late = _when(scale, how)
+        part = self.node_sum(bucket, early, how)
+        self.rail_sum(part, how)
+        self.publish(bucket, late, how)
+
+    def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
+        early, late = _when(scale, how)
+        for chunk in values.split(self._stage.numel(values.dtype)):
+            bucket = self._stage.enter(chunk, how)
+            part = self._sum_on_node(bucket, how, early)
+            self.rail_sum(part, how)
+            self._node.barrier()
+            self._stage.leave(chunk, bucket, late)
+
+    def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
+        self._node.sum_slice(bucket, how, scale)
+        if self._num_rails != self._node.local_size:
+            self._node.barrier()  # this rank's rail carries slices that other ranks summed
+        if self.rail is None or not bucket.peers:
+            return bucket.flat[:0].view(how.lane)
+        bounds = slice_bounds(bucket.numel, self._num_rails, self._node.local_rank)
+        return bucket.peers[0][bounds].view(how.lane)
+
+
+def _when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
+    """Say which factor to apply inside the node, and which at the end.
+
+    A node's sum in 16 bits could overflow where the average does not: there it comes first.
+    """
+    could_overflow = how.op is Op.SUM and how.wide is not how.lane
+    return (scale, None) if could_overflow else (None, scale)

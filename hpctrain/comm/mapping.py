@@ -5,6 +5,7 @@ map each other's buckets, the usual limit of 1024 open files would be reached by
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from typing import TypeAlias
@@ -23,6 +24,8 @@ _LIBC.mmap.argtypes = [
     ctypes.c_long,
 ]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_POPULATE_WRITE = 23
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -58,3 +61,15 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
 def view_of(address: int, num_bytes: int) -> Segment:
     """Look at memory that somebody else keeps."""
     return (ctypes.c_char * num_bytes).from_address(address)
+
+
+def take_pages(segment: Segment) -> bool:
+    """Take the pages of a map for writing; False where a store would be a SIGBUS.
+
+    Kernels before 5.14 cannot say: True.
+    """
+    start = ctypes.addressof(segment)
+    end, start = start + len(segment), start - start % mmap.PAGESIZE
+    if _LIBC.madvise(start, end - start, _POPULATE_WRITE) == 0:
+        return True
+    return ctypes.get_errno() == errno.EINVAL

@@ -1,9 +1,7 @@
-"""Flat MPI: every operation is one call of the library over all ranks."""
+"""Flat MPI: calls of the library over all ranks, and messages where it cannot do what is asked."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from mpi4py import MPI
@@ -11,136 +9,283 @@ from mpi4py.util import pkl5
 from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
+from hpctrain.comm.arguments import (
+    check_alltoall,
+    check_group,
+    check_rank,
+    check_scale,
+    check_tensor,
+    flat_of,
+    flattened,
+    name_of,
+    part_numels,
+)
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.dtypes import buffer_of, bytes_of, summed_as
-from hpctrain.comm.waiting import wait_request
-from hpctrain.comm.work import FINISHED, Check, Work
+from hpctrain.comm.doubling import doubling_allreduce_
+from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
+from hpctrain.comm.halving import halving_allreduce_
+from hpctrain.comm.meeting import describe, meet
+from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
+from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.watch import Watch
+from hpctrain.comm.wire import CHUNK_ELEMENTS, Wire
+from hpctrain.comm.work import FINISHED, Work
 from hpctrain.errors import CommError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 T = TypeVar("T")
 
-CHUNK_ELEMENTS = 1 << 26
-"""Largest message in elements: counts of MPI-3 are 32-bit, and a widened copy stays small."""
+MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator | None"]
+"""Makes a communicator of some ranks of an MPI communicator; collective over the latter."""
 
-
-def _never_lost(partner: int | None = None) -> None:
-    """Look for nobody: the check of communicators that are used without a world."""
+_HALVING_BYTES = 64 << 10
+"""From here on, what is sent counts for more than how often."""
+_GATHER_BYTES = 1 << 20
+"""From here on, tensors are not packed into one buffer for the library to gather them."""
+_SCALE_ELEMENTS = 1 << 16
+"""A piece that is scaled and rounded while it lies in the cache."""
 
 
 class MpiCommunicator:
     """All ranks of an MPI communicator; see ``Communicator`` for the methods.
 
-    The ranks meet in a non-blocking barrier before each blocking call. While they wait for a late
-    one they sleep, and notice when it died; the call itself then runs at the library's full speed.
+    Before each operation the ranks compare what they are about to do, without blocking. While
+    they wait for a late one they sleep, and notice when it died; a blocking call of the library
+    then runs at its full speed.
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, check: Check = _never_lost) -> None:
-        self._comm = comm
-        self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB
-        self._check = check
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        watch: Watch | None = None,
+        world_ranks: Sequence[int] = (),
+        make_group: MakeGroup | None = None,
+    ) -> None:
+        """Take the ranks.
+
+        Args:
+            comm: nothing else may use it; ``close`` frees it.
+            watch: looks at the others during waits.
+            world_ranks: the world's number of each rank; empty where it is the same.
+            make_group: makes communicators of some of the ranks; None for flat ones.
+        """
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self._watch = watch or Watch()
+        self.wire = Wire(comm, watch=self._watch, world_ranks=world_ranks)
+        self._comm = comm
+        self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB
+        self._world_ranks = world_ranks or range(comm.size)
+        self._make_group = make_group or self._make_flat_group
+        self._library_bytes = 0
 
-    def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
-        """Sum with the library's algorithm, in chunks."""
-        flat = tensor.flat if isinstance(tensor, Bucket) else tensor
-        check(flat, scale)
-        wide = summed_as(flat.dtype)
-        self.meet()
-        with flattened(flat) as values:
-            for chunk in values.split(CHUNK_ELEMENTS):
-                total = chunk.to(wide)
-                self._comm.Allreduce(MPI.IN_PLACE, buffer_of(total))
-                if scale is not None:
-                    total.mul_(scale)
-                if total is not chunk:
-                    chunk.copy_(total)
+    # -- reductions -------------------------------------------------------------------------
+
+    def allreduce_(
+        self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
+        """Reduce in chunks: by the library what it sums, by messages all else."""
+        values = tensor.flat if isinstance(tensor, Bucket) else tensor
+        check_scale(values, scale)
+        how = combination(values.dtype, op)
+        self.meet(f"allreduce by {describe(values, op, scale)}")
+        with flattened(values) as flat:
+            for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
+                total = chunk.to(how.wide)
+                self._allreduce_wide_(total, how.widened())
+                _finish(total, scale, chunk)
         return FINISHED
+
+    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
+        """Reduce a copy."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.allreduce_(result, op=op, scale=scale).wait()
+        return result
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        *,
+        op: Op = Op.SUM,
+        scale: float | None = None,
+        numels: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Reduce by the library what it sums, by an exchange of all pairs all else."""
+        check_scale(tensor, scale)
+        how = combination(tensor.dtype, op)
+        parts = part_numels(tensor.numel(), self.size, numels)
+        self.meet(f"reduce_scatter by {describe(tensor, op, scale)} in parts of {parts}")
+        values = flat_of(tensor).view(how.lane)
+        lanes = tensor.itemsize // how.lane.itemsize  # of each element
+        counts = [numel * lanes for numel in parts]
+        if op is Op.SUM and library_sums(how.wide) and values.numel() <= CHUNK_ELEMENTS:
+            total = torch.empty(counts[self.rank], dtype=how.wide)
+            wide = values.to(how.wide)
+            self._library_bytes += wide.nbytes
+            self._comm.Reduce_scatter(buffer_of(wide), buffer_of(total), counts, MPI.SUM)
+        else:
+            total = pairwise_reduce_scatter(self.wire, values.split(counts), how)
+        result = total if how.wide is how.lane else torch.empty_like(total, dtype=how.lane)
+        _finish(total, scale, result)
+        return result.view(tensor.dtype)
+
+    # -- tensors of all shapes --------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Tell the shapes; then gather small tensors by the library, large ones by messages."""
+        check_tensor(tensor)
+        self.meet(f"all_gather of {name_of(tensor.dtype)}")
+        shapes: list[torch.Size] = self._comm.allgather(tensor.shape)
+        mine = flat_of(tensor)
+        numels = [shape.numel() for shape in shapes]
+        if sum(numels) * tensor.itemsize < _GATHER_BYTES:
+            packed = torch.empty(sum(numels), dtype=tensor.dtype)
+            counts = [numel * tensor.itemsize for numel in numels]
+            self._library_bytes += mine.nbytes
+            self._comm.Allgatherv(bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE])
+            gathered = [part.clone() for part in packed.split(numels)]
+        else:
+            gathered = [torch.empty(numel, dtype=tensor.dtype) for numel in numels]
+            pairwise_alltoall_(self.wire, [mine] * self.size, gathered)
+        return [part.view(shape) for part, shape in zip(gathered, shapes, strict=True)]
+
+    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tell the shapes, then exchange by messages."""
+        for tensor in tensors:
+            check_tensor(tensor)
+        check_alltoall(tensors, self.size)
+        dtype = tensors[0].dtype
+        self.meet(f"alltoall of {name_of(dtype)}")
+        shapes: list[torch.Size] = self._comm.alltoall([tensor.shape for tensor in tensors])
+        received = [torch.empty(shape.numel(), dtype=dtype) for shape in shapes]
+        pairwise_alltoall_(self.wire, [flat_of(tensor) for tensor in tensors], received)
+        return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Broadcast the bytes of ``tensor``."""
+        """Broadcast the bytes of ``tensor`` in chunks."""
+        check_tensor(tensor)
         check_rank(root, self.size, "root")
-        self.meet()
+        self.meet(f"broadcast of {describe(tensor)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
+                self._library_bytes += chunk.nbytes
                 self._comm.Bcast(bytes_of(chunk), root)
         return FINISHED
+
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
+        """Send the bytes of ``tensor``."""
+        check_tensor(tensor)
+        check_rank(dest, self.size, "dest")
+        self.wire.send(flat_of(tensor), dest, _users(tag))
+
+    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        """Receive the bytes of ``tensor``."""
+        check_tensor(tensor)
+        check_rank(source, self.size, "source")
+        with flattened(tensor) as values:
+            try:
+                self.wire.receive_(values, source, _users(tag))
+            except MPI.Exception as error:
+                if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                    raise
+                raise CommError(
+                    f"recv_ takes what rank {source} sends into a tensor of the same size, got "
+                    f"more than its {values.nbytes} bytes; make it as large as the sender's"
+                ) from error
+
+    # -- objects ----------------------------------------------------------------------------
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
         """Broadcast a pickle."""
         check_rank(root, self.size, "root")
-        self.meet()
+        self.meet(f"broadcast of an object from rank {root}")
         result: T = self._objects.bcast(value, root)
         return result
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Gather pickles on ``root``."""
         check_rank(root, self.size, "root")
-        self.meet()
+        self.meet(f"gather of objects on rank {root}")
         result: list[T] | None = self._objects.gather(value, root)
         return result
 
     def allgather_object(self, value: T) -> list[T]:
         """Gather pickles everywhere."""
-        self.meet()
+        self.meet("gather of objects everywhere")
         result: list[T] = self._objects.allgather(value)
         return result
-
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send the bytes of ``tensor``."""
-        check_rank(dest, self.size, "dest")
-        for chunk in tensor.contiguous().view(-1).split(CHUNK_ELEMENTS):
-            wait_request(self._comm.Isend(bytes_of(chunk), dest, tag), partial(self._check, dest))
-
-    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Receive the bytes of ``tensor``."""
-        check_rank(source, self.size, "source")
-        with flattened(tensor) as values:
-            for chunk in values.split(CHUNK_ELEMENTS):
-                wait_request(
-                    self._comm.Irecv(bytes_of(chunk), source, tag), partial(self._check, source)
-                )
-
-    def barrier(self) -> None:
-        """Meet."""
-        self.meet()
 
     def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001
         """Gather the refusals and raise them everywhere."""
         raise_if_any(self.allgather_object(None if ok else message))
 
+    # -- the ranks --------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Meet."""
+        self.meet()
+
+    def meet(self, call: str = "barrier") -> None:
+        """Return when every rank is here for the same ``call``; sleep meanwhile.
+
+        Raises:
+            MismatchError: another rank is about to do something else; on every rank.
+        """
+        meet(self._comm, call, self._watch)
+
+    def group(self, ranks: Sequence[int]) -> "Communicator | None":
+        """Split the ranks off."""
+        check_group(ranks, self.size)
+        self.meet(f"group of ranks {list(ranks)}")
+        return self._make_group(self._comm, ranks)
+
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""
         return Bucket(torch.zeros(numel, dtype=dtype))
+
+    def traffic(self) -> Traffic:
+        """Return what was sent by messages and given to the library."""
+        sent = self._library_bytes + self.wire.num_bytes_sent
+        return Traffic(rail_bytes=sent, waited_s=self._watch.waited_s)
 
     def close(self) -> None:
         """Free the MPI communicator."""
         self._comm.Free()
 
-    def meet(self) -> None:
-        """Return when every rank is here; sleep meanwhile and look for lost ranks."""
-        wait_request(self._comm.Ibarrier(), self._check)
+    def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
+        if how.op is Op.SUM and library_sums(total.dtype):
+            self._library_bytes += total.nbytes
+            self._comm.Allreduce(MPI.IN_PLACE, buffer_of(total))
+        elif total.nbytes < _HALVING_BYTES:
+            doubling_allreduce_(self.wire, total, how)
+        else:
+            halving_allreduce_(self.wire, total, how)
+
+    def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
+        if self.rank not in ranks:
+            comm.Split(MPI.UNDEFINED)
+            return None
+        members = cast("MPI.Intracomm", comm.Split(0, ranks.index(self.rank)))
+        of_world = [self._world_ranks[rank] for rank in ranks]
+        return MpiCommunicator(members, watch=self._watch, world_ranks=of_world)
 
 
-def check(tensor: Tensor, scale: float | None) -> None:
-    """Refuse what cannot be summed, and a factor for integers, which would round in silence."""
-    summed_as(tensor.dtype)
-    if tensor.device.type != "cpu":
-        raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
-    if scale is not None and not tensor.is_floating_point():
-        raise CommError(f"scale needs a floating point tensor, got {tensor.dtype} and {scale}")
+def _users(tag: int) -> int:
+    """Keep messages of the user apart from those of collectives, which have tag 0."""
+    if not 0 <= tag < 32767:  # what MPI promises at least
+        raise CommError(f"tag must be from 0 to 32766, got {tag}")
+    return tag + 1
 
 
-def check_rank(rank: int, size: int, name: str) -> None:
-    """Refuse a rank that the communicator does not have."""
-    if not 0 <= rank < size:
-        raise CommError(f"{name} must be a rank from 0 to {size - 1}, got {rank}")
-
-
-@contextmanager
-def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the elements of a tensor of any layout as a flat one, and put changes back."""
-    values = tensor.detach().contiguous().view(-1)
-    yield values
-    if values.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(values.view(tensor.shape))
+def _finish(total: Tensor, scale: float | None, out: Tensor) -> None:
+    """Write ``total``, times ``scale``, into ``out``, in one pass over both."""
+    if total is out:
+        if scale is not None:
+            out.mul_(scale)
+        return
+    for wide, piece in zip(total.split(_SCALE_ELEMENTS), out.split(_SCALE_ELEMENTS), strict=True):
+        piece.copy_(wide if scale is None else wide.mul_(scale))

@@ -1,12 +1,24 @@
 """A world of one rank: nothing moves, and nothing is scaled."""
 
+from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
+from hpctrain.comm.arguments import (
+    check_alltoall,
+    check_group,
+    check_rank,
+    check_scale,
+    check_tensor,
+    flat_of,
+    part_numels,
+)
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, Work
 from hpctrain.errors import CommError
 
@@ -19,22 +31,59 @@ class SerialCommunicator:
     rank = 0
     size = 1
 
-    def allreduce_(self, tensor: Tensor | Bucket, *, scale: float | None = None) -> Work:
+    def allreduce_(
+        self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
         """Scale ``tensor``: the sum over one rank is already there."""
+        values = tensor.flat if isinstance(tensor, Bucket) else tensor
+        check_scale(values, scale)
+        combination(values.dtype, op)
         if scale is not None and scale != 1.0:
-            (tensor.flat if isinstance(tensor, Bucket) else tensor).mul_(scale)
+            scale_(values.detach(), scale)
         return FINISHED
 
-    def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:  # noqa: ARG002
+    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
+        """Scale a copy."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.allreduce_(result, op=op, scale=scale).wait()
+        return result
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        *,
+        op: Op = Op.SUM,
+        scale: float | None = None,
+        numels: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Scale a flat copy: the only part is all of it."""
+        part_numels(tensor.numel(), 1, numels)
+        return self.allreduce(tensor, op=op, scale=scale).view(-1)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return a copy."""
+        check_tensor(tensor)
+        return [flat_of(tensor).clone().view(tensor.shape)]
+
+    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return a copy of the only tensor."""
+        check_alltoall(tensors, 1)
+        return self.all_gather(tensors[0])
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
         """Leave ``tensor`` as it is."""
+        check_tensor(tensor)
+        check_rank(root, 1, "root")
         return FINISHED
 
-    def broadcast_object(self, value: T, root: int = 0) -> T:  # noqa: ARG002
+    def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return ``value``."""
+        check_rank(root, 1, "root")
         return value
 
-    def gather_object(self, value: T, root: int = 0) -> list[T] | None:  # noqa: ARG002
+    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Return ``[value]``."""
+        check_rank(root, 1, "root")
         return [value]
 
     def allgather_object(self, value: T) -> list[T]:
@@ -56,9 +105,18 @@ class SerialCommunicator:
         """Raise if not ``ok``."""
         raise_if_any([None if ok else message])
 
+    def group(self, ranks: Sequence[int]) -> "SerialCommunicator":
+        """Return this communicator: there is no other group."""
+        check_group(ranks, 1)
+        return self
+
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""
         return Bucket(torch.zeros(numel, dtype=dtype))
+
+    def traffic(self) -> Traffic:
+        """Return zeros."""
+        return Traffic()
 
     def close(self) -> None:
         """Hold nothing, give back nothing."""

@@ -11,46 +11,77 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.calls import bucket_call, describe_call
 from hpctrain.comm.mapping import Segment
+from hpctrain.comm.meeting import disagreement
 from hpctrain.comm.node_memory import NodeMemory
+from hpctrain.comm.ops import Combination
 from hpctrain.comm.semaphore import LINE_BYTES, Semaphore
+from hpctrain.comm.slices import chunks_of, combine, spread
 from hpctrain.comm.waiting import NodeBarrier
-from hpctrain.comm.work import Check
-from hpctrain.errors import CommError, MismatchError, NodeMemoryError
+from hpctrain.comm.watch import Watch
+from hpctrain.errors import CommError, NodeMemoryError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CHUNK_BYTES = 256 << 10
-"""One chunk of every rank's bucket and the running sum stay in a core's L2 cache."""
-ALIGN = 64
-"""Slices begin at a multiple of so many elements: no cache line has two writers."""
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-"""Added in float32 and rounded once."""
+_CELLS = LINE_BYTES // 8
+"""Numbers in the cache line of each rank."""
 
 
 class SharedMemory:
     """What the ranks of one node can do together; every method is collective over the node."""
 
     def __init__(
-        self, node: "MPI.Intracomm", memory: NodeMemory, *, spin: bool, check: Check
+        self,
+        node: "MPI.Intracomm",
+        memory: NodeMemory,
+        *,
+        spin: bool,
+        watch: Watch,
+        stage_bytes: int = 0,
     ) -> None:
+        """Take what the levels need in one piece: cells to compare, semaphores, the stage.
+
+        Args:
+            node: the ranks that share memory.
+            memory: how they do.
+            spin: whether each has a core of its own, so that a short wait may keep it.
+            watch: looks at the others during waits.
+            stage_bytes: of each rank, for ``stage``.
+
+        Raises:
+            NodeMemoryError: there is not enough memory; on every rank of the node.
+        """
         self.local_rank = node.rank
         self.local_size = node.size
+        self.turn = 0
+        """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
+        place of one meeting may be read until that rank comes to the next but one."""
+        self.num_bytes = 0
+        """Bytes that this rank has read and written in node memory so far."""
         self._node = node
         self._memory = memory
         self.memory_name = memory.name
         self._num_buckets = 0
         self._is_closed = False
-        self._control = self._allocate(self.local_size * LINE_BYTES)
-        # Which bucket each rank is at: one cache line each, in the first rank's segment.
-        lines = np.frombuffer(memoryview(self._control[0]), np.int64).reshape(self.local_size, -1)
-        self._at = lines[:, 0]
-        self._barrier = self._make_barrier(spin=spin, check=check)
+        num_rounds = (self.local_size - 1).bit_length()
+        cell_bytes = self.local_size * LINE_BYTES
+        head_bytes = cell_bytes + num_rounds * LINE_BYTES
+        self._segments = self._allocate(head_bytes + stage_bytes)
+        # What each rank is about to do: one cache line each, in the first rank's segment.
+        cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
+        self._calls = cells.data
+        rows = [_semaphores(segment, cell_bytes, num_rounds) for segment in self._segments]
+        self._barrier = self._make_barrier(rows, spin=spin, watch=watch)
+        self.stage = tuple(
+            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
+            for segment in self._segments
+            if stage_bytes
+        )
+        """Bytes of every rank, by local rank, for what passes through."""
 
     def barrier(self) -> None:
         """Return when all ranks of the node are here.
@@ -64,21 +95,23 @@ class SharedMemory:
             )
         self._barrier.wait()
 
-    def _meet_at(self, bucket: Bucket) -> None:
-        """Return when all ranks of the node have filled this bucket.
+    def meet(self, call: int, text: str = "") -> None:
+        """Return when all ranks of the node are about to make the same ``call``.
+
+        Args:
+            call: what this rank is about to do, see ``calls``.
+            text: the same in words, where the number does not tell.
 
         Raises:
-            MismatchError: another rank is at another bucket; on every rank.
+            MismatchError: another rank is about to do something else; on every rank.
         """
-        self._at[self.local_rank] = bucket.number
+        turn = self.turn
+        self._calls[self.local_rank * _CELLS + turn] = call
         self.barrier()
-        if not (self._at == bucket.number).all():
-            numbers = ", ".join(map(str, self._at.tolist()))
-            raise MismatchError(
-                f"ranks of a node must reduce the same buckets in the same order, they are at "
-                f"number {numbers}; the order of collectives, or of the gradients of several "
-                f"optimizers, differs between ranks"
-            )
+        calls = self._calls[turn::_CELLS].tolist()
+        self.turn = 1 - turn
+        if calls.count(call) != self.local_size:
+            raise disagreement(self._node.allgather(text or describe_call(call)))
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
@@ -88,34 +121,31 @@ class SharedMemory:
         """
         self._num_buckets += 1
         segments = self._allocate(max(numel * dtype.itemsize, 1))
-        peers = (
-            tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments) if numel else ()
-        )
-        if not peers:
+        if numel == 0:
             return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets)
-        own = slice_bounds(numel, self.local_size, self.local_rank)
-        of_peer = [peer[own].split(CHUNK_BYTES // dtype.itemsize) for peer in peers]
-        chunks = tuple(parts for parts in zip(*of_peer, strict=True) if parts[0].numel())
+        peers = tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments)
+        chunks = chunks_of(peers, self.local_rank)
         return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets)
 
-    def allreduce_(self, bucket: Bucket, scale: float | None) -> None:
+    def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Sum the bucket over the node and write the sum back in the same pass."""
-        self._meet_at(bucket)
+        self.meet(bucket_call(bucket.number))
         for parts in bucket.chunks:
-            total = _sum(parts)
-            _publish(total, parts, scale)
+            spread(combine(parts, combination, scale), parts, combination)
+        self._count(2, bucket)
         self.barrier()
 
-    def node_sum(self, bucket: Bucket, scale: float | None) -> None:
+    def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
-        self._meet_at(bucket)
         for parts in bucket.chunks:
-            _publish(_sum(parts), parts[:1], scale)
+            spread(combine(parts, combination, scale), parts[:1], combination)
+        self._count(1, bucket)
 
-    def publish(self, bucket: Bucket, scale: float | None) -> None:
+    def publish(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
         for parts in bucket.chunks:
-            _publish(parts[0], parts, scale)
+            spread(combine(parts[:1], combination, scale), parts, combination)
+        self._count(1, bucket)
         self.barrier()
 
     def close(self) -> None:
@@ -124,6 +154,7 @@ class SharedMemory:
         self._node.Free()
 
     def _allocate(self, num_bytes: int) -> Sequence[Segment]:
+        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all."""
         refusal, segments = None, None
         try:
             segments = self._memory.allocate(self._node, num_bytes)
@@ -134,43 +165,23 @@ class SharedMemory:
             raise NodeMemoryError(refusals[0])
         return segments
 
-    def _make_barrier(self, *, spin: bool, check: Check) -> NodeBarrier:
-        num_rounds = (self.local_size - 1).bit_length()
-        self._semaphores = self._allocate(max(num_rounds, 1) * LINE_BYTES)
-        rows = [_semaphores(segment, num_rounds) for segment in self._semaphores]
-        for semaphore in rows[self.local_rank]:
+    def _count(self, passes: int, bucket: Bucket) -> None:
+        """Count passes in which this rank touched its slice in the buckets of all ranks."""
+        self.num_bytes += passes * bucket.numel * bucket.flat.itemsize
+
+    def _make_barrier(
+        self, rows: list[list[Semaphore]], *, spin: bool, watch: Watch
+    ) -> NodeBarrier:
+        mine = rows[self.local_rank]
+        for semaphore in mine:
             semaphore.initialise()
         self._node.Barrier()
         next_ones = [
-            rows[(self.local_rank + (1 << k)) % self.local_size][k] for k in range(num_rounds)
+            rows[(self.local_rank + (1 << k)) % self.local_size][k] for k in range(len(mine))
         ]
-        return NodeBarrier(rows[self.local_rank], next_ones, spin=spin, check=check)
+        return NodeBarrier(mine, next_ones, spin=spin, watch=watch)
 
 
-def slice_bounds(numel: int, num_parts: int, part: int) -> slice:
-    """Cut ``numel`` elements into ``num_parts`` slices that differ by at most one cache line."""
-    lines = -(-numel // ALIGN)
-    first, last = part * lines // num_parts, (part + 1) * lines // num_parts
-    return slice(min(first * ALIGN, numel), min(last * ALIGN, numel))
-
-
-def _semaphores(segment: Segment, count: int) -> list[Semaphore]:
-    base = ctypes.addressof(segment)
+def _semaphores(segment: Segment, offset: int, count: int) -> list[Semaphore]:
+    base = ctypes.addressof(segment) + offset
     return [Semaphore(base + k * LINE_BYTES) for k in range(count)]
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add the ranks' chunks in rank order; 16-bit floats are added in float32 and rounded once."""
-    first, *others = parts
-    total = first.float() if first.dtype in LOW_PRECISION else first
-    for other in others:
-        total.add_(other)
-    return total
-
-
-def _publish(total: Tensor, parts: Sequence[Tensor], scale: float | None) -> None:
-    if scale is not None:
-        total.mul_(scale)
-    for part in parts:
-        if part is not total:
-            part.copy_(total)

@@ -1,11 +1,11 @@
-"""How ranks wait for each other: a short spin, then sleep, looking for lost ranks meanwhile."""
+"""How ranks wait for each other: a short spin, then sleep, with an eye on the others."""
 
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.semaphore import Semaphore
-from hpctrain.comm.work import Check
+from hpctrain.comm.watch import Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 SPIN_S = 50e-6
 """Peers that do the same work arrive within this time; sleeping costs about as much."""
 SLICE_S = 0.1
-"""Between two looks for a lost rank."""
-_NAP_S = (20e-6, 1e-3)
-"""First and longest pause between two tests of an MPI request."""
+"""Between two looks at the others."""
+_NAP_S = (20e-6, 500e-6)
+"""Shortest and longest pause between two tests of an MPI request."""
+_NAP_SHARE = 0.05
+"""Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
 
 
 class NodeBarrier:
@@ -34,43 +36,58 @@ class NodeBarrier:
         next_ones: Sequence[Semaphore],
         *,
         spin: bool,
-        check: Check,
+        watch: Watch,
     ) -> None:
         """Take the semaphores of each round: ``mine`` to wait for, ``next_ones`` to post."""
         self._rounds = tuple(zip(mine, next_ones, strict=True))
         self._spin_s = SPIN_S if spin else 0.0
-        self._check = check
+        self._watch = watch
 
     def wait(self) -> None:
         """Return when all ranks of the node are here."""
         for mine, next_one in self._rounds:
             next_one.post()
-            self._take(mine)
+            if not mine.try_wait():
+                self._take(mine)
 
     def _take(self, semaphore: Semaphore) -> None:
-        if semaphore.try_wait():
-            return
-        end = time.perf_counter() + self._spin_s
+        start = time.perf_counter()
+        end = start + self._spin_s
         while time.perf_counter() < end:
             if semaphore.try_wait():
+                self._watch.waited_s += time.perf_counter() - start
                 return
         while not semaphore.wait(SLICE_S):
-            self._check()
+            self._watch.look(time.perf_counter() - start)
+        self._watch.waited_s += time.perf_counter() - start
 
 
-def wait_request(request: "MPI.Request", check: Check) -> None:
-    """Return when an MPI request is complete, without burning the core while a peer is late."""
+def wait_request(
+    request: "MPI.Request", watch: Watch, partner: int | None = None, over: str = ""
+) -> None:
+    """Return when an MPI request is complete, without burning the core while a peer is late.
+
+    Args:
+        request: of a non-blocking call.
+        watch: looks at the others meanwhile.
+        partner: the world rank at the other end, None for all ranks.
+        over: the link to it, for messages.
+    """
     if request.Test():
         return
-    end = time.perf_counter() + SPIN_S
+    start = time.perf_counter()
+    end = start + SPIN_S
     while time.perf_counter() < end:
         if request.Test():
+            watch.waited_s += time.perf_counter() - start
             return
-    nap, longest = _NAP_S
-    next_check = time.perf_counter() + SLICE_S
+    shortest, longest = _NAP_S
+    next_look = start + SLICE_S
+    now = start
     while not request.Test():
-        time.sleep(nap)
-        nap = min(1.5 * nap, longest)
-        if time.perf_counter() > next_check:
-            check()
-            next_check = time.perf_counter() + SLICE_S
+        time.sleep(min(max(_NAP_SHARE * (now - start), shortest), longest))
+        now = time.perf_counter()
+        if now > next_look:
+            watch.look(now - start, partner, over)
+            next_look = now + SLICE_S
+    watch.waited_s += time.perf_counter() - start

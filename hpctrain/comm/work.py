@@ -1,6 +1,5 @@
 """Handles of operations that may still be under way."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -42,8 +41,3 @@ class ThreadWork:
     def done(self) -> bool:
         """Say whether the thread has carried it out."""
         return self._future.done()
-
-
-Check = Callable[..., None]
-"""Looks for lost ranks while somebody waits, as ``Presence.check`` does: raises ``RankLostError``
-if there is one, or if the rank that is given as the only one waited for is."""

@@ -42,12 +42,12 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         name: accepted for Horovod's scripts; the order of calls decides what belongs together.
         compression: not supported yet; None.
         op: ``Average`` (the default) or ``Sum``. Averages of integers are rounded towards zero.
-        prescale_factor: factor of every rank's tensor; floating point only.
-        postscale_factor: factor of the result; floating point only.
+        prescale_factor: factor of every rank's tensor; floating point and complex only.
+        postscale_factor: factor of the result; floating point and complex only.
         process_set: not supported yet; None, for all ranks.
 
     Raises:
-        ConfigError: an argument is not valid.
+        ConfigError: an argument is not valid, or there is no average of this dtype.
         CommError: tensors of this dtype cannot be summed.
     """
     require_default("compression", compression, None)
@@ -70,14 +70,17 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     """
     require_default("process_set", process_set, None)
     comm = current().comm
-    divisor = comm.size if _operation(average, op) is Average else 1
-    if tensor.is_floating_point():
+    is_average = _operation(average, op) is Average
+    divisor = comm.size if is_average else 1
+    if tensor.is_floating_point() or tensor.is_complex():
         # The factors commute with the sum, so they are applied once, in its last pass.
         scale = prescale_factor * postscale_factor / divisor
         comm.allreduce_(tensor, scale=None if scale == 1.0 else scale).wait()
         return tensor
     require_default("prescale_factor", prescale_factor, 1.0)
     require_default("postscale_factor", postscale_factor, 1.0)
+    if is_average and not (tensor.dtype.is_signed or tensor.dtype is torch.uint8):
+        raise ConfigError(f"there is no average of {tensor.dtype}; use op=Sum, or convert it")
     comm.allreduce_(tensor).wait()
     return tensor if divisor == 1 else tensor.div_(divisor, rounding_mode="trunc")
 

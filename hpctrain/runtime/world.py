@@ -2,7 +2,6 @@
 
 import atexit
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,11 @@ from hpctrain import config, logs
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect, find_world
+from hpctrain.comm.observed import observed
 from hpctrain.comm.plan import Plan
-from hpctrain.comm.trace import TracedCommunicator
+from hpctrain.comm.statistics import Statistics, wanted_statistics
+from hpctrain.comm.threaded import ThreadedCommunicator
+from hpctrain.comm.trace import Trace
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.abort import FailureHooks, install
@@ -30,11 +32,13 @@ class World:
     comm: Communicator
     topology: Topology
     plan: Plan
+    plan_origin: str
+    """What the plan was chosen by, for people."""
     settings: Settings
     presence: "Presence | None"
     """Who is still there; None in a world of one."""
-    thread: ThreadPoolExecutor | None
-    """Carries gradients beside backward, where the plan wants it: one, for all optimizers."""
+    statistics: Statistics | None
+    """What the collectives cost, where that is wanted."""
     hooks: FailureHooks | None
     """What ends all ranks when this one fails; None in a world of one."""
 
@@ -79,27 +83,31 @@ def join(settings: Settings) -> None:
     found = connect(ranks, settings, threads)
     if ranks:
         torch.set_num_threads(found.plan.threads)
-    comm: Communicator = TracedCommunicator(found.comm) if settings.trace else found.comm
+    trace = Trace() if settings.trace else None
+    statistics = wanted_statistics(found.comm, found.plan.measured, here=settings.stats)
     _world = World(
-        comm=comm,
+        comm=_beside(found.plan, observed(found.comm, trace, statistics)),
         topology=found.topology,
         plan=found.plan,
+        plan_origin=found.plan_origin,
         settings=settings,
         presence=found.presence,
-        thread=_thread(found.plan),
+        statistics=statistics,
         hooks=hooks,
     )
     logs.setup(found.topology.rank, found.topology.size, settings.log_dir)
     _report(found)
-    if found.presence is not None:
+    if found.presence is not None or statistics is not None:
         atexit.register(shutdown)
 
 
-def _thread(plan: Plan) -> ThreadPoolExecutor | None:
-    return ThreadPoolExecutor(1, "hpctrain-comm") if plan.overlap == "thread" else None
+def _beside(plan: Plan, comm: Communicator) -> Communicator:
+    """Give the communicator the thread that the plan wants: one, for all optimizers."""
+    return ThreadedCommunicator(comm) if plan.overlap == "thread" else comm
 
 
 def _report(found: Connection) -> None:
+    logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
     notes = found.comm.gather_object([*config.unknown_variables(), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
@@ -118,9 +126,10 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if leaving.presence is not None and leaving.hooks is not None:
         leave(leaving.presence, leaving.hooks)
-        if leaving.thread is not None:
-            leaving.thread.shutdown()
-        leaving.comm.close()
+    if leaving.statistics is not None:
+        leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+    leaving.comm.close()
+    if leaving.hooks is not None:
         leaving.hooks.uninstall()
 
 

@@ -143,7 +143,7 @@ def _reducer(
     if here.comm.size == 1:
         return None
     owner = weakref.ref(optimizer)
-    reduction = Reduction(here.comm, here.plan, Identity(), here.thread, average=average)
+    reduction = Reduction(here.comm, here.plan, Identity(), average=average)
     return Reducer(reduction, lambda: _trained(owner(), names), passes=passes)
 
 

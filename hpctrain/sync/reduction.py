@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
-from hpctrain.comm.work import FINISHED, ThreadWork, Work
+from hpctrain.comm.threaded import ThreadedCommunicator
+from hpctrain.comm.work import FINISHED, Work
 from hpctrain.compress.codec import Codec
 from hpctrain.errors import CommError
 from hpctrain.sync.gradient_buckets import GradientBucket, NamedParameters, Slot, build_buckets
@@ -23,25 +23,22 @@ class Reduction:
         comm: Communicator,
         plan: Plan,
         codec: Codec,
-        thread: Executor | None,
         *,
         average: bool,
     ) -> None:
         """Take what is needed; ``build`` lays the buckets out.
 
         Args:
-            comm: the ranks.
+            comm: the ranks; one with a thread carries the buckets beside backward.
             plan: when buckets travel, and how large they are.
             codec: what a bucket travels as.
-            thread: carries the buckets, where the plan wants a thread; the same for all
-                reductions, so that they do not meet on the wire.
             average: divide the sum by the number of ranks, weighted by samples.
         """
         self.count = SampleCount(comm)
         self.average = average
         self.exposed_seconds = 0.0
         self.slot_of: dict[torch.Tensor, Slot] = {}
-        self._comm, self._plan, self._codec, self._thread = comm, plan, codec, thread
+        self._comm, self._plan, self._codec = comm, plan, codec
         self._buckets: list[GradientBucket] = []
         self._scale: float | None = None
         self.forget()
@@ -130,8 +127,8 @@ class Reduction:
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks: on the thread if there is one, else here."""
-        if self._thread is not None:
-            return ThreadWork(self._thread.submit(function, *args))
+        if isinstance(self._comm, ThreadedCommunicator):
+            return self._comm.submit(function, *args)
         self._clocked(lambda: function(*args))
         return FINISHED
 

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from hpctrain.checkpoint.plain import save_on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan import Plan
+from hpctrain.comm.plan_file import StoredPlan
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError
 from hpctrain.logs import logger
@@ -59,6 +61,7 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], *, dry_run: boo
     task = build(loaded.config, comm)
     _describe(console, here, task, directory)
     if dry_run:
+        _describe_measurements(console, here.plan)
         console.print("dry run: everything is built, nothing was trained")
         return
     with agreed(comm):
@@ -66,7 +69,10 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], *, dry_run: boo
             directory.create(
                 text,
                 environment(),
-                {"topology": dict(here.topology.describe()), "plan": here.plan.as_dict()},
+                {
+                    "topology": dict(here.topology.describe()),
+                    **StoredPlan.of(here.topology, here.plan).as_dict(),
+                },
             )
     outcome = _train(task, directory, comm, console)
     if comm.rank == 0 and loaded.config.log.plots:
@@ -150,9 +156,18 @@ def _describe(console: Console, here: world.World, task: Task, directory: RunDir
     for title, part in (
         (config.name, rows),
         ("topology", here.topology.describe()),
-        ("plan", here.plan.describe()),
+        ("plan", [*here.plan.describe(), ("chosen by", here.plan_origin)]),
     ):
         console.print(_table(title, part))
+
+
+def _describe_measurements(console: Console, plan: Plan) -> None:
+    for what, title in (("rail", "parts between nodes"), ("tensors", "other tensors")):
+        if rows := plan.measurements(what):
+            table = Table(*rows[0], title=title, title_justify="left", title_style="bold")
+            for row in rows[1:]:
+                table.add_row(*row)
+            console.print(table)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -20,11 +20,11 @@ def test_help_has_every_command_and_examples():
     for words in ([], ["--help"], ["-h"]):
         result = CliRunner().invoke(main.app, words)
         assert result.exit_code == 0
-        for text in ("train", "launch", "hpctrain launch -n 4 hpctrain train my.toml"):
+        for text in ("train", "launch", "bench", "hpctrain launch -n 4 hpctrain train my.toml"):
             assert text in result.output
 
 
-@pytest.mark.parametrize("command", ["train", "launch"])
+@pytest.mark.parametrize("command", ["train", "launch", "bench"])
 def test_each_command_has_help_with_examples(command):
     result = CliRunner().invoke(main.app, [command, "--help"])
     assert result.exit_code == 0

@@ -2,9 +2,18 @@
 
 import pytest
 
-from hpctrain.cluster.memory import available_bytes
+from hpctrain.cluster.memory import Room, available_bytes, rooms, shortage
+from hpctrain.units import GIB, MIB
 
-GIB = 1 << 30
+STATISTICS = {
+    1: {
+        "active_file": "total_active_file",
+        "inactive_file": "total_inactive_file",
+        "file_dirty": "total_dirty",
+        "file_writeback": "total_writeback",
+    },
+    2: {},
+}
 
 
 @pytest.fixture
@@ -18,17 +27,18 @@ def left(machine):
     return available_bytes(machine / "meminfo", machine / "groups", machine / "membership")
 
 
-def join(machine, version, group, *, allowed, used, droppable=0):
+def join(machine, version, group, *, allowed, used, **statistics):
     """Put this process into a control group."""
     tree = "groups" if version == 2 else "groups/memory"
     folder = machine / tree / group
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current", "inactive_file")
+    names = ("memory.max", "memory.current")
     if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / names[0]).write_text(f"{allowed}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {droppable}\n")
+    lines = [f"{STATISTICS[version].get(name, name)} {n}\n" for name, n in statistics.items()]
+    (folder / "memory.stat").write_text("anon 1\n" + "".join(lines))
     line = f"0::/{group}" if version == 2 else f"4:memory:/{group}"
     (machine / "membership").write_text(f"{line}\n")
 
@@ -56,8 +66,23 @@ def test_the_limit_of_a_parent_counts(machine, version):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_pages_of_files_that_can_be_dropped_are_left(machine, version):
-    join(machine, version, "job", allowed=8 * GIB, used=7 * GIB, droppable=6 * GIB)
+    join(
+        machine,
+        version,
+        "job",
+        allowed=8 * GIB,
+        used=7 * GIB,
+        active_file=GIB,
+        inactive_file=5 * GIB,
+    )
     assert left(machine) == 7 * GIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_must_first_be_written_are_not_left(machine, version):
+    files = {"inactive_file": 3 * GIB, "file_dirty": GIB, "file_writeback": GIB}
+    join(machine, version, "job", allowed=8 * GIB, used=7 * GIB, **files)
+    assert left(machine) == 2 * GIB
 
 
 def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
@@ -66,3 +91,52 @@ def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
 
 def test_this_machine_has_some():
     assert available_bytes() > 0
+
+
+def machine_of(left_bytes):
+    return Room((0, 0), "this machine", left_bytes)
+
+
+def test_the_ranks_of_a_node_take_together():
+    ranks = [[machine_of(8 * GIB)]] * 4
+    assert shortage(ranks, GIB) is None
+    text = shortage(ranks, 2 * GIB)
+    assert "need 8.0 GiB" in text
+    assert "4 x 2.0 GiB" in text
+    assert "8.0 GiB are left in this machine" in text
+
+
+def test_a_page_table_of_all_for_each_rank_is_counted():
+    # 256 ranks that map 64 MiB of each: half as much again, for the tables.
+    ranks = [[machine_of(20 * GIB)]] * 256
+    assert shortage(ranks, 64 * MIB) is not None
+    assert shortage([[machine_of(27 * GIB)]] * 256, 64 * MIB) is None
+
+
+def test_a_group_counts_the_ranks_that_are_in_it():
+    def group(number, left_bytes):
+        return Room((1, number), f"group {number}", left_bytes)
+
+    apart = [[machine_of(8 * GIB), group(n, 2 * GIB)] for n in range(2)]
+    assert shortage(apart, GIB) is None
+    assert "in group 0" in shortage(apart, 2 * GIB)
+    together = [[machine_of(8 * GIB), group(0, 2 * GIB)] for _ in range(2)]
+    assert "in group 0" in shortage(together, GIB)
+
+
+def test_what_the_last_rank_sees_counts():
+    assert shortage([[machine_of(8 * GIB)], [machine_of(GIB)]], GIB) is not None
+
+
+def test_without_facts_nothing_is_refused():
+    assert shortage([[], []], 1 << 50) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_is_known_by_its_folder(machine, version):
+    join(machine, version, "job", allowed=GIB, used=0)
+    place = [machine / name for name in ("meminfo", "groups", "membership")]
+    assert rooms(*place) == rooms(*place)
+    names = [room.name for room in rooms(*place)]
+    assert names[0] == "this machine"
+    assert names[1].endswith("/job")

@@ -157,3 +157,14 @@ def test_description_of_a_thousand_nodes_is_short():
     assert rows["nodes"].startswith("n0: 0; n1: 1;")
     assert rows["nodes"].endswith("... 992 more ...; n999: 999")
     assert len(rows["nodes"]) < 200
+
+
+def test_a_group_keeps_who_is_with_whom_and_counts_its_ranks_anew():
+    facts = [RankFacts(host=host, cores=(0, 1)) for host in ("a", "b", "a", "b", "c")]
+    group = Topology.from_facts(facts, 3).of_group([4, 3, 0, 1])
+    assert (group.rank, group.size, group.num_nodes) == (1, 4, 3)
+    assert group.nodes == ((0,), (1, 3), (2,))
+    assert group.hosts == ("c", "b", "a")
+    assert (group.node, group.local_rank, group.core_peers) == (1, 0, (1, 3))
+    with pytest.raises(TopologyError, match="rank 3 is not in the group 0-1"):
+        Topology.from_facts(facts, 3).of_group([0, 1])

@@ -9,11 +9,11 @@ from hpctrain.comm.factory import Connection, connect, find_world
 from hpctrain.config import Settings
 
 PATHS = {
-    "flat MPI": Settings(shared_memory="off"),
-    "one node": Settings(),
-    "MPI window": Settings(shared_memory="window"),
-    "nodes of one": Settings(ranks_per_node=1),
-    "nodes of two": Settings(ranks_per_node=2),  # unequal at 3 ranks
+    "flat MPI": Settings(probe="off", shared_memory="off"),
+    "one node": Settings(probe="off"),
+    "MPI window": Settings(probe="off", shared_memory="window"),
+    "nodes of one": Settings(probe="off", ranks_per_node=1),
+    "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal at 3 ranks
 }
 
 

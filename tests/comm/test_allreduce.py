@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.ops import Op
 from hpctrain.config import Settings
-from hpctrain.errors import CommError
+from hpctrain.errors import CommError, MismatchError
 from tests.comm.conftest import close
 
 DTYPES = (
@@ -111,10 +112,61 @@ def test_integers_take_no_scale(comm):
         comm.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5)
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_an_operation_without_meaning_is_refused_by_name(comm):
+    with pytest.raises(CommError, match="min needs values that have an order, got complex64"):
+        comm.allreduce_(torch.ones(3, dtype=torch.complex64), op=Op.MIN)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_sum_out_of_place_leaves_its_argument(world, comm):
+    tensor = torch.full((4, 6), 1j * world.rank, dtype=torch.complex64)[:, ::2]
+    result = comm.allreduce(tensor, scale=2.0)
+    assert result.is_contiguous()
+    assert torch.equal(result, torch.full((4, 3), 1j * world.size * (world.size - 1)))
+    assert torch.equal(tensor, torch.full((4, 3), 1j * world.rank))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_conjugate_view_and_a_parameter_are_summed(world, comm):
+    plain = torch.full((3,), 1 + 2j)
+    comm.allreduce_(plain.conj()).wait()
+    assert torch.equal(plain, torch.full((3,), (1 + 2j) * world.size))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    comm.allreduce_(parameter).wait()
+    assert parameter.tolist() == [world.size] * 2
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "settings", [Settings(shared_memory="off"), Settings()], ids=("mpi", "node")
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [100, 3_000_000])
+def test_ranks_that_disagree_about_a_sum_all_learn_it(world, settings, dtype, numel):
+    connection = connect(find_world(), settings)
+    last = world.rank == world.size - 1
+    mine = torch.zeros(numel + last, dtype=torch.float32 if last else dtype)
+    with pytest.raises(MismatchError, match="the same calls in the same order"):
+        connection.comm.allreduce_(mine).wait()
+    close(connection)
+
+
 @pytest.mark.ranks(2, 3, 4)
-def test_a_dtype_without_sums_is_refused_by_name(comm):
-    with pytest.raises(CommError, match="got complex64"):
-        comm.allreduce_(torch.ones(3, dtype=torch.complex64))
+@pytest.mark.parametrize("numel", [10, 100_003])
+def test_each_rank_gets_its_part_of_the_sum(world, comm, numel):
+    mine = torch.arange(numel) + world.rank
+    total = world.size * torch.arange(numel) + sum(range(world.size))
+    part = comm.reduce_scatter(mine)
+    before = [numel // world.size + (rank < numel % world.size) for rank in range(world.size)]
+    start = sum(before[: world.rank])
+    assert torch.equal(part, total[start : start + before[world.rank]])
+    all_to_last = [0] * (world.size - 1) + [numel]
+    part = comm.reduce_scatter(mine, op=Op.MAX, numels=all_to_last)
+    assert torch.equal(part, (torch.arange(numel) + world.size - 1)[: part.numel()])
+    assert part.numel() == all_to_last[world.rank]
+    with pytest.raises(CommError, match=f"{numel} elements in all"):
+        comm.reduce_scatter(mine, numels=[1] * world.size)
 
 
 @pytest.mark.ranks(2, 3, 4)

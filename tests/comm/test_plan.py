@@ -1,18 +1,44 @@
-"""The plan follows from facts by rule."""
+"""The plan follows from facts by rule, and survives a file."""
+
+import json
+from dataclasses import replace
 
 import pytest
 
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.comm.plan import choose_plan
+from hpctrain.comm.measurement import Measurement
+from hpctrain.comm.plan import Plan, choose_plan, rail_rule, tensors_rule
+from hpctrain.comm.size_table import SizeTable
 from hpctrain.config import Settings
+from hpctrain.errors import ConfigError
+from hpctrain.units import KIB
 
 
-def plan_for(num_ranks, num_cores, *, threads, per_node=None, cards=1, **settings):
+def topology_of(num_ranks, num_cores=64, *, per_node=None, cards=1):
     cores = tuple(range(num_cores))
     facts = [RankFacts(host="a", cores=cores, cards=cards) for _ in range(num_ranks)]
-    topology = Topology.from_facts(facts, 0, per_node)
-    chosen = Settings(**settings)
-    return choose_plan(topology, chosen, node_memory="memfd", threads=[threads] * num_ranks)
+    return Topology.from_facts(facts, 0, per_node)
+
+
+def plan_for(num_ranks, num_cores=64, *, threads=1, per_node=None, cards=1, **settings):
+    return choose_plan(
+        topology_of(num_ranks, num_cores, per_node=per_node, cards=cards),
+        Settings(**settings),
+        node_memory="memfd",
+        threads=[threads] * num_ranks,
+    )
+
+
+MEASURED = replace(
+    plan_for(8, per_node=2),
+    rail=SizeTable(((0, "doubling"), (16 * KIB, "ring"))),
+    measured=(
+        Measurement("rail", 4 * KIB, "doubling", (9e-6, 12.3e-6, 1e-3)),
+        Measurement("rail", 4 * KIB, "ring", (45.6e-6,)),
+        Measurement("rail", 64 * KIB, "ring", (1e-3, 2e-3)),
+        Measurement("tensors", 4 * KIB, "levels", (1e-3,)),
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +66,91 @@ def test_a_setting_beats_the_rule():
 def test_rails_are_twice_the_cards_and_no_more_than_the_smallest_node(
     num_ranks, per_node, cards, rails
 ):
-    assert plan_for(num_ranks, 64, threads=1, per_node=per_node, cards=cards).num_rails == rails
+    assert plan_for(num_ranks, per_node=per_node, cards=cards).num_rails == rails
 
 
-def test_the_description_names_the_path():
-    text = dict(plan_for(4, 8, threads=1, per_node=2).describe())["gradients take"]
-    assert text == "node memory (memfd), then 2 rails"
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 64, 70_000])
+def test_on_one_node_every_rank_reads_all_only_while_that_is_little(num_ranks):
+    table = tensors_rule(1, "memfd", num_ranks)
+    assert table.at(0) == "direct"
+    assert (table.at(1 << 30) == "slices") == (num_ranks > 2)
+    limits = [size for size, _ in table.steps[1:]]
+    assert all(size * (num_ranks - 2) <= 64 * KIB or size == 1 for size in limits)
+
+
+def test_between_nodes_tensors_take_the_levels_and_without_node_memory_the_library():
+    assert tensors_rule(2, "memfd", 2) == SizeTable(((0, "levels"),))
+    assert tensors_rule(2, "none", 2) == tensors_rule(1, "none", 4) == SizeTable(((0, "library"),))
+
+
+def test_a_group_keeps_the_tables_where_it_spans_nodes_as_all_ranks_do():
+    table = SizeTable(((0, "tree"),))
+    plan = replace(MEASURED, rail=table, tensors=SizeTable(((0, "library"),)))
+    several = plan.for_group(topology_of(3, per_node=1))
+    assert (several.rail, several.tensors) == (table, plan.tensors)
+    assert (several.num_rails, several.measured) == (1, ())
+    one = plan.for_group(topology_of(3))
+    assert (one.num_rails, one.tensors) == (0, tensors_rule(1, "memfd", 3))
+    assert one.for_group(topology_of(2)).tensors == one.tensors
+
+
+def test_a_group_without_node_memory_goes_by_the_library():
+    flat = choose_plan(topology_of(4, per_node=2), Settings(), node_memory="none", threads=[1] * 4)
+    for topology in (topology_of(2), topology_of(2, per_node=1)):
+        group = flat.for_group(topology)
+        assert (group.num_rails, group.tensors) == (0, SizeTable(((0, "library"),)))
+
+
+@pytest.mark.parametrize("plan", [plan_for(4), MEASURED])
+def test_a_plan_survives_a_file(plan):
+    assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
+
+
+def test_missing_and_unknown_fields_are_named():
+    values = MEASURED.as_dict() | {"color": "red"}
+    del values["threads"]
+    with pytest.raises(ConfigError, match="threads is missing, color is unknown"):
+        Plan.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("node_memory", "paper"),
+        ("num_rails", -1),
+        ("num_rails", True),
+        ("threads", 0),
+        ("bucket_bytes", "25 MiB"),
+        ("overlap", "auto"),
+        ("tensors", [[1, "direct"]]),
+        ("tensors", "direct"),
+        ("rail", [[0, 1]]),
+        ("rail", None),
+        ("measured", [{"what": "rail"}]),
+        ("measured", [{"what": "rail", "num_bytes": 1, "algorithm": "ring", "runs": 3}]),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} of a plan cannot be "):
+        Plan.from_dict(MEASURED.as_dict() | {name: value})
+
+
+def test_the_description_names_path_and_algorithms():
+    rows = dict(MEASURED.describe())
+    assert rows["gradients take"] == "node memory (memfd), then 2 rails"
+    assert rows["between nodes"] == "doubling below 16.0 KiB, then ring"
+    assert rows["other tensors"] == "levels"
+    assert "between nodes" not in dict(plan_for(4).describe())
+
+
+def test_measurements_are_a_table_that_marks_what_was_chosen():
+    assert MEASURED.measurements("rail") == [
+        ("size", "doubling", "ring"),
+        ("4.0 KiB", "12.3 us *", "45.6 us"),
+        ("64.0 KiB", "", "1.50 ms *"),
+    ]
+    assert plan_for(4).measurements("tensors") == []
+
+
+def test_one_node_has_no_rail_to_choose_for():
+    assert plan_for(4).rail == rail_rule(1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.factory import connect, find_world
-from hpctrain.comm.shared_memory import ALIGN, slice_bounds
+from hpctrain.comm.slices import ALIGN, slice_bounds
 from hpctrain.config import Settings
 from hpctrain.errors import NodeMemoryError
 from tests.comm.conftest import close

@@ -1,12 +1,14 @@
 """Features a machine may lack: what ``@pytest.mark.requires`` may name."""
 
+import functools
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.cluster.vcluster.check import obstacle
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,13 +23,10 @@ def _root() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
 
+@functools.cache
 def _cluster() -> str:
-    """Virtual hosts on one machine: namespaces of the kernel, which root may make."""
-    if shutil.which("unshare"):
-        tried = subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False)
-        if tried.returncode == 0:
-            return ""
-    return "no virtual hosts: needs root, util-linux and CAP_SYS_ADMIN"
+    """Virtual nodes on one machine."""
+    return obstacle()
 
 
 def _slurm() -> str:

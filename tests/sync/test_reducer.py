@@ -50,7 +50,7 @@ def test_optimizers_that_come_in_another_order_are_an_error_on_every_rank(hvd):
     one, two = nn.Linear(1, 1), nn.Linear(1, 1)
     kept = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (one, two)]
     x = torch.ones(1, 1)
-    with pytest.raises(MismatchError, match="same buckets in the same order"):
+    with pytest.raises(MismatchError, match="same calls in the same order"):
         (one(two(x)) if hvd.rank() == 0 else two(one(x))).sum().backward()
     assert kept
 

@@ -1,0 +1,107 @@
+"""``hpctrain bench``: how fast the operations of this world are, and whether they are right."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+WRONG = 1
+"""Exit code when a value was wrong."""
+
+Operation = Annotated[
+    str,
+    typer.Argument(
+        metavar="OPERATION",
+        help="allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send.",
+        show_default=False,
+    ),
+]
+MinBytes = Annotated[str, typer.Option(metavar="SIZE", help="First size of a message.")]
+MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Last size of a message.")]
+Factor = Annotated[int, typer.Option(metavar="F", help="From one size to the next.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="Torch's name of the values' type.")]
+Op = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="How values are combined: sum, product, min, max, band, bor, bxor.",
+    ),
+]
+Iterations = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Timed calls of each size.",
+        show_default="as many as fit into 0.5 s",
+    ),
+]
+WarmUp = Annotated[int, typer.Option(min=0, metavar="N", help="Calls before them.")]
+InBucket = Annotated[
+    bool, typer.Option("--bucket", help="All-reduce buckets in node memory, as gradients are.")
+]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Compare no values.")]
+Peers = Annotated[
+    bool, typer.Option("--peers", help="All-reduce with MPI_Allreduce too, on the same memory.")
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write all figures to this file.", show_default=False),
+]
+
+
+def bench(  # noqa: PLR0913 - a command's options
+    operation: Operation,
+    *,
+    min_bytes: MinBytes = "8",
+    max_bytes: MaxBytes = "64MiB",
+    factor: Factor = 4,
+    dtype: Dtype = "float32",
+    op: Op = "sum",
+    iterations: Iterations = None,
+    warm_up: WarmUp = 5,
+    bucket: InBucket = False,
+    no_check: NoCheck = False,
+    peers: Peers = False,
+    json: Json = None,
+) -> None:
+    """Measure an operation at growing sizes, and check every value of it.
+
+    The time of a call is the mean over many that follow each other: on the
+    fastest rank, on average, on the slowest. Algorithm bandwidth is bytes of
+    the message by the average; bus bandwidth, as nccl-tests counts it, can be
+    compared between operations and numbers of ranks.
+
+    The exit code is 1 if a value was wrong.
+
+    For instance:
+
+      hpctrain launch -n 4 hpctrain bench allreduce --peers
+
+      hpctrain launch -n 4 --nodes 2 hpctrain bench allreduce --bucket
+
+      hpctrain launch -n 3 hpctrain bench all_gather --dtype bfloat16
+
+      hpctrain launch -n 4 hpctrain bench alltoall --json figures.json
+
+      srun -n 8 hpctrain bench send --min-bytes 1KiB --max-bytes 1GiB
+    """
+    from hpctrain.runtime.benchmarks.measure import Effort  # noqa: PLC0415
+    from hpctrain.runtime.benchmarks.request import Request  # noqa: PLC0415
+    from hpctrain.runtime.benchmarks.run import run  # noqa: PLC0415
+    from hpctrain.train.progress import make_console  # noqa: PLC0415
+    from hpctrain.units import parse_bytes  # noqa: PLC0415
+
+    request = Request(
+        operation=operation,
+        min_bytes=parse_bytes(min_bytes),
+        max_bytes=parse_bytes(max_bytes),
+        factor=factor,
+        dtype=dtype,
+        op=op,
+        in_bucket=bucket,
+        peers=peers,
+    )
+    effort = Effort(iterations=iterations, warm_up=warm_up, check=not no_check, peers=peers)
+    if not run(request, effort, make_console, json):
+        raise typer.Exit(WRONG)

@@ -1,0 +1,174 @@
+"""How the values of several ranks become one: which operation, and in which numbers."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommError
+
+
+class Op(enum.Enum):
+    """How the values of all ranks become one."""
+
+    SUM = "sum"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "bitwise and"
+    BOR = "bitwise or"
+    BXOR = "bitwise xor"
+
+
+_Function = Callable[..., Tensor]
+"""Of two tensors, with ``out``."""
+
+_ARITHMETIC: dict[Op, _Function] = {Op.SUM: torch.add, Op.PRODUCT: torch.mul}
+_ORDER: dict[Op, _Function] = {Op.MIN: torch.minimum, Op.MAX: torch.maximum}
+_BITWISE: dict[Op, _Function] = {
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+_LOGICAL: dict[Op, _Function] = _BITWISE | {
+    Op.SUM: torch.bitwise_or,
+    Op.MAX: torch.bitwise_or,
+    Op.PRODUCT: torch.bitwise_and,
+    Op.MIN: torch.bitwise_and,
+}
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+"""The integers with which torch calculates."""
+_UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_FLOATS = (torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_EIGHTHS = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+_COMPLEX = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + _EIGHTHS, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How values of one dtype are combined by one operation.
+
+    NaN stays NaN; integers wrap around and never saturate. Zeros of either sign and NaN of any
+    bits count as equal, so ranks that combine the same two tensors must give them in the same
+    order to end with the same bits.
+    """
+
+    op: Op
+    lane: torch.dtype
+    """The same bytes as numbers that can be combined: ``values = flat.view(lane)``. A complex
+    number is two of them where it is summed."""
+    wide: torch.dtype
+    """In which many values are combined before they are rounded once; ``lane`` if that is exact
+    or as good."""
+    function: _Function = field(repr=False)
+    """Of two tensors of dtype ``wide``, with ``out``."""
+
+    def into(self, total: Tensor, other: Tensor) -> None:
+        """Replace ``total`` by ``total (op) other``.
+
+        Args:
+            total: flat, of dtype ``lane`` or ``wide``.
+            other: flat, of dtype ``lane`` or ``wide``, with as many elements.
+        """
+        if total.dtype == self.wide:
+            self.function(total, other.to(self.wide), out=total)
+        elif total.dtype == other.dtype and self.lane in _HALVES:
+            self.function(total, other, out=total)  # in float32, rounded once: torch does it
+        else:
+            wide = total.to(self.wide)
+            total.copy_(self.function(wide, other.to(self.wide), out=wide))
+
+    def of_two(self, first: Tensor, second: Tensor, out: Tensor) -> None:
+        """Write ``first (op) second`` into ``out``, where ``lane`` is ``wide``: one call of torch.
+
+        All three are flat and of dtype ``lane``; ``out`` may be one of the two.
+        """
+        self.function(first, second, out=out)
+
+    def widened(self) -> "Combination":
+        """Return the combination of values that were converted to ``wide`` before."""
+        return replace(self, lane=self.wide)
+
+
+@cache
+def combination(dtype: torch.dtype, op: Op) -> Combination:
+    """Return how values of ``dtype`` are combined by ``op``.
+
+    Raises:
+        CommError: ``op`` has no meaning for this dtype.
+    """
+    functions, lane = _functions(dtype), dtype
+    if op not in functions:
+        raise CommError(_refusal(dtype, op))
+    if dtype in _UNSIGNED:
+        lane = _UNSIGNED[dtype]
+    elif dtype in _COMPLEX and op is Op.SUM:
+        lane = _COMPLEX[dtype]
+    exact = op in _ORDER and dtype in _HALVES
+    wide = lane if exact else _WIDE.get(lane, lane)
+    return Combination(op, lane, wide, functions[op])
+
+
+def scale_(values: Tensor, factor: float) -> None:
+    """Multiply floating point or complex ``values`` by ``factor``, rounding once."""
+    if values.dtype in _EIGHTHS:  # torch does not multiply them
+        values.copy_(values.to(torch.float32).mul_(factor))
+    else:
+        values.mul_(factor)
+
+
+def _functions(dtype: torch.dtype) -> dict[Op, _Function]:
+    if dtype is torch.bool:
+        return _LOGICAL
+    if dtype in _SIGNED:
+        return _ARITHMETIC | _ORDER | _BITWISE
+    if dtype in _UNSIGNED:
+        return _ARITHMETIC | _UNSIGNED_ORDER | _BITWISE
+    if dtype in _FLOATS + _HALVES + _EIGHTHS:
+        return _ARITHMETIC | _ORDER
+    if dtype in _COMPLEX:
+        return _ARITHMETIC
+    return {}
+
+
+def _refusal(dtype: torch.dtype, op: Op) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if dtype in _COMPLEX and op in _ORDER:
+        return f"{op.value} needs values that have an order, got {name}; take view_as_real of it"
+    if _functions(dtype):
+        return f"{op.value} takes integers and bool, got {name}; view it as integers first"
+    return f"{op.value} over ranks takes numbers and bool, got {name}; convert the tensor first"
+
+
+def _minimum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
+    return _order_of_unsigned(torch.minimum, first, second, out)
+
+
+def _maximum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
+    return _order_of_unsigned(torch.maximum, first, second, out)
+
+
+def _order_of_unsigned(function: _Function, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+    """Compare signed numbers as if they were unsigned: with the sign bit flipped."""
+    sign = torch.iinfo(out.dtype).min
+    function(first ^ sign, second ^ sign, out=out)
+    return out.bitwise_xor_(sign)
+
+
+_UNSIGNED_ORDER: dict[Op, _Function] = {Op.MIN: _minimum_of_unsigned, Op.MAX: _maximum_of_unsigned}

@@ -1,0 +1,145 @@
+"""A communicator beside the program: one thread carries out every operation, in order."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
+from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.work import ThreadWork
+
+T = TypeVar("T")
+
+
+class ThreadedCommunicator:
+    """Runs the operations of another communicator on one thread; see ``Communicator``.
+
+    Operations run in the order of the calls, whichever thread calls, so ranks that call in the
+    same order meet. ``allreduce_`` and ``broadcast_`` return at once: the tensor belongs to the
+    thread until ``wait()`` returns. All other methods wait for their result, and so for all that
+    was started before.
+
+    An error of an operation is raised by its ``wait()``; later operations run all the same. What
+    runs on the thread may use this communicator too: its operations are then carried out at once.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        """Take a communicator, which nobody else may use from now on; ``close`` closes it."""
+        self.rank = comm.rank
+        self.size = comm.size
+        self._comm = comm
+        self._thread = ThreadPoolExecutor(1, "hpctrain-comm", self._remember)
+        self._thread_id: int | None = None
+
+    def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
+        """Call a function of several operations on the thread, after all that was started.
+
+        Args:
+            function: takes ``args``; what it returns is lost.
+            args: of the function.
+        """
+
+        def run() -> None:
+            function(*args)
+
+        return ThreadWork(self._start(run))
+
+    def allreduce_(
+        self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> ThreadWork:
+        """Start the reduction."""
+        return self.submit(lambda: self._comm.allreduce_(tensor, op=op, scale=scale).wait())
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> ThreadWork:
+        """Start the broadcast."""
+        return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
+
+    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
+        """Reduce a copy and wait for it."""
+        return self._result(lambda: self._comm.allreduce(tensor, op=op, scale=scale))
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        *,
+        op: Op = Op.SUM,
+        scale: float | None = None,
+        numels: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Reduce, and wait for this rank's part."""
+        return self._result(
+            lambda: self._comm.reduce_scatter(tensor, op=op, scale=scale, numels=numels)
+        )
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Gather, and wait for the tensors of all ranks."""
+        return self._result(lambda: self._comm.all_gather(tensor))
+
+    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange, and wait for what the ranks have sent here."""
+        return self._result(lambda: self._comm.alltoall(tensors))
+
+    def broadcast_object(self, value: T, root: int = 0) -> T:
+        """Broadcast, and wait for the object."""
+        return self._result(lambda: self._comm.broadcast_object(value, root))
+
+    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
+        """Gather, and wait for the objects."""
+        return self._result(lambda: self._comm.gather_object(value, root))
+
+    def allgather_object(self, value: T) -> list[T]:
+        """Gather, and wait for the objects."""
+        return self._result(lambda: self._comm.allgather_object(value))
+
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
+        """Send, and wait until ``tensor`` may be overwritten."""
+        self._result(lambda: self._comm.send(tensor, dest, tag))
+
+    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        """Receive, and wait for it."""
+        self._result(lambda: self._comm.recv_(tensor, source, tag))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._result(self._comm.barrier)
+
+    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001
+        """Wait for what all ranks say."""
+        self._result(lambda: self._comm.agree(ok, message))
+
+    def group(self, ranks: Sequence[int]) -> "ThreadedCommunicator | None":
+        """Make a group, with a thread of its own."""
+        made = self._result(lambda: self._comm.group(ranks))
+        return None if made is None else ThreadedCommunicator(made)
+
+    def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
+        """Make a bucket, and wait for it."""
+        return self._result(lambda: self._comm.new_bucket(numel, dtype))
+
+    def traffic(self) -> Traffic:
+        """Return the counters at this moment; what was started may not be in them yet."""
+        return self._comm.traffic()
+
+    def close(self) -> None:
+        """Wait for all that was started, then end the thread and close the communicator."""
+        self._thread.shutdown()
+        self._comm.close()
+
+    def _result(self, function: Callable[[], T]) -> T:
+        return self._start(function).result()
+
+    def _start(self, function: Callable[[], T]) -> Future[T]:
+        if threading.get_ident() != self._thread_id:
+            return self._thread.submit(function)
+        done: Future[T] = Future()
+        done.set_result(function())
+        return done
+
+    def _remember(self) -> None:
+        self._thread_id = threading.get_ident()

@@ -1,0 +1,182 @@
+"""All-reduce between nodes: ours against MPI_Allreduce and gloo, on a virtual cluster.
+
+    python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
+
+Nodes are namespaces of this machine, joined by links of a set rate; that takes root, and
+``python -m tests.cluster.vcluster check`` says whether it works here. All ways to sum run in turn
+in the same job, on the same kind of torch memory, MPI_Allreduce over both orders of the ranks.
+Times are medians, of the slowest rank. The line time is what the links allow if every node sends
+no more than it must, 2 (N - 1) / N times the message for N nodes. Ratios are the time of the best
+peer over ours: above 1 ours is faster.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from network_plot import draw
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
+
+from hpctrain.units import KIB, MIB, format_bytes
+from tests.cluster.vcluster import VirtualCluster
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ((2, 2), (3, 2), (4, 2))
+"""Nodes, and ranks of each."""
+RATES = ("200mbit", "1gbit")
+SIZES = (256 * KIB, MIB, 4 * MIB)
+OURS = ("bucket", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job on one cluster."""
+
+    mpi: str
+    num_nodes: int
+    ranks_per_node: int
+    rate: str
+
+    @property
+    def cluster(self) -> str:
+        """Its shape in words."""
+        return f"{self.num_nodes} nodes x {self.ranks_per_node}"
+
+    def line_s(self, num_bytes: int) -> float:
+        """Return the time that the links need for a message."""
+        must_send = 2 * (self.num_nodes - 1) / self.num_nodes * num_bytes
+        return must_send * 8 / bits_per_s(self.rate)
+
+
+def bits_per_s(rate: str) -> float:
+    """Read a rate as ``tc`` writes it."""
+    for unit, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    raise ValueError(f"a rate is a number with kbit, mbit or gbit, got {rate!r}")
+
+
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """Yield the jobs that are asked for."""
+    for mpi in options.mpi:
+        for rate in options.rates:
+            for num_nodes, ranks in options.shapes:
+                yield Job(mpi=mpi, num_nodes=num_nodes, ranks_per_node=ranks, rate=rate)
+
+
+def run(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Build the cluster, run the job and return what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = ["python", str(ROOT / "perf/network_job.py"), "--json", str(file)]
+        words += ["--rounds", str(options.rounds), "--sizes", *map(str, options.sizes)]
+        with VirtualCluster(
+            nodes=job.num_nodes, rate=job.rate, latency=options.latency
+        ) as cluster:
+            done = cluster.run(
+                words,
+                ranks_per_node=[job.ranks_per_node] * job.num_nodes,
+                mpi=job.mpi,
+                env={"GLOO_SOCKET_IFNAME": "eth0"},
+                timeout_s=options.timeout,
+            )
+        if done.returncode:
+            raise SystemExit(f"{job} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def results_of(job: Job, figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one flat record for each size."""
+    results = []
+    for row in figures["rows"]:
+        seconds = row["seconds"]
+        best = min((s, name) for name, s in seconds.items() if name not in OURS)
+        results.append(
+            {
+                "mpi": job.mpi,
+                "cluster": job.cluster,
+                "nodes": job.num_nodes,
+                "ranks per node": job.ranks_per_node,
+                "rate": job.rate,
+                "line s": job.line_s(row["bytes"]),
+                "best peer": best[1],
+                **{f"best peer / {name}": best[0] / seconds[name] for name in OURS},
+                **row,
+                "plan": figures["plan"],
+            }
+        )
+    return results
+
+
+def show(console: Console, results: list[dict[str, Any]]) -> None:
+    """Print a table of the results of one job."""
+    first = results[0]
+    names = list(first["seconds"])
+    title = f"{first['mpi']}, {first['cluster']} ranks, {first['rate']}: milliseconds"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    heads = ["message", "line time", *names, *(f"best peer / {name}" for name in OURS)]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for result in results:
+        table.add_row(
+            format_bytes(result["bytes"]),
+            f"{result['line s'] * 1e3:.2f}",
+            *(f"{result['seconds'][name] * 1e3:.2f}" for name in names),
+            *(f"{result[f'best peer / {name}']:.2f}" for name in OURS),
+        )
+    last = results[-1]
+    table.add_section()
+    sent = (f"{last['bytes out'][name]:.2f}" for name in names)
+    least = 2 * (last["nodes"] - 1) / last["nodes"]
+    table.add_row("bytes out / message", f"{least:.2f}", *sent, "", "")
+    console.print(table)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one small cluster, to see it work")
+    parser.add_argument("--mpi", nargs="+", default=["openmpi"], choices=("openmpi", "mpich"))
+    parser.add_argument("--rates", nargs="+", default=RATES, help="of the links, as tc has them")
+    parser.add_argument("--latency", help="of every link, such as 50us; none by default")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a job may take")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
+    options = parser.parse_args()
+    options.shapes = SHAPES
+    if options.quick:
+        options.shapes, options.rates, options.rounds = SHAPES[:1], RATES[-1:], 2
+        options.sizes = SIZES[:2]
+    return options
+
+
+def main() -> None:
+    """Run all jobs; print, write and draw what they measured."""
+    options = arguments()
+    console = Console(width=150, height=50, highlight=False)
+    results: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {}
+    for job in jobs(options):
+        figures = run(job, options)
+        results += (of_job := results_of(job, figures))
+        machine[job.mpi] = figures["machine"]
+        show(console, of_job)
+    if options.json:
+        text = json.dumps({"machine": machine, "results": results}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.plot:
+        draw(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()

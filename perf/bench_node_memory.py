@@ -1,0 +1,118 @@
+"""Node memory made in three ways: how long it takes to fill and to sum.
+
+    hpctrain launch -n 2 -- python perf/bench_node_memory.py [--json FILE]
+
+* ``memfd``: what hpctrain takes first;
+* ``window``: MPI's shared window;
+* ``huge``: memfd with pages of 2 MiB, where the system grants them: as root,
+  ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table says how much of
+  the rank's memory they are; where that is 0 the row is a second memfd and shows the noise.
+
+``fill`` copies an ordinary tensor into the own segment, ``sum`` adds the own slice over all ranks
+and writes it back to all, in the chunks that hpctrain uses. Ratios are medians over the turns of
+memfd's time over the other's in the same turn: above 1 the other is faster.
+"""
+
+import mmap
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measure import arguments, interleave, median, report
+from mpi4py import MPI
+
+from hpctrain.comm.node_memory import Memfd, NodeMemory, Window
+from hpctrain.comm.slices import CHUNK_BYTES, slice_bounds
+from hpctrain.units import MIB, format_bytes
+
+SIZES = (8 * MIB, 25 * MIB, 64 * MIB)
+NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+
+
+class HugePages(Memfd):
+    """Memfd whose owner asks for huge pages before it takes any."""
+
+    name = "huge"
+
+    def reserve(self, num_bytes: int) -> int:
+        """Take huge pages by a map that asks for them; what is refused comes in small ones."""
+        descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+        with mmap.mmap(descriptor, num_bytes) as mapped:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+            for start in range(0, num_bytes, mmap.PAGESIZE):
+                mapped[start] = 0
+        return descriptor
+
+
+def huge_share() -> float:
+    """Return the part of this process's shared maps that lies in huge pages."""
+    sizes = {"Pss_Shmem": 0, "ShmemPmdMapped": 0}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, size = line.split()[:2]
+        sizes[name.rstrip(":")] = int(size)
+    return sizes["ShmemPmdMapped"] / max(NODE.size * sizes["Pss_Shmem"], 1)
+
+
+def works(memory: NodeMemory, num_bytes: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Make a segment on every rank; return what fills the own one and what sums them."""
+    segments = memory.allocate(NODE, num_bytes)
+    values = [torch.frombuffer(segment, dtype=torch.float32) for segment in segments]
+    source = torch.ones(num_bytes // 4)
+    own = slice_bounds(source.numel(), NODE.size, NODE.rank)
+    chunks = list(zip(*(v[own].split(CHUNK_BYTES // 4) for v in values), strict=True))
+
+    def add() -> None:
+        for first, *others in chunks:
+            for other in others:
+                first.add_(other)
+            for other in others:
+                other.copy_(first)
+
+    return lambda: values[NODE.rank].copy_(source), add
+
+
+def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
+    """Time filling and summing for one size; one row for each way."""
+    ways: tuple[NodeMemory, ...] = (Memfd(), Window(), HugePages())
+    made = {way.name: works(way, num_bytes) for way in ways}
+    fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
+    sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)
+    return [
+        {
+            "size": format_bytes(num_bytes),
+            "way": way.name,
+            "fill ms": median(fills[way.name]) * 1e3,
+            "sum ms": median(sums[way.name]) * 1e3,
+            "memfd / fill": ratio(fills, way.name),
+            "memfd / sum": ratio(sums, way.name),
+            "huge part of all": huge_share(),
+        }
+        for way in ways
+    ]
+
+
+def ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Return the median of memfd's time over that of ``name``, turn by turn."""
+    pairs = zip(seconds["memfd"], seconds[name], strict=True)
+    return statistics.median(memfd / other for memfd, other in pairs)
+
+
+def main() -> None:
+    """Measure every size, print the table, write the JSON file."""
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    rows = [row for size in SIZES for row in measure_size(size, options.rounds)]
+    ratios = {
+        f"{work}, {row['way']}, {row['size']}": row[work]
+        for row in rows
+        if row["way"] != "memfd"
+        for work in ("memfd / fill", "memfd / sum")
+    }
+    report(f"Node memory, {NODE.size} ranks", rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()

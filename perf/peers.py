@@ -1,0 +1,60 @@
+"""Other ways to sum a tensor over all ranks, in the same processes: MPI, gloo and Horovod.
+
+Each is a function that takes the tensor and returns what replaces it by the sum over all ranks:
+whatever can be prepared once is prepared outside the clock.
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+Peer = Callable[[Tensor], Callable[[], object]]
+
+_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+
+
+def library(comm: MPI.Intracomm) -> Peer:
+    """MPI_Allreduce in place over ``comm``: one blocking call."""
+
+    def prepare(tensor: Tensor) -> Callable[[], object]:
+        buffer = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return partial(comm.Allreduce, MPI.IN_PLACE, [buffer, _TYPES[tensor.dtype]])
+
+    return prepare
+
+
+def start_gloo() -> Peer:
+    """Torch's own process group over gloo. Collective; ``stop_gloo`` ends it."""
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(socket.gethostname())
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = world.bcast(probe.getsockname()[1])
+    address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    return lambda tensor: partial(dist.all_reduce, tensor)
+
+
+def stop_gloo() -> None:
+    """End the process group. Collective."""
+    dist.destroy_process_group()
+
+
+def start_horovod() -> Peer | None:
+    """Horovod over MPI's world; None where it is not installed. Collective."""
+    try:
+        horovod = importlib.import_module("horovod.torch")
+    except ImportError:
+        return None
+    horovod.init(comm=MPI.COMM_WORLD)
+    return lambda tensor: partial(
+        horovod.allreduce_, tensor, op=horovod.Sum, name=f"sum of {tensor.numel()}"
+    )

@@ -1,0 +1,188 @@
+"""``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hpctrain
+from hpctrain.cli.main import app
+from hpctrain.comm.ops import Op, combination
+from hpctrain.errors import CommError, ConfigError
+from hpctrain.launch import mpiexec
+from hpctrain.runtime.benchmarks import operations, show
+from hpctrain.runtime.benchmarks.measure import Effort, measure
+from hpctrain.runtime.benchmarks.operations import OPERATIONS, Setup
+from hpctrain.runtime.benchmarks.request import UNCHECKABLE, Request
+from hpctrain.runtime.benchmarks.values import PERIOD, combined, num_wrong, values_of, write
+from hpctrain.runtime.world import current
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+ONCE = Effort(iterations=2, warm_up=1)
+
+
+@pytest.fixture
+def comm():
+    hpctrain.init(ranks_per_node=2)
+    yield current().comm
+    hpctrain.shutdown()
+
+
+def meaningful():
+    """Every dtype with every operation that it has."""
+    for dtype in set(DTYPES) - set(UNCHECKABLE):
+        for op in Op:
+            try:
+                yield dtype, op, combination(dtype, op)
+            except CommError:
+                continue
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("size", [1, 2, 3, 40])
+def test_the_values_are_exact_in_every_dtype(size):
+    for dtype, op, combine in meaningful():
+        total = values_of(0, size, dtype, op).view(combine.lane)
+        for rank in range(1, size):
+            combine.into(total, values_of(rank, size, dtype, op).view(combine.lane))
+        assert num_wrong(total.view(dtype), combined(size, dtype, op)) == 0, (dtype, op)
+
+
+@pytest.mark.parametrize("numel", [0, 1, PERIOD, 1000, 1_200_000])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128])
+def test_each_wrong_element_is_counted_once(numel, dtype):
+    period = values_of(1, 3, dtype)
+    values = torch.empty(numel, dtype=dtype)
+    write(values, period, start=5)
+    assert num_wrong(values, period, start=5) == 0
+    for place in {0, numel // 2, numel - 1} if numel else ():
+        values[place] = not values[place]
+    assert num_wrong(values, period, start=5) == len({0, numel // 2, numel - 1} if numel else ())
+
+
+@SIZES
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_measured_and_right(comm, name):
+    if name == "send" and comm.size == 1:
+        return
+    for num_bytes in (1, 100, 100_000):
+        row = measure(comm, name, Setup(num_bytes=num_bytes, dtype=torch.float32), ONCE)
+        assert row.num_wrong == 0
+        assert row.num_bytes == 4 * row.numel
+        assert 0 < row.min_us <= row.avg_us <= row.max_us
+        assert row.bus_gbs == pytest.approx(
+            row.algorithm_gbs * OPERATIONS[name].bus_factor(comm.size)
+        )
+
+
+@SIZES
+@pytest.mark.parametrize("op", [Op.SUM, Op.MAX, Op.BXOR])
+def test_allreduce_takes_buckets_and_every_op(comm, op):
+    setup = Setup(num_bytes=10_000, dtype=torch.int32, op=op, in_bucket=True)
+    assert measure(comm, "allreduce", setup, ONCE).num_wrong == 0
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_library_is_measured_on_the_same_memory(comm):
+    setup = Setup(num_bytes=10_000, dtype=torch.float32)
+    row = measure(comm, "allreduce", setup, Effort(iterations=5, peers=True))
+    assert row.library_us is not None
+    assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
+    assert len(show.line(row, "float32", "sum")) == len(show.head(peers=True))
+
+
+@pytest.mark.ranks(3)
+def test_a_wrong_value_on_one_rank_is_counted_on_all(comm, monkeypatch):
+    class Wrong(operations.Allreduce):
+        def num_wrong(self):
+            self.flat[self._comm.rank :: 100] += self._comm.rank == 1
+            return super().num_wrong()
+
+    monkeypatch.setitem(OPERATIONS, "allreduce", operations.Operation(Wrong, lambda _: 1.0))
+    setup = Setup(num_bytes=4000, dtype=torch.float32)
+    assert measure(comm, "allreduce", setup, ONCE).num_wrong == 10
+
+
+@pytest.mark.parametrize(
+    ("size", "factors"), [(1, (0, 0, 0, 0)), (2, (1, 0.5, 0.5, 1)), (4, (1.5, 0.75, 0.75, 1))]
+)
+def test_bus_factors_are_those_of_nccl_tests(size, factors):
+    names = ("allreduce", "all_gather", "reduce_scatter", "broadcast")
+    assert tuple(OPERATIONS[name].bus_factor(size) for name in names) == factors
+
+
+def test_sizes_grow_by_the_factor_and_end_at_the_last_one():
+    request = Request(operation="allreduce", min_bytes=8, max_bytes=100, factor=3)
+    assert [setup.num_bytes for setup in request.setups()] == [8, 24, 72, 100]
+    assert [setup.num_bytes for setup in Request(operation="barrier").setups()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"operation": "allreduc"}, "one of allreduce, reduce_scatter"),
+        ({"min_bytes": 100, "max_bytes": 10}, "--min-bytes 100"),
+        ({"factor": 1}, "--factor must be at least 2, got 1"),
+        ({"dtype": "float33"}, "'float33'"),
+        ({"dtype": "float8_e8m0fnu"}, "'float8_e8m0fnu'"),
+        ({"op": "mean"}, "--op is one of sum, product"),
+        ({"op": "band"}, "--dtype float32 and --op band"),
+        ({"operation": "broadcast", "op": "max"}, "--op is for allreduce and reduce_scatter"),
+        ({"operation": "broadcast", "in_bucket": True}, "--bucket is for allreduce"),
+        ({"operation": "send", "peers": True}, "--peers is for allreduce"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_it_starts(options, text):
+    with pytest.raises(ConfigError) as caught:
+        Request(**{"operation": "allreduce"} | options)
+    assert text in str(caught.value)
+
+
+def test_one_rank_is_measured_and_says_so(tmp_path):
+    path = tmp_path / "figures.json"
+    words = ["bench", "allreduce", "--max-bytes", "1KiB", "--iterations", "2", "--json", str(path)]
+    result = CliRunner().invoke(app, words)
+    hpctrain.shutdown()
+    assert result.exit_code == 0
+    assert "one rank: nothing moves" in result.output
+    figures = json.loads(path.read_text())
+    assert [row["num_bytes"] for row in figures["rows"]] == [8, 32, 128, 512, 1024]
+    assert figures["plan"]["node_memory"] == "alone"
+
+
+def test_send_needs_two_ranks():
+    result = CliRunner().invoke(app, ["bench", "send"])
+    hpctrain.shutdown()
+    assert "hpctrain launch -n 2 hpctrain bench send" in str(result.exception)
+
+
+def test_a_wrong_value_is_exit_code_1(monkeypatch):
+    monkeypatch.setattr(operations, "num_wrong", lambda *_: 3)
+    monkeypatch.setattr(operations.Allreduce, "__call__", lambda _: None)
+    result = CliRunner().invoke(app, ["bench", "allreduce", "--max-bytes", "8"])
+    hpctrain.shutdown()
+    assert result.exit_code == 1
+    assert "3 wrong values" in result.output
+
+
+@pytest.mark.launches
+def test_rank_0_prints_machine_plan_and_a_line_per_size():
+    line = [sys.executable, "-m", "hpctrain", "bench", "allreduce", "--peers"]
+    line += ["--max-bytes", "128", "--iterations", "5"]
+    done = subprocess.run(
+        mpiexec.command(line, num_ranks=2),
+        env=mpiexec.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("# ranks ") for line in lines) == 1
+    assert any(line.startswith("# gradients take ") for line in lines)
+    assert [line.split()[0] for line in lines if line[:1] == " "] == ["bytes", "8", "32", "128"]

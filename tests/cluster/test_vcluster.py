@@ -1,0 +1,238 @@
+"""The virtual cluster keeps its word: rates, latencies, faults, and nothing left behind."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.vcluster import VirtualCluster
+from tests.cluster.vcluster.__main__ import SKIPPED
+from tests.cluster.vcluster.cluster import seconds
+from tests.cluster.vcluster.host import END_S
+from tests.cluster.vcluster.placement import place, share
+
+needs_cluster = pytest.mark.requires("cluster")
+
+MIB = 1 << 20
+
+SERVER = """
+import socket
+server = socket.create_server(("", 7000))
+print("listening", flush=True)
+peer, _ = server.accept()
+while data := peer.recv(1 << 16):
+    peer.sendall({answer})
+print("closed", flush=True)
+"""
+
+CLIENT = """
+import socket, time
+peer = socket.create_connection(({address!r}, 7000))
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+{body}
+"""
+
+ECHO, SWALLOW = "data", "b''"
+
+PING = """
+for _ in range(3):
+    began = time.monotonic()
+    peer.sendall(b"x")
+    peer.recv(1)
+    print(time.monotonic() - began, flush=True)
+"""
+
+SEND_ALL = """
+began = time.monotonic()
+peer.sendall(bytes(4 << 20))
+peer.shutdown(socket.SHUT_WR)
+peer.recv(1)
+print(time.monotonic() - began, flush=True)
+"""
+
+PING_FOR_EVER = """
+while True:
+    peer.sendall(b"x")
+    peer.recv(1)
+    print("pong", flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(nodes=2, rate="100mbit") as made:
+        yield made
+
+
+def on(cluster: VirtualCluster, node: str, code: str) -> subprocess.Popen[str]:
+    """Start a Python program on a node."""
+    return cluster.start_on(node, [sys.executable, "-I", "-S", "-c", code])
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def talk(cluster: VirtualCluster, answer: str, body: str) -> subprocess.Popen[str]:
+    """Start a server on n1 and a client on n0."""
+    server = on(cluster, "n1", SERVER.format(answer=answer))
+    assert line_of(server) == "listening"
+    return on(cluster, "n0", CLIENT.format(address=cluster.address("n1"), body=body))
+
+
+@needs_cluster
+def test_a_link_carries_no_more_than_its_rate(cluster):
+    done = cluster.finish(talk(cluster, SWALLOW, SEND_ALL))
+    assert float(done.stdout) >= (4 * MIB - 32768) * 8 / 100e6  # what may pass at once is free
+    assert 4 * MIB < done.sent_bytes["n0"] < 1.1 * 4 * MIB
+    assert done.sent_bytes["n1"] < 0.1 * MIB
+
+
+@needs_cluster
+def test_a_rate_changes_while_programs_run(cluster):
+    cluster.set_rate("n1", "1gbit")
+    cluster.set_rate("n0", "50mbit")
+    done = cluster.finish(talk(cluster, SWALLOW, SEND_ALL))
+    assert float(done.stdout) >= (4 * MIB - 32768) * 8 / 50e6
+
+
+@needs_cluster
+def test_a_frame_takes_the_latency_of_a_link_in_each_direction():
+    with VirtualCluster(nodes=2, latency={"n1": "40ms"}) as cluster:
+        done = cluster.finish(talk(cluster, ECHO, PING))
+    assert min(map(float, done.stdout.split())) >= 2 * 0.040
+
+
+@needs_cluster
+def test_a_node_has_a_name_memory_and_processes_of_its_own(cluster):
+    code = "import os, socket; print(socket.gethostname(), os.listdir('/dev/shm'), os.getpid())"
+    for node in cluster.nodes:
+        look = "open('/dev/shm/mine', 'x'); " + code
+        done = cluster.finish(on(cluster, node, look))
+        name, files, pid = done.stdout.split()
+        assert (name, files) == (node, "['mine']")
+        assert int(pid) < 1000
+
+
+@needs_cluster
+def test_a_silent_node_is_heard_again_after_restore(cluster):
+    pings = talk(cluster, ECHO, PING_FOR_EVER)
+    assert line_of(pings) == "pong"
+    cluster.silence("n1")
+    time.sleep(0.3)
+    before = cluster.sent_bytes()["n1"]
+    time.sleep(0.5)
+    assert cluster.sent_bytes()["n1"] - before < 1000  # some retries and who-has, no pong
+    cluster.restore("n1")
+    end = time.monotonic() + 20
+    while cluster.sent_bytes()["n1"] - before < 5000:
+        assert time.monotonic() < end, "no traffic after restore"
+        time.sleep(0.05)
+    cluster.kill()
+    pings.communicate()
+
+
+@needs_cluster
+def test_nothing_is_left_when_the_block_ends_even_with_an_error():
+    cluster = VirtualCluster(nodes=2, latency="1ms")
+    sleepers = []
+
+    def fail_inside() -> None:
+        with cluster:
+            for node in cluster.nodes:
+                program = ["sh", "-c", "echo up; sleep 600 & sleep 600"]
+                sleepers.append(cluster.start_on(node, program))
+                assert line_of(sleepers[-1]) == "up"
+            assert len(cluster.processes()) >= 2 * 2
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    for sleeper in sleepers:
+        sleeper.communicate(timeout=END_S)
+        assert sleeper.returncode != 0
+    assert cluster.processes() == []
+
+
+@needs_cluster
+def test_a_cluster_ends_with_its_owner():
+    owner = """
+import sys, time
+from tests.cluster.vcluster import VirtualCluster
+with VirtualCluster(nodes=1) as cluster:
+    sleeper = cluster.start_on("n0", ["sh", "-c", "echo up; exec sleep 600"])
+    sleeper.stdout.readline()
+    print("up", flush=True)
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True)
+    assert line_of(process) == "up"
+    process.kill()
+    # Everything that the owner has started holds this pipe or a node's: it closes with the last.
+    process.communicate(timeout=END_S)
+
+
+@needs_cluster
+@pytest.mark.launches
+def test_a_program_past_its_limit_is_ended_and_what_it_said_is_told(cluster):
+    with pytest.raises(TimeoutError, match=r"more than 2 s(.|\n)*still here"):
+        cluster.run(["sh", "-c", "echo still here; sleep 600"], timeout_s=2.0)
+    assert cluster.processes() == []
+
+
+@needs_cluster
+@pytest.mark.launches
+def test_two_clusters_do_not_see_each_other(cluster):
+    with VirtualCluster(nodes=2) as other:
+        jobs = [
+            (c, c.start(["sh", "-c", f"{wait}hostname"], ranks_per_node=ranks))
+            for c, wait, ranks in ((cluster, "sleep 1;", (1, 2)), (other, "", (2, 1)))
+        ]
+        said = [sorted(c.finish(job).stdout.split()) for c, job in jobs]
+    assert said == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
+
+
+def test_check_says_77_without_privileges():
+    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+    line = [sys.executable, "-m", "tests.cluster.vcluster", "check"]
+    try:
+        done = subprocess.run([*drop, *line], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs setpriv of util-linux")
+    if "setpriv:" in done.stderr:  # nothing to drop: we are without privileges already
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == SKIPPED, done.stdout + done.stderr
+    assert "no " in done.stdout
+
+
+@needs_cluster
+@pytest.mark.launches
+def test_the_command_runs_ranks_and_counts_bytes():
+    line = [sys.executable, "-m", "tests.cluster.vcluster", "run", "--ranks-per-node", "1,2"]
+    done = subprocess.run([*line, "--", "hostname"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["n0", "n1", "n1"]
+    assert "n1 sent 0.0" in done.stderr
+
+
+def test_ranks_are_placed_in_every_order():
+    assert place((2, 2)) == [0, 0, 1, 1]
+    assert place((2, 2), "cyclic") == [0, 1, 0, 1]
+    assert place((3, 1), "cyclic") == [0, 1, 0, 0]
+    assert sorted(place((3, 2), "random", seed=4)) == place((3, 2))
+    assert place((3, 2), "random", seed=4) == place((3, 2), "random", seed=4)
+    assert share(5, 3) == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("50us", 5e-5), ("200ms", 0.2), ("1s", 1.0)])
+def test_a_time_is_read_with_its_unit(text, expected):
+    assert seconds(text) == pytest.approx(expected)
+
+
+def test_a_time_without_a_unit_is_refused():
+    with pytest.raises(ValueError, match="us, ms or s, got '5'"):
+        seconds("5")

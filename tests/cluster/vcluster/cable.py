@@ -1,0 +1,78 @@
+"""A long cable: hands frames from one network device to another, some time later.
+
+Started as a program on the switch, ``python cable.py LEFT RIGHT SECONDS``: it makes two TAP
+devices, says ``ready`` and carries every frame in both directions, each SECONDS late, in order.
+"""
+
+import errno
+import fcntl
+import os
+import selectors
+import struct
+import sys
+import time
+from collections import deque
+
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
+"""Of ``linux/if_tun.h``."""
+
+FRAME_BYTES = 1 << 17
+"""More than the largest frame with its header of virtio."""
+
+
+def open_tap(name: str) -> int:
+    """Make a TAP device and return its file; it is gone when the file is closed.
+
+    Frames pass as the sender's kernel left them: large, with unfinished checksums.
+    """
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
+    fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+    fcntl.ioctl(tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+    return tap
+
+
+class Direction:
+    """One direction of the cable: the frames under way, and when each is due."""
+
+    def __init__(self, source: int, target: int, delay_s: float) -> None:
+        self.source, self.target, self.delay_s = source, target, delay_s
+        self.frames: deque[tuple[float, bytes]] = deque()
+
+    def take(self) -> None:
+        """Take in a frame that waits at the source."""
+        self.frames.append((time.monotonic() + self.delay_s, os.read(self.source, FRAME_BYTES)))
+
+    def deliver(self) -> float | None:
+        """Hand out what is due and return the seconds until the next frame; None without one."""
+        while self.frames:
+            left_s = self.frames[0][0] - time.monotonic()
+            if left_s > 0:
+                return left_s
+            try:
+                os.write(self.target, self.frames.popleft()[1])
+            except OSError as error:
+                if error.errno != errno.EIO:  # the device is down: the frame is lost
+                    raise
+        return None
+
+
+def carry(left: int, right: int, delay_s: float) -> None:
+    """Carry frames for ever."""
+    directions = Direction(left, right, delay_s), Direction(right, left, delay_s)
+    with selectors.DefaultSelector() as selector:
+        for direction in directions:
+            selector.register(direction.source, selectors.EVENT_READ, direction)
+        while True:
+            due = [left_s for d in directions if (left_s := d.deliver()) is not None]
+            for key, _ in selector.select(min(due, default=None)):
+                key.data.take()
+
+
+if __name__ == "__main__":
+    ends = open_tap(sys.argv[1]), open_tap(sys.argv[2])
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    carry(*ends, float(sys.argv[3]))

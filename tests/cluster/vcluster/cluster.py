@@ -1,0 +1,270 @@
+"""Virtual nodes on one machine, and programs on them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TextIO
+
+from tests.cluster.vcluster import mpi as launchers
+from tests.cluster.vcluster.check import obstacle
+from tests.cluster.vcluster.host import Host, enter
+from tests.cluster.vcluster.link import Link
+from tests.cluster.vcluster.mpi import Mpi
+from tests.cluster.vcluster.placement import Order, place
+
+NETWORK = "10.77.0"
+"""Of every cluster: none sees another one."""
+
+LOGIN = "login"
+"""The host that starts programs; it is the switch as well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """How a program on the cluster ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    """From its start to its end."""
+    sent_bytes: dict[str, int]
+    """What left each node by ``eth0`` meanwhile, with all headers."""
+
+
+class VirtualCluster:
+    """Nodes ``n0``, ``n1``, ... on this machine, each plugged into one switch by its own link.
+
+    A node has its own network, host name, processes, ``/dev/shm`` and ``/var/tmp``, and shares
+    the cores and all other files. Nothing is made in the machine's own network. Several clusters
+    may be up at once. All ends with the block, and with this process, however it ends.
+
+        with VirtualCluster(nodes=2, rate="200mbit", latency={"n1": "200ms"}) as cluster:
+            done = cluster.run(["python", "job.py"], ranks_per_node=[2, 2], order="cyclic")
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 2,
+        rate: str | None = "1gbit",
+        latency: str | Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe a cluster; ``with`` builds it.
+
+        Args:
+            nodes: how many, 1 to 200.
+            rate: of each link in either direction, as ``tc`` has it: ``200mbit``; None for as
+                fast as the machine can.
+            latency: how long a frame takes over a link in either direction, ``50us`` or ``200ms``:
+                of every link, or by name of the node.
+        """
+        self.nodes = tuple(f"n{i}" for i in range(nodes))
+        self.network = f"{NETWORK}.0/24"
+        self._rate = rate
+        given = latency if isinstance(latency, Mapping) else dict.fromkeys(self.nodes, latency)
+        if unknown := given.keys() - set(self.nodes):
+            raise ValueError(f"nodes are {', '.join(self.nodes)}, got latency of {unknown}")
+        self._latency_s = {name: seconds(given.get(name) or "0s") for name in self.nodes}
+        self._hosts: dict[str, Host] = {}
+        self._links: dict[str, Link] = {}
+        self._builders: set[int] = set()
+        """Processes on the login host that the cluster is made of."""
+
+    def __enter__(self) -> Self:
+        """Build the cluster.
+
+        Raises:
+            RuntimeError: this machine cannot; says why.
+        """
+        if reason := obstacle():
+            raise RuntimeError(reason)
+        try:
+            self._build()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tear_down()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        ranks_per_node: Sequence[int] | None = None,
+        order: Order = "block",
+        seed: int = 0,
+        mpi: Mpi = "openmpi",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Finished:
+        """Run a program on ranks to its end; the arguments are those of ``start``.
+
+        Raises:
+            TimeoutError: it ran for more than ``timeout_s`` seconds and was ended; says what it
+                had printed.
+        """
+        process = self.start(
+            argv, ranks_per_node=ranks_per_node, order=order, seed=seed, mpi=mpi, env=env
+        )
+        return self.finish(process, timeout_s)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        ranks_per_node: Sequence[int] | None = None,
+        order: Order = "block",
+        seed: int = 0,
+        mpi: Mpi = "openmpi",
+        env: Mapping[str, str] | None = None,
+        stdout: TextIO | int = subprocess.PIPE,
+        stderr: TextIO | int = subprocess.PIPE,
+    ) -> subprocess.Popen[str]:
+        """Start a program on ranks and return at once; ``finish`` waits for its end.
+
+        Args:
+            argv: the program; ``python`` is the one that belongs to the MPI.
+            ranks_per_node: how many ranks each node runs; one, if not given.
+            order: how ranks are numbered over the nodes.
+            seed: of the random order.
+            mpi: whose launcher, ``openmpi`` or ``mpich``.
+            env: variables for the ranks, beside those of this process.
+            stdout: where what it prints goes; by default ``finish`` returns it.
+            stderr: the same.
+        """
+        placed = place(ranks_per_node or [1] * len(self.nodes), order, seed)
+        hosts = [self.nodes[node] for node in placed]
+        environ = launchers.environment(mpi, len(hosts), env or {})
+        line = launchers.command(mpi, argv, hosts, self.network, environ)
+        login = self._hosts[LOGIN]
+        login.do("tee", launchers.HOSTFILE, text="\n".join(hosts) + "\n")
+        return _popen(login.enter(line), environ, stdout, stderr)
+
+    def finish(self, process: subprocess.Popen[str], timeout_s: float = 60.0) -> Finished:
+        """Wait for a program of ``start`` or ``start_on``; ``sent_bytes`` counts from this call.
+
+        Raises:
+            TimeoutError: see ``run``.
+        """
+        began, before = time.monotonic(), self.sent_bytes()
+        try:
+            stdout, stderr = _texts(process, timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            stdout, stderr = _texts(process)
+            raise TimeoutError(
+                f"a program on the cluster ran for more than {timeout_s:g} s and was ended; "
+                f"it had printed:\n{stdout}{stderr}"
+            ) from None
+        after = self.sent_bytes()
+        return Finished(
+            returncode=process.returncode,
+            stdout=stdout,
+            stderr=stderr,
+            seconds=time.monotonic() - began,
+            sent_bytes={name: after[name] - before[name] for name in self.nodes},
+        )
+
+    def start_on(self, node: str, argv: Sequence[str]) -> subprocess.Popen[str]:
+        """Start one program on one node, without a launcher."""
+        return _popen(self._hosts[node].enter(argv), dict(os.environ))
+
+    def address(self, node: str) -> str:
+        """Return the address of a node."""
+        return f"{NETWORK}.{self.nodes.index(node) + 1}"
+
+    def set_rate(self, node: str, rate: str) -> None:
+        """Change the rate of a node's link; programs may run meanwhile."""
+        self._links[node].set_rate(rate)
+
+    def silence(self, node: str) -> None:
+        """Drop all frames from and to a node, until ``restore``; no program is told."""
+        self._links[node].silence()
+
+    def restore(self, node: str) -> None:
+        """Let frames pass again."""
+        self._links[node].restore()
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return how many bytes have left each node by ``eth0``, with all headers."""
+        return {name: self._hosts[name].sent_bytes() for name in self.nodes}
+
+    def processes(self) -> list[int]:
+        """List the processes that run on the nodes, as this process sees them; none at the end."""
+        return [pid for name in self.nodes for pid in self._hosts[name].processes()]
+
+    def kill(self) -> None:
+        """End every program on the cluster at once."""
+        for pid in {*self.processes(), *self._hosts[LOGIN].processes()} - self._builders:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _build(self) -> None:
+        table = ["127.0.0.1 localhost", f"{NETWORK}.254 {LOGIN}"]
+        table += [f"{self.address(name)} {name}" for name in self.nodes]
+        login = self._hosts[LOGIN] = Host.boot(LOGIN, table)
+        login.do("ip", "link", "add", "eth0", "type", "bridge")
+        login.do("ip", "link", "set", "eth0", "up")
+        login.do("ip", "address", "add", f"{NETWORK}.254/24", "dev", "eth0")
+        for number, name in enumerate(self.nodes):
+            node = self._hosts[name] = Host.boot(name, table, inside=login)
+            link = self._links[name] = Link(login, node, number, f"{self.address(name)}/24")
+            link.plug_in(self._rate, self._latency_s[name])
+        pids = {name: self._hosts[name].inner_pid for name in self.nodes}
+        login.do("tee", launchers.AGENT, text=launchers.agent(pids, enter('"$pid"', '"$PWD"', ())))
+        login.do("chmod", "+x", launchers.AGENT)
+        self._builders = set(login.processes())
+
+    def _tear_down(self) -> None:
+        with contextlib.ExitStack() as stack:  # every one of them, even if another fails
+            for link in self._links.values():
+                stack.callback(link.close)
+            for host in self._hosts.values():  # the last first, and the switch before the links
+                stack.callback(host.end)
+
+
+def seconds(text: str) -> float:
+    """Read a time such as ``50us``, ``200ms`` or ``1s``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor
+    raise ValueError(f"a time is a number with us, ms or s, got {text!r}")
+
+
+def _texts(process: subprocess.Popen[str], timeout_s: float | None = None) -> tuple[str, str]:
+    """Wait, and return what was printed, as far as it was not for somebody else."""
+    stdout, stderr = process.communicate(timeout=timeout_s)
+    return stdout or "", stderr or ""
+
+
+def _popen(
+    line: Sequence[str],
+    environ: Mapping[str, str],
+    stdout: TextIO | int = subprocess.PIPE,
+    stderr: TextIO | int = subprocess.PIPE,
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        line,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+    )

@@ -1,0 +1,157 @@
+"""A host made of namespaces of the kernel: its own network, name, processes, mounts and IPC.
+
+``/dev/shm`` and ``/var/tmp`` are its own as well; all other files, ``/tmp`` among them, are those
+of the machine, as on a cluster with a network file system.
+"""
+
+import contextlib
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
+
+# The first process of a host must collect the orphans of the host, and end with its owner: when
+# the pipe to it closes, for whatever reason, the kernel ends all processes of the host.
+INIT = (
+    "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    "print('ready', flush=True); sys.stdin.read()"
+)
+
+BOOT = """
+hostname {name}
+mount -t tmpfs shm /dev/shm
+mount -t tmpfs private /var/tmp
+printf '%s\\n' {table} > /var/tmp/hosts
+mount --bind /var/tmp/hosts /etc/hosts
+sysctl -qw net.ipv6.conf.all.disable_ipv6=1 || true
+sysctl -qw net.ipv4.tcp_retries2={retries}
+ip link set lo up
+exec {python} -I -S -c {init}
+"""
+
+RETRIES = 5
+"""A host gives up a peer that has not answered for 13 s, as administrators of clusters set it:
+the kernel's own 15 minutes would keep a launcher waiting for a node that is gone."""
+
+END_S = 5.0
+"""Time that the kernel gets to end the processes of a host."""
+
+
+class Host:
+    """A virtual host that runs."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
+        self.pid = _innermost(process.pid)
+        """First process of the host, as this process sees it."""
+        self._process = process
+        self._namespace = _namespace(self.pid)
+
+    @classmethod
+    def boot(cls, name: str, table: Sequence[str], inside: "Host | None" = None) -> Self:
+        """Start a host.
+
+        Args:
+            name: what ``hostname`` says on it.
+            table: lines of its ``/etc/hosts``.
+            inside: the host that sees its processes, and takes it along at the end.
+
+        Raises:
+            RuntimeError: the kernel refused; says why.
+        """
+        script = BOOT.format(
+            name=name,
+            table=" ".join(map(shlex.quote, table)),
+            python=shlex.quote(sys.executable),
+            init=shlex.quote(INIT),
+            retries=RETRIES,
+        )
+        line = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+        line += ["sh", "-ec", script]
+        process = subprocess.Popen(
+            inside.enter(line) if inside else line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the owner, who ends the host in order
+        )
+        assert process.stdout is not None
+        if (said := process.stdout.readline()) != "ready\n":
+            process.kill()
+            said += process.communicate()[0]
+            raise RuntimeError(f"virtual host {name} does not start: {said.strip()}")
+        return cls(name, process)
+
+    @property
+    def inner_pid(self) -> int:
+        """First process of the host, as the host sees it that this one is inside of."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        views = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+        return int(views.split()[-2])
+
+    def enter(self, argv: Sequence[str]) -> list[str]:
+        """Write the command line that runs ``argv`` on this host, in the present directory."""
+        return enter(str(self.pid), str(Path.cwd()), argv)
+
+    def do(self, *argv: str, text: str | None = None) -> str:
+        """Run a short command on this host and return its output.
+
+        Raises:
+            RuntimeError: it failed; says how.
+        """
+        done = subprocess.run(
+            self.enter(argv), input=text, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"`{shlex.join(argv)}` on {self.name}: {done.stderr.strip()}")
+        return done.stdout
+
+    def processes(self) -> list[int]:
+        """List its processes, as this process sees them, without the first one."""
+        everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        return [p for p in everyone if p != self.pid and _namespace(p) == self._namespace]
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes have left it by ``eth0``, with all headers of the link."""
+        for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
+            card, _, counters = line.partition(":")
+            if card.strip() == "eth0":
+                return int(counters.split()[8])
+        raise RuntimeError(f"host {self.name} has no eth0")
+
+    def end(self) -> None:
+        """End the host and every process on it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # and `--kill-child` ends the first process
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def enter(pid: str, folder: str, argv: Sequence[str]) -> list[str]:
+    """Write the command line that runs ``argv`` where process ``pid`` lives."""
+    return ["nsenter", f"--target={pid}", *NAMESPACES, f"--wdns={folder}", "--", *argv]
+
+
+def _innermost(pid: int) -> int:
+    """Follow the only children down from ``unshare``: the last one is the host's first process."""
+    while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        pid = int(children[0])
+    return pid
+
+
+def _namespace(pid: int) -> int:
+    try:
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,193 @@
+"""The all-reduces between nodes: right, the same bits on all ranks, few bytes."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm import double_tree, ring
+from hpctrain.comm.double_tree import double_tree_allreduce_, two_trees
+from hpctrain.comm.doubling import doubling_allreduce_
+from hpctrain.comm.halving import halving_allreduce_
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.ring import ring_allreduce_
+from hpctrain.comm.tree import tree_allreduce_
+from hpctrain.comm.wire import Wire
+from tests.comm.simulated import run_ranks
+
+ALGORITHMS = {
+    "ring": ring_allreduce_,
+    "halving": halving_allreduce_,
+    "doubling": doubling_allreduce_,
+    "tree": tree_allreduce_,
+    "double tree": double_tree_allreduce_,
+}
+SIZES = (0, 1, 2, 5, 64, 1003)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+NUMPY = {
+    Op.SUM: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
+MANY = (2, 3, 5, 6, 7, 8, 13, 16, 17)
+
+
+@pytest.fixture(params=ALGORITHMS)
+def allreduce_(request):
+    return ALGORITHMS[request.param]
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(double_tree, "SEGMENT_BYTES", 256)
+
+
+def whole_numbers(rank, numel, dtype):
+    """Make values whose reductions every dtype holds, or that wrap around."""
+    highest = 4 if dtype.is_floating_point else 127
+    return np.random.default_rng((rank, numel)).integers(0, highest, numel)
+
+
+def random_numbers(rank, numel, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def raw(tensor):
+    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def cases():
+    for dtype in FLOATS + INTEGERS:
+        for op in NUMPY if dtype in INTEGERS else (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX):
+            yield dtype, op
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.usefixtures("short_segments")
+def test_every_reduction_of_every_dtype_and_size_is_numpy_s(world, allreduce_):
+    wire, seen = Wire(world), hashlib.sha256()
+    for dtype, op in cases():
+        for numel in SIZES:
+            inputs = [whole_numbers(rank, numel, dtype) for rank in range(world.size)]
+            tensor = torch.tensor(inputs[world.rank]).to(dtype)
+            allreduce_(wire, tensor, combination(dtype, op))
+            expected = torch.from_numpy(NUMPY[op].reduce(inputs)).to(dtype)
+            assert torch.equal(tensor, expected), (dtype, op, numel)
+            seen.update(raw(tensor))
+    assert len(set(world.allgather(seen.hexdigest()))) == 1
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("numel", [10_007, 700_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_on_all_ranks_and_again(world, allreduce_, dtype, numel):
+    results = []
+    for _ in range(2):
+        tensor = random_numbers(world.rank, numel, dtype)
+        allreduce_(Wire(world), tensor, combination(dtype, Op.SUM))
+        results.append(raw(tensor))
+    assert results[0] == results[1]
+    assert len({hashlib.sha256(each).digest() for each in world.allgather(results[0])}) == 1
+    exact = sum(random_numbers(rank, numel, dtype).double() for rank in range(world.size))
+    bound = 1e-5 if dtype is torch.float32 else 0.1
+    assert (tensor.double() - exact).abs().max().item() < bound
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_nan_of_any_bits_and_zeros_of_either_sign_end_alike_on_all_ranks(world, allreduce_):
+    patterns = (0x7FC00001, 0x7FC00002 + world.rank, 0xFFC00000 + world.rank, 0x80000000)
+    mine = np.array([patterns[(i + world.rank) % 4] for i in range(64)], dtype=np.uint32)
+    mine[world.rank :: 5] = 0
+    for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX):
+        tensor = torch.from_numpy(mine.view(np.float32).copy())
+        allreduce_(Wire(world), tensor, combination(torch.float32, op))
+        assert len(set(world.allgather(raw(tensor)))) == 1
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_ring_sends_two_parts_in_n_of_each_and_halving_too_at_powers_of_two(world):
+    size, numel = world.size, 1_200_000  # divisible by 2, 3 and 4; parts longer than a segment
+    for allreduce_ in (ring_allreduce_, halving_allreduce_):
+        if allreduce_ is halving_allreduce_ and size == 3:
+            continue
+        wire = Wire(world)
+        allreduce_(wire, torch.ones(numel), combination(torch.float32, Op.SUM))
+        assert wire.num_bytes_sent == 2 * (size - 1) * numel * 4 // size
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=("eager", "rendezvous"))
+@pytest.mark.parametrize("size", MANY)
+@pytest.mark.usefixtures("short_segments")
+def test_any_number_of_ranks_gets_the_sum_in_the_same_bits(allreduce_, size, eager):
+    sizes = (1, size - 1, 2 * size + 1, 3001)
+
+    def work(wire):
+        results = [random_numbers(wire.rank, numel) for numel in sizes]
+        for tensor in results:
+            allreduce_(wire, tensor, combination(torch.float32, Op.SUM))
+        return results
+
+    by_rank, _ = run_ranks(size, work, eager=eager)
+    for numel, *results in zip(sizes, *by_rank, strict=True):
+        assert len({raw(result) for result in results}) == 1
+        exact = sum(random_numbers(rank, numel).double() for rank in range(size))
+        assert (results[0].double() - exact).abs().max().item() < 1e-5
+
+
+def bytes_of_each_rank(allreduce_, size, numel):
+    def work(wire):
+        allreduce_(wire, torch.ones(numel), combination(torch.float32, Op.SUM))
+
+    _, wires = run_ranks(size, work, eager=True)
+    return [wire.num_bytes_sent for wire in wires]
+
+
+@pytest.mark.parametrize("size", MANY)
+def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
+    numel = 10_007
+    message, fewest = 4 * numel, 2 * (size - 1) / size * 4 * numel
+    power = 1 << (size.bit_length() - 1)
+    folding = 0 if size == power else 1.5 * message
+    most = {
+        "ring": 1.03 * fewest,
+        "halving": 1.03 * 2 * (power - 1) / power * message + folding,
+        "doubling": (math.log2(power) + (size != power)) * message,
+        "tree": math.ceil(math.log2(size)) * message,
+        "double tree": 2 * message + 8,
+    }
+    for name, bound in most.items():
+        assert max(bytes_of_each_rank(ALGORITHMS[name], size, numel)) <= bound, name
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_doubling_takes_a_message_of_each_rank_for_each_power_of_two(size):
+    def work(wire):
+        doubling_allreduce_(wire, torch.ones(3), combination(torch.float32, Op.SUM))
+        return wire.num_messages
+
+    counts, _ = run_ranks(size, work, eager=False)
+    assert counts == [math.log2(size)] * size
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000])
+def test_two_trees_span_all_ranks_and_share_no_inner_one(size):
+    places = two_trees(size)
+    assert all(not (first.children and second.children) for first, second in places)
+    for tree in range(2):
+        parents = [both[tree].parent for both in places]
+        assert parents.count(None) == 1
+        assert max(len(both[tree].children) for both in places) <= 2
+        for rank, both in enumerate(places):
+            assert all(parents[child] == rank for child in both[tree].children)
+            above, height = parents[rank], 0
+            while above is not None:
+                above, height = parents[above], height + 1
+            assert height <= math.ceil(math.log2(size + 1))

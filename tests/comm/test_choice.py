@@ -1,0 +1,100 @@
+"""Measurements change the rule's table only where the gain is clear."""
+
+import pytest
+
+from hpctrain.comm.choice import GAIN, SIZES, candidates, expected_s, faster, refine
+from hpctrain.comm.measurement import Measurement
+from hpctrain.comm.size_table import SizeTable
+from hpctrain.units import KIB, MIB
+from tests.comm.test_plan import plan_for
+
+RULE = SizeTable(((0, "doubling"), (32 * KIB, "halving"), (256 * KIB, "ring")))
+RAIL_SIZES = SIZES["rail"]
+
+
+def figures(num_bytes, **seconds):
+    """Measurements with equal runs."""
+    return [Measurement("rail", num_bytes, name, (value,) * 3) for name, value in seconds.items()]
+
+
+def runs(**seconds):
+    return {name: Measurement("rail", 1, name, values) for name, values in seconds.items()}
+
+
+def test_without_measurements_the_rule_stays():
+    assert refine(RULE, [], RAIL_SIZES) == RULE
+
+
+def test_what_confirms_the_rule_changes_nothing():
+    measured = [
+        *figures(4 * KIB, doubling=1.0, tree=2.0),
+        *figures(64 * KIB, halving=1.0, ring=2.0),
+        *figures(MIB, ring=1.0, halving=2.0),
+    ]
+    assert refine(RULE, measured, RAIL_SIZES) == RULE
+
+
+@pytest.mark.parametrize(
+    ("seconds", "winner"), [(0.8, "tree"), (0.9, "doubling"), (2.0, "doubling")]
+)
+def test_the_rule_stays_unless_the_gain_is_clear(seconds, winner):
+    assert faster(runs(doubling=(1.0, 1.0), tree=(seconds, seconds)), "doubling") == winner
+
+
+def test_the_smallest_gain_that_counts_counts():
+    assert faster(runs(a=(1.0, 1.0), b=(1 - GAIN, 1 - GAIN)), "a") == "b"
+
+
+def test_the_first_of_equals_is_taken():
+    assert faster(runs(slow=(1.0,), b=(0.5, 0.5), a=(0.5, 0.5)), "slow") == "b"
+
+
+def test_where_the_rule_was_not_measured_it_stays():
+    assert faster(runs(tree=(0.1, 0.1)), "doubling") == "doubling"
+
+
+@pytest.mark.parametrize("unsteady", [(0.1, 0.1, 1.1), (0.1,)])
+def test_a_gain_that_some_run_does_not_confirm_is_noise(unsteady):
+    assert faster(runs(rule=(1.0, 5.0, 6.0), other=unsteady), "rule") == "rule"
+
+
+def test_what_is_steady_wins_where_the_fastest_is_not():
+    times = runs(rule=(1.0, 1.0), first=(0.1, 0.1, 2.0), second=(0.5, 0.6, 0.7))
+    assert faster(times, "rule") == "second"
+
+
+def test_a_size_speaks_for_its_neighbourhood():
+    found = refine(RULE, figures(64 * KIB, halving=1.0, tree=0.5), RAIL_SIZES)
+    assert found.steps == (
+        (0, "doubling"),  # not measured at 64 KiB, so the rule stays up to its own limit
+        (32 * KIB, "tree"),
+        (256 * KIB, "ring"),
+    )
+
+
+def test_the_largest_size_speaks_for_all_above():
+    found = refine(RULE, figures(MIB, ring=1.0, library=0.5), RAIL_SIZES)
+    assert found.at(1 << 40) == "library"
+    assert found.at(64 * KIB) == "halving"
+
+
+def test_sizes_that_were_not_reached_keep_the_rule():
+    found = refine(RULE, figures(4 * KIB, doubling=1.0, tree=0.1), RAIL_SIZES)
+    assert found.at(0) == found.at(15 * KIB) == "tree"
+    assert (found.at(17 * KIB), found.at(MIB)) == ("doubling", "ring")
+
+
+@pytest.mark.parametrize("what", SIZES)
+@pytest.mark.parametrize("plan", [plan_for(4), plan_for(4, per_node=2)])
+def test_the_plans_own_algorithm_is_measured_first(what, plan):
+    for size in SIZES[what]:
+        names = candidates(what, size, plan)
+        assert names[0] == plan.table(what).at(size)
+        assert len(set(names)) == len(names) > 1
+
+
+def test_what_a_size_will_take_is_estimated_along_a_line():
+    assert expected_s({}, 100) == 0
+    assert expected_s({10: 2.0}, 100) == 2
+    assert expected_s({10: 2.0, 20: 3.0}, 100) == pytest.approx(11)
+    assert expected_s({10: 3.0, 20: 2.0}, 100) == 2

@@ -1,0 +1,132 @@
+"""Nodes joined by a real network, here of virtual nodes: right sums, few bytes, and what fails."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.vcluster import Finished, VirtualCluster
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("cluster"), pytest.mark.limit(120)]
+
+JOB = ["python", str(Path(__file__).with_name("network_job.py"))]
+MPIS = ("openmpi", pytest.param("mpich", marks=pytest.mark.requires("mpich")))
+
+SILENT_S = 5.0
+PATIENCE_S = 3
+"""HPCTRAIN_TIMEOUT where a link is cut for good."""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[VirtualCluster]:
+    """Two nodes on fast links."""
+    with VirtualCluster(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slow_pair() -> Iterator[VirtualCluster]:
+    """Two nodes whose links a test may change."""
+    with VirtualCluster(nodes=2, rate="200mbit") as cluster:
+        yield cluster
+
+
+def facts_of(done: Finished) -> dict[str, Any]:
+    """Return what the job has found."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def start(cluster: VirtualCluster, *options: str, **given: Any) -> subprocess.Popen[str]:
+    """Start the job on a rank of each node; return when its ranks are summing."""
+    process = cluster.start([*JOB, *options], **given)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    if said != "summing\n":
+        done = cluster.finish(process)
+        pytest.fail(said + done.stdout + done.stderr)
+    return process
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(
+    ("order", "ranks_per_node", "nodes"),
+    [
+        ("block", (2, 2), [[0, 1], [2, 3]]),
+        ("cyclic", (2, 2), [[0, 2], [1, 3]]),
+        ("random", (2, 2), [[0, 3], [1, 2]]),
+        ("block", (3, 1), [[0, 1, 2], [3]]),
+    ],
+)
+def test_sums_are_exact_in_any_order_and_each_byte_crosses_once(
+    pair, mpi, order, ranks_per_node, nodes
+):
+    done = pair.run(
+        [*JOB, "--all-sums", "--kib", "4096"],
+        ranks_per_node=ranks_per_node,
+        order=order,
+        mpi=mpi,
+    )
+    facts = facts_of(done)
+    assert facts["nodes"] == nodes
+    assert set(facts["hosts"]) == {"n0", "n1"}
+    for rank in facts["ranks"]:
+        # Of a sum over two nodes half of the message leaves a node twice: 2 (N-1)/N = 1.
+        assert rank["sent_bytes"] <= 1.03 * 4 * (4 << 20), rank
+    assert pair.processes() == []
+
+
+def test_sums_are_exact_on_three_nodes():
+    with VirtualCluster(nodes=3) as cluster:
+        facts = facts_of(cluster.run([*JOB, "--all-sums", "--kib", "4096"]))
+    assert facts["nodes"] == [[0], [1], [2]]
+    for rank in facts["ranks"]:
+        assert rank["sent_bytes"] <= 1.03 * 4 / 3 * 4 * (4 << 20), rank
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
+    late = ["--late-node", "n1", "--late-s", "0.5"]
+    facts = facts_of(pair.run([*JOB, *late], ranks_per_node=(2, 2), mpi=mpi))
+    for rank in facts["ranks"]:
+        assert rank["seconds"] >= 4 * 0.5
+        assert rank["cores"] < 0.2, rank
+
+
+def test_a_node_behind_a_long_cable_takes_part():
+    with VirtualCluster(nodes=2, rate="200mbit", latency={"n1": "200ms"}) as cluster:
+        facts = facts_of(cluster.run([*JOB, "--steps", "2", "--kib", "64"]))
+    assert all(rank["seconds"] >= 2 * 0.2 for rank in facts["ranks"])
+
+
+def test_a_run_survives_a_link_that_drops_to_a_tenth_of_its_rate(slow_pair):
+    job = start(slow_pair, "--steps", "30", "--pause-s", "0.01")
+    slow_pair.set_rate("n1", "20mbit")
+    facts = facts_of(slow_pair.finish(job))
+    # The line time of 20 messages: some have passed before the link slowed down.
+    assert facts["ranks"][0]["seconds"] > 20 * (256 << 13) / 20e6
+
+
+def test_a_run_survives_a_silent_link_and_says_which(slow_pair):
+    job = start(slow_pair, "--steps", "40", "--pause-s", "0.02")
+    slow_pair.silence("n1")
+    time.sleep(SILENT_S)
+    slow_pair.restore("n1")
+    done = slow_pair.finish(job)
+    assert facts_of(done)["ranks"][0]["seconds"] > SILENT_S
+    warnings = [line for line in done.stderr.splitlines() if "rail" in line]
+    assert any("n1" in line for line in warnings), done.stderr
+
+
+def test_a_link_cut_for_good_ends_the_run_with_the_name_of_the_node(slow_pair):
+    patience = {"HPCTRAIN_TIMEOUT": str(PATIENCE_S)}
+    job = start(slow_pair, "--steps", "400", "--pause-s", "0.02", env=patience)
+    slow_pair.silence("n1")
+    done = slow_pair.finish(job, 30.0)
+    assert done.returncode != 0
+    assert "n1" in done.stderr
+    assert slow_pair.processes() == []

@@ -1,0 +1,237 @@
+"""Node memory where it is scarce or closed: ranks agree, and no signal kills any of them."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
+from hpctrain.comm import descriptors
+from hpctrain.comm.mapping import map_shared, take_pages
+from hpctrain.comm.node_memory import SHM, Memfd, Window
+from hpctrain.errors import NodeMemoryError
+from hpctrain.units import MIB
+
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+NOBODY = 65534
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def descriptors_open():
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def check_shared(world, segments):
+    """Every rank writes its own segment and reads those of the others."""
+    values = [np.frombuffer(memoryview(segment), np.uint8) for segment in segments]
+    assert not any(value.any() for value in values)
+    world.Barrier()
+    values[world.rank][:] = world.rank + 1
+    world.Barrier()
+    assert [int(value.min()) for value in values] == list(range(1, world.size + 1))
+    assert [int(value.max()) for value in values] == list(range(1, world.size + 1))
+    world.Barrier()
+
+
+def refusals(world, memory, num_bytes):
+    """What every rank is told, by rank; it must not take long."""
+    start = time.monotonic()
+    with pytest.raises(NodeMemoryError) as error:
+        memory.allocate(world, num_bytes)
+    assert time.monotonic() - start < descriptors.TIMEOUT_S
+    return world.allgather(str(error.value))
+
+
+@contextmanager
+def own(namespace, flag):
+    """Move this thread into a namespace of its own, and back."""
+    before = os.open(f"/proc/thread-self/ns/{namespace}", os.O_RDONLY)
+    folder = Path.cwd()
+    assert LIBC.unshare(flag) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert LIBC.setns(before, flag) == 0, os.strerror(ctypes.get_errno())
+        os.close(before)
+        os.chdir(folder)
+
+
+@pytest.fixture
+def closed_proc() -> Generator[None]:
+    """Hide this process from the others: one that changed its user is not to be looked into."""
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+    LIBC.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as before
+
+
+@pytest.fixture
+def own_shm() -> Generator[None]:
+    """Give each rank a /dev/shm of its own, as a container does."""
+    with own("mnt", CLONE_NEWNS):
+        assert LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        assert LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, b"size=64m") == 0
+        yield
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.requires("root")
+@pytest.mark.usefixtures("closed_proc")
+def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
+    peer = world.sendrecv(os.getpid(), (world.rank + 1) % world.size)
+    with pytest.raises(OSError, match="Permission"):
+        next(Path(f"/proc/{peer}/fd").iterdir())
+    calls = []
+    monkeypatch.setattr(
+        "hpctrain.comm.node_memory.exchange",
+        lambda *args: calls.append(args) or descriptors.exchange(*args),
+    )
+    before = descriptors_open()
+    segments = Memfd().allocate(world, 3 * MIB + 1)
+    assert descriptors_open() == before
+    assert calls
+    check_shared(world, segments)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.requires("root", "cluster")
+@pytest.mark.usefixtures("closed_proc")
+def test_without_proc_and_sockets_all_are_told_both_reasons_at_once(world):
+    os.seteuid(0)
+    with own("net", CLONE_NEWNET):
+        os.seteuid(NOBODY)
+        before = descriptors_open()
+        told = refusals(world, Memfd(), MIB)
+        assert descriptors_open() == before
+        os.seteuid(0)
+    assert all("/proc/" in text and "Connection refused" in text for text in told)
+
+
+@pytest.mark.ranks(2, 3)
+def test_strangers_at_the_socket_are_sent_away(world, monkeypatch):
+    real = descriptors._send
+
+    def send_junk_first(descriptor, doors):
+        fakes = [(address, b"x" * len(token)) for address, token in doors]
+        return real(sys.stdout.fileno(), fakes) or real(descriptor, doors)
+
+    monkeypatch.setattr(descriptors, "_send", send_junk_first)
+    with Path(os.devnull).open() as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        mine = os.memfd_create("mine")
+        os.write(mine, bytes([world.rank]))
+        before = descriptors_open()
+        found = descriptors.exchange(world, mine)
+        assert [os.pread(one, 9, 0) for one in found] == [bytes([r]) for r in range(world.size)]
+        assert not any(os.get_inheritable(one) for one in found)
+        for one in found:
+            os.close(one)
+        assert descriptors_open() == before
+        os.close(mine)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeypatch):
+    monkeypatch.setattr(descriptors, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(descriptors, "_send", lambda *_: None)
+    with Path(os.devnull).open() as file, pytest.raises(OSError, match=r"timed out|within"):
+        descriptors.exchange(world, file.fileno())
+    world.Barrier()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.requires("root", "cluster")
+@pytest.mark.usefixtures("own_shm")
+def test_ranks_with_a_dev_shm_each_have_no_window_but_memfd(world):
+    told = refusals(world, Window(), MIB)
+    assert all("needs one /dev/shm for all ranks" in text for text in told)
+    check_shared(world, Memfd().allocate(world, 200 * MIB // world.size))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.requires("root", "cluster")
+@pytest.mark.usefixtures("own_shm")
+def test_a_store_that_would_be_a_sigbus_is_found_before(world):
+    with Path(SHM, "large").open("xb+") as file:
+        file.truncate(128 * MIB)
+        fits = map_shared(file.fileno(), 16 * MIB)
+        assert take_pages(fits)
+        del fits
+        # MAP_POPULATE takes what there is and says nothing.
+        assert not take_pages(map_shared(file.fileno(), 128 * MIB))
+    world.Barrier()
+
+
+class Group:
+    """A memory control group that the ranks of a test are in, of either version."""
+
+    def __init__(self, base: Path, name: str, limit_name: str) -> None:
+        self.base, self.folder, self.limit_name = base, base / name, limit_name
+        self.before = next(
+            line.split(":", 2)[2]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if ("memory" in line.split(":")[1]) == (limit_name == "memory.limit_in_bytes")
+        )
+
+    def join(self, limit_bytes: int) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / self.limit_name).write_text(str(limit_bytes))
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def leave(self) -> None:
+        (self.base / self.before.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
+
+    def num_killed(self) -> int:
+        for name in ("memory.events", "memory.oom_control"):
+            if (file := self.folder / name).exists():
+                counts = dict(line.split() for line in file.read_text().splitlines())
+                return int(counts["oom_kill"])
+        raise AssertionError(f"no count of kills in {self.folder}")
+
+
+@pytest.fixture
+def group(world) -> Generator[Group]:
+    name = world.bcast(f"hpctrain-test-{os.getpid()}")
+    root = Path("/sys/fs/cgroup")
+    controllers = root / "cgroup.subtree_control"
+    if (root / "memory/memory.limit_in_bytes").exists():
+        made = Group(root / "memory", name, "memory.limit_in_bytes")
+    elif controllers.exists() and "memory" in controllers.read_text().split():
+        made = Group(root, name, "memory.max")
+    else:
+        pytest.skip("no control groups for memory")
+    try:
+        made.folder.mkdir(exist_ok=True)
+    except OSError as error:
+        pytest.skip(f"no control group may be made: {error}")
+    yield made
+    made.leave()
+    world.Barrier()
+    if world.rank == 0:
+        made.folder.rmdir()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.requires("root")
+@pytest.mark.parametrize("kind", [Memfd, Window])
+def test_a_limit_that_one_rank_would_keep_and_all_together_not_is_kept(world, group, kind):
+    memory = kind()
+    group.join(160 * MIB)
+    world.Barrier()
+    left_bytes = min(world.allgather(available_bytes()))
+    assert left_bytes <= 160 * MIB
+    most_bytes = (left_bytes // world.size - SPARE_BYTES) * ENTRY_FACTOR
+    most_bytes //= ENTRY_FACTOR + world.size
+    told = refusals(world, memory, most_bytes + MIB)
+    assert all("are left in the control group" in text for text in told)
+    assert all(str(group.folder) in text for text in told)
+    check_shared(world, memory.allocate(world, most_bytes - MIB))
+    assert group.num_killed() == 0
+    world.Barrier()

@@ -1,0 +1,117 @@
+"""Jobs whose ranks live in a small /dev/shm, in a container each, or are killed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.limit(150),
+    pytest.mark.requires("root", "cluster"),
+]
+
+PROGRAM = """
+import torch, hpctrain as hvd
+from mpi4py import MPI
+from hpctrain.comm.node_memory import Window
+from hpctrain.errors import NodeMemoryError
+from hpctrain.runtime.world import current
+hvd.init()
+def try_window():
+    try:
+        Window().allocate(MPI.COMM_WORLD.Dup(), 200 << 20)
+    except NodeMemoryError as error:
+        return str(error)
+bucket = current().comm.new_bucket(200 << 18, torch.float32)
+bucket.flat.fill_(hvd.rank() + 1)
+current().comm.allreduce_(bucket).wait()
+right = bool((bucket.flat == hvd.size() * (hvd.size() + 1) // 2).all())
+print(f"<{hvd.rank()}|{right}|{current().plan.node_memory}|{try_window()}>", flush=True)
+hvd.shutdown()
+"""
+
+
+def launch(script, *, before="", wrapper=(), after="", **environ):
+    """Run the program on two ranks; return what each says and all that is printed."""
+    line = [*wrapper, sys.executable, str(script)]
+    start = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--timeout", "60", "--", *line]
+    launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if before:
+        start = ["unshare", "--mount", "sh", "-c", f'{before} && "$@"{after}', "sh", *start]
+    done = subprocess.run(
+        start,
+        env=inherited | root | path | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line[1:-1].split("|") for line in done.stdout.splitlines() if line.startswith("<")]
+    return sorted(said), done
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+
+
+def test_a_small_dev_shm_holds_no_window_but_does_not_limit_buckets(script):
+    said, done = launch(script, before=SMALL_SHM)
+    assert [words[:3] for words in said] == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
+    for words in said:
+        assert "/dev/shm has" in words[3]
+        assert "400.0 MiB are needed for 2 ranks" in words[3]
+    forced, done = launch(script, before=SMALL_SHM, HPCTRAIN_SHARED_MEMORY="window")
+    assert not forced
+    assert "NodeMemoryError: /dev/shm has" in done.stderr
+    assert "Bus error" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("shm", ["own", "common"])
+def test_a_container_per_rank_shares_memory_by_socket(script, shm):
+    mounts, options = (f"{SMALL_SHM} &&", ["--mount", "--ipc"]) if shm == "own" else ("", [])
+    wrapper = ["unshare", "--pid", "--fork", "--mount-proc", *options]
+    wrapper += ["sh", "-c", f'{mounts} exec "$@"', "sh"]
+    # MPI's own shared memory has the same needs as its windows.
+    said, done = launch(script, wrapper=wrapper, OMPI_MCA_btl="self,tcp")
+    assert [words[:3] for words in said] == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
+    need = "one /dev/shm for all ranks" if shm == "own" else "a process id of its own"
+    assert all(f"an MPI window needs {need}" in words[3] for words in said)
+
+
+KILLED = """
+import os, signal, torch, hpctrain as hvd
+from mpi4py import MPI
+from hpctrain.runtime.world import current
+hvd.init()
+pids = MPI.COMM_WORLD.allgather(os.getpid())
+bucket = current().comm.new_bucket(1 << 18, torch.float32)
+for step in range(100):
+    current().comm.allreduce_(bucket).wait()
+    if step == 50 and hvd.rank() == 0:
+        print(f"<{current().plan.node_memory}|>", flush=True)
+        for pid in pids[1:] + pids[:1]:
+            os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_a_killed_job_leaves_nothing_behind(tmp_path):
+    script, folder = tmp_path / "killed.py", tmp_path / "tmp"
+    script.write_text(KILLED)
+    folder.mkdir()
+    # Folders of its own, in which nobody else makes files meanwhile.
+    before, after = "mount -t tmpfs tmpfs /dev/shm", "; code=$?; ls -A /dev/shm; exit $code"
+    said, done = launch(script, before=before, after=after, TMPDIR=str(folder))
+    assert said == [["memfd", ""]], done
+    assert done.returncode == 137
+    assert done.stdout.splitlines() == ["<memfd|>"]
+    assert not list(folder.iterdir())

@@ -1,0 +1,144 @@
+"""What two tensors become, for every dtype and operation, against numpy and exact arithmetic."""
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.errors import CommError
+from tests.comm.fuzz_values import COMPLEX, EIGHTHS, FLOATS, FUNCTIONS, INTEGERS, crc, ops_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),  # of NaN, on purpose
+]
+
+INTEGRAL = (*INTEGERS, torch.bool)
+FLOATING = (*FLOATS, *EIGHTHS)
+
+
+def pairs(dtypes):
+    return [
+        pytest.param(dtype, op, id=f"{dtype}-{op.name}".removeprefix("torch."))
+        for dtype in dtypes
+        for op in ops_of(dtype)
+    ]
+
+
+def random(dtype, numel=2001, seed=0):
+    source = np.random.default_rng(seed)
+    if dtype is torch.bool:
+        return torch.from_numpy(source.integers(0, 2, numel, np.uint8)).bool()
+    raw = source.integers(0, 256, numel * dtype.itemsize, np.uint8)
+    if dtype in INTEGERS:
+        return torch.from_numpy(raw).view(dtype)
+    if dtype in COMPLEX:
+        return torch.from_numpy(source.normal(size=2 * numel)).to(COMPLEX[dtype]).view(dtype)
+    values = torch.from_numpy(source.normal(size=numel)).to(dtype)
+    values[:20] = torch.tensor([np.nan, 0.0, -0.0, 1.0, -1.0] * 4).to(dtype)
+    return values
+
+
+def combine(how, first, second):
+    """Combine in each way there is, and see that all give the same bits (of NaN there is one)."""
+    total, other = first.clone().view(how.lane), second.view(how.lane)
+    how.into(total, other)
+    for wide_total, wide_other in ((True, False), (True, True), (False, True)):
+        again = first.view(how.lane).to(how.wide if wide_total else how.lane, copy=True)
+        how.into(again, other.to(how.wide) if wide_other else other)
+        assert crc(again.to(how.lane)) == crc(total)
+    if how.lane is how.wide:
+        out = torch.empty_like(total)
+        how.of_two(first.view(how.lane), other, out)
+        assert crc(out) == crc(total)
+        out.copy_(other)
+        how.of_two(first.view(how.lane), out, out)
+        assert crc(out) == crc(total)
+    return total.view(first.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "op"), pairs(INTEGRAL))
+def test_integers_and_bool_are_combined_as_in_numpy(dtype, op):
+    first, second = random(dtype, seed=1), random(dtype, seed=2)
+    result = combine(combination(dtype, op), first, second)
+    np.testing.assert_array_equal(result.numpy(), FUNCTIONS[op](first.numpy(), second.numpy()))
+
+
+@pytest.mark.parametrize(("dtype", "op"), pairs(FLOATING))
+def test_floats_are_combined_exactly_and_rounded_once(dtype, op):
+    first, second = random(dtype, seed=1), random(dtype, seed=2)
+    result = combine(combination(dtype, op), first, second)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    exact = FUNCTIONS[op](first.to(wide).numpy(), second.to(wide).numpy())
+    expected = torch.from_numpy(exact).to(dtype).to(wide).numpy()
+    np.testing.assert_array_equal(result.to(wide).numpy(), expected)
+
+
+@pytest.mark.parametrize(("dtype", "op"), pairs(COMPLEX))
+def test_complex_numbers_are_combined_as_in_numpy(dtype, op):
+    first, second = random(dtype, seed=1), random(dtype, seed=2)
+    result = combine(combination(dtype, op), first, second).to(torch.complex128).numpy()
+    exact = FUNCTIONS[op](first.to(torch.complex128).numpy(), second.to(torch.complex128).numpy())
+    np.testing.assert_allclose(result, exact, atol=20 * torch.finfo(COMPLEX[dtype]).eps)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTHS], ids=str)
+def test_not_a_number_stays_from_either_side(dtype):
+    nan, one = torch.tensor([np.nan]).to(dtype), torch.ones(1).to(dtype)
+    for op in ops_of(dtype):
+        for first, second in ((nan, one), (one, nan), (nan, nan)):
+            assert combine(combination(dtype, op), first, second).float().isnan().all()
+
+
+def test_many_halves_are_summed_in_single_precision():
+    for dtype in (torch.float16, torch.bfloat16, *EIGHTHS, torch.complex32):
+        how = combination(dtype, Op.SUM)
+        assert how.wide is torch.float32
+        total = torch.full((3,), 16.0)
+        small = torch.full((3,), 0.25).to(how.lane)
+        for _ in range(8):  # one by one each is lost: 16.25 is 16 in float8_e4m3fn
+            how.into(total, small)
+        assert total.tolist() == [18.0] * 3
+
+
+def test_powers_of_two_are_combined_too():
+    first = torch.tensor([1.0, 4.0]).to(torch.float8_e8m0fnu)
+    second = torch.tensor([4.0, 2.0]).to(first.dtype)
+    for op, expected in (
+        (Op.PRODUCT, [4.0, 8.0]),
+        (Op.MIN, [1.0, 2.0]),
+        (Op.MAX, [4.0, 4.0]),
+    ):
+        total = first.clone()
+        combination(first.dtype, op).into(total, second)
+        assert total.float().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "message"),
+    [
+        (torch.complex64, Op.MIN, "min needs values that have an order, got complex64; take view"),
+        (torch.float32, Op.BAND, "bitwise and takes integers and bool, got float32; view it"),
+        (torch.complex64, Op.BXOR, "bitwise xor takes integers and bool, got complex64"),
+        (torch.qint8, Op.SUM, "sum over ranks takes numbers and bool, got qint8; convert"),
+        (torch.bits8, Op.BOR, "bitwise or over ranks takes numbers and bool, got bits8"),
+        (torch.float4_e2m1fn_x2, Op.MAX, "max over ranks takes numbers and bool, got float4"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(dtype, op, message):
+    with pytest.raises(CommError, match=message):
+        combination(dtype, op)
+
+
+def test_widened_values_are_combined_in_their_own_dtype():
+    how = combination(torch.float8_e5m2, Op.MAX).widened()
+    assert (how.op, how.lane, how.wide) == (Op.MAX, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATING, *COMPLEX], ids=str)
+def test_scaling_rounds_once(dtype):
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    values = torch.tensor([1.0, 3.0, -7.0]).to(dtype)
+    expected = (values.to(wide) * 0.5).to(dtype)
+    scale_(values, 0.5)
+    assert crc(values) == crc(expected)

@@ -1,0 +1,94 @@
+"""Where a plan comes from: named by the user, remembered, measured, or the rule."""
+
+import json
+
+import pytest
+
+from hpctrain import config
+from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.plan_file import StoredPlan
+from hpctrain.config import Settings
+from hpctrain.errors import ConfigError
+from tests.comm.conftest import close
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """One folder for all ranks."""
+    return world.bcast(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(folder, monkeypatch):
+    monkeypatch.setattr(config, "cache_folder", lambda: folder)
+
+
+def planned(**settings):
+    connection = connect(find_world(), Settings(**settings))
+    close(connection)
+    return connection
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_a_second_run_has_the_plan_of_the_first(world, folder, per_node):
+    first = planned(ranks_per_node=per_node)
+    assert first.plan_origin == "measurement"
+    second = planned(ranks_per_node=per_node)
+    assert second.plan_origin == "a measurement in an earlier run"
+    assert set(world.allgather(second.plan)) == {first.plan}
+    assert planned(ranks_per_node=per_node, probe="fresh").plan_origin == "measurement"
+    off = planned(ranks_per_node=per_node, probe="off")
+    assert (off.plan_origin, off.plan.measured) == ("rule", ())
+    assert len(list((folder / "plans").iterdir())) == 1
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_settings_that_make_another_rule_are_measured_for_themselves():
+    planned()
+    assert planned(bucket_bytes=12345).plan.bucket_bytes == 12345
+    assert planned(ranks_per_node=1).plan_origin == "measurement"
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_measures_nothing(folder):
+    assert planned(probe="fresh").plan_origin == "rule"
+    assert not (folder / "plans").exists()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_flat_mpi_measures_nothing(folder):
+    assert planned(shared_memory="off", probe="fresh").plan_origin == "rule"
+    assert not (folder / "plans").exists()
+
+
+def write_plan(world, folder, connection):
+    file = folder / "plan.json"
+    if world.rank == 0:
+        stored = StoredPlan.of(connection.topology, connection.plan)
+        file.write_text(json.dumps(stored.as_dict()))
+    world.Barrier()
+    return file
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("memory", ["auto", "window", "off"])
+def test_a_named_plan_is_used_as_it_is(world, folder, memory):
+    before = planned(shared_memory=memory, bucket_bytes=12345, overlap="inline")
+    file = write_plan(world, folder, before)
+    again = planned(plan=file)
+    assert again.plan_origin == str(file)
+    assert again.plan == before.plan
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_named_plan_of_another_world_is_an_error_on_every_rank(world, folder):
+    file = write_plan(world, folder, planned())
+    with pytest.raises(ConfigError, match=f"1 node of {world.size} ranks, and this world has"):
+        planned(plan=file, ranks_per_node=1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_named_file_that_is_no_plan_is_an_error_on_every_rank(folder):
+    with pytest.raises(ConfigError, match=r"missing\.json is no file with a plan"):
+        planned(plan=folder / "missing.json")

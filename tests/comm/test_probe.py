@@ -1,0 +1,95 @@
+"""The probe: all ranks come to one plan, within the budget, and sums stay sums."""
+
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.choice import SIZES
+from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.probe import Stopwatch, measure
+from hpctrain.comm.watch import Watch
+from hpctrain.config import Settings
+from hpctrain.errors import CommError, RankLostError
+from tests.comm.conftest import close
+
+FOR_EVER_S = 3600.0
+
+
+@pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of one", "nodes of two"])
+def connection(request):
+    made = connect(find_world(), Settings(probe="off", ranks_per_node=request.param))
+    yield made
+    close(made)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
+    plan = measure(connection.comm, world, connection.plan, Watch(), FOR_EVER_S)
+    assert set(world.allgather(plan)) == {plan}
+    kinds = {"tensors", "rail"} if plan.num_rails else {"tensors"}
+    assert {m.what for m in plan.measured} == kinds
+    for what in kinds:
+        assert {m.num_bytes for m in plan.measured if m.what == what} == set(SIZES[what])
+        assert len(plan.measurements(what)) == 1 + len(SIZES[what])
+    assert all(m.seconds > 0 for m in plan.measured)
+    for numel in (1, 1000, 300_000):
+        tensor = torch.full((numel,), float(world.rank))
+        connection.comm.allreduce_(tensor).wait()
+        assert tensor.eq(sum(range(world.size))).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_sizes_that_the_budget_does_not_reach_keep_the_rule(world, connection):
+    plan = measure(connection.comm, world, connection.plan, Watch(), budget_s=1e-9)
+    assert (plan.tensors, plan.rail) == (connection.plan.tensors, connection.plan.rail)
+    assert len(plan.measured) <= 1  # before the first run nobody knows how long one takes
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_an_algorithm_that_fails_anywhere_is_dropped_everywhere(world, connection, monkeypatch):
+    comm = connection.comm
+    sound = comm.allreduce_by
+
+    def fails_here(way, tensor):
+        if way == "library":
+            raise CommError("no memory for this") if comm.rank == 0 else MemoryError
+        return sound(way, tensor)
+
+    monkeypatch.setattr(comm, "allreduce_by", fails_here)
+    plan = measure(comm, world, connection.plan, Watch(), FOR_EVER_S)
+    measured = {m.algorithm for m in plan.measured if m.what == "tensors"}
+    assert "library" not in measured
+    assert measured
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_slowest_rank_counts(world):
+    def run():
+        world.Barrier()
+        if world.rank == world.size - 1:
+            time.sleep(0.02)
+
+    seconds = Stopwatch(world, Watch()).time(run, 2)
+    assert seconds >= 0.02
+    assert len(set(world.allgather(seconds))) == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_lost_rank_is_not_a_slow_algorithm(world):
+    def run():
+        raise RankLostError("rank 1 died")
+
+    with pytest.raises(RankLostError):
+        Stopwatch(world, Watch()).time(run, 1)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_fails_on_one_rank_has_no_time_on_any(world):
+    def run():
+        if world.rank == 0:
+            raise CommError("no memory for this")
+
+    stopwatch = Stopwatch(world, Watch())
+    assert stopwatch.time(run, 1) is None
+    assert stopwatch.time(lambda: None, 1) >= 0

@@ -1,0 +1,134 @@
+"""A rail: the algorithm that its table names, or the one that is asked for."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm import rail as rail_module
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.rail import ALGORITHMS, STEP_BYTES, Rail, default_table
+from hpctrain.comm.size_table import SizeTable
+from hpctrain.comm.watch import Watch
+from hpctrain.errors import RankLostError
+from hpctrain.units import KIB, MIB
+
+SUM = combination(torch.float32, Op.SUM)
+
+
+@pytest.fixture
+def make_rail(world):
+    """Make rails over all ranks, which are closed afterwards."""
+    made = []
+
+    def make(*steps, **more):
+        made.append(Rail(world.Dup(), table=SizeTable(steps or ((0, "doubling"),)), **more))
+        return made[-1]
+
+    yield make
+    for rail in made:
+        rail.close()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_reduces_what_it_is_given(world, make_rail, name):
+    rail = make_rail((0, name))
+    for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.uint8):
+        for op, function in ((Op.SUM, np.add), (Op.MAX, np.maximum)):
+            for numel in (0, 1, 1000, 50_000):
+                inputs = [np.arange(numel) % 50 + 20 * rank for rank in range(world.size)]
+                for reduce in (rail.allreduce_, lambda *both: rail.allreduce_by(name, *both)):
+                    part = torch.tensor(inputs[world.rank]).to(dtype)
+                    reduce(part, combination(dtype, op))
+                    expected = torch.from_numpy(function.reduce(inputs)).to(dtype)
+                    if dtype is torch.bfloat16 and op is Op.SUM:  # rounded once per rank
+                        assert torch.allclose(part, expected, rtol=0.02)
+                    else:
+                        assert torch.equal(part, expected), (dtype, op, numel)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_table_chooses_by_the_bytes_of_the_part(make_rail, monkeypatch):
+    called = []
+    for name in ("doubling", "ring"):
+        monkeypatch.setitem(ALGORITHMS, name, lambda *_, name=name: called.append(name))
+    rail = make_rail((0, "doubling"), (4000, "ring"))
+    rail.allreduce_(torch.ones(999), SUM)
+    rail.allreduce_(torch.ones(1000), SUM)
+    rail.allreduce_(torch.ones(1000, dtype=torch.bfloat16), combination(torch.bfloat16, Op.SUM))
+    assert called == ["doubling", "ring", "doubling"]
+
+
+@pytest.mark.ranks(1)
+def test_a_rail_of_one_moves_nothing(make_rail):
+    rail = make_rail((0, "library"))
+    part = torch.ones(1000)
+    for name in ALGORITHMS:
+        rail.allreduce_by(name, part, SUM)
+    assert rail.num_bytes_sent == 0
+    assert bool((part == 1).all())
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_bytes_of_messages_and_of_the_library_are_counted(world, make_rail):
+    rail = make_rail()
+    rail.allreduce_by("ring", torch.ones(1200), SUM)
+    ring_bytes = 2 * (world.size - 1) * 4800 // world.size
+    assert rail.num_bytes_sent == ring_bytes
+    rail.allreduce_by("library", torch.ones(1200), SUM)
+    assert rail.num_bytes_sent == ring_bytes + 4800
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_library_gets_long_parts_in_chunks(world, make_rail, monkeypatch):
+    monkeypatch.setattr(rail_module, "CHUNK_ELEMENTS", 100)
+    part = torch.arange(1003.0) * (world.rank + 1)
+    make_rail().allreduce_by("library", part, SUM)
+    assert torch.equal(part, torch.arange(1003.0) * sum(range(1, world.size + 1)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ring", "library"])
+def test_a_late_rank_is_waited_for_asleep(world, make_rail, name):
+    watch = Watch()
+    rail = make_rail(watch=watch)
+    world.Barrier()
+    used_s = time.process_time()
+    if world.rank == 0:
+        time.sleep(1.5)
+    rail.allreduce_by(name, torch.ones(1000), SUM)
+    if world.rank == 1:
+        assert watch.waited_s > 1
+        assert time.process_time() - used_s < 0.3 * watch.waited_s
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["doubling", "library"])
+def test_a_rank_that_does_not_come_ends_the_wait_with_the_rail_s_name(world, make_rail, name):
+    rail = make_rail(watch=Watch(rank=4 + world.rank, timeout_s=0.3), name="rail 3")
+    part = torch.ones(1_000_000)
+    if world.rank == 1:
+        with pytest.raises(RankLostError, match=r"rank 5 has waited .* over rail 3, longer than"):
+            rail.allreduce_by(name, part, SUM)
+    world.Barrier()
+    if world.rank == 0:  # meet what the other one began
+        if name == "library":
+            rail._comm.Ibarrier().Wait()
+        else:
+            rail.allreduce_by(name, part, SUM)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 7, 8, 13, 64, 1000])
+def test_by_rule_small_parts_take_few_rounds_and_large_ones_a_ring(num_nodes):
+    table = default_table(num_nodes)
+    assert {name for _, name in table.steps} <= set(ALGORITHMS)
+    assert table.at(4) == table.at(16 * KIB) == "doubling"
+    assert table.at(num_nodes * STEP_BYTES) == table.at(1 << 40) == "ring"
+
+
+def test_by_rule_middle_sizes_are_halved_where_nothing_must_be_folded_or_a_ring_is_long():
+    by_nodes = {num_nodes: default_table(num_nodes).at(100 * KIB) for num_nodes in (3, 4, 6, 8, 9)}
+    assert by_nodes == {3: "ring", 4: "halving", 6: "ring", 8: "halving", 9: "halving"}
+    assert default_table(1000).at(10 * MIB) == "halving"

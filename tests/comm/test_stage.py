@@ -1,0 +1,84 @@
+"""Tensors that pass through node memory: the sum, in rank order, by either way, at any size."""
+
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.levels import SLOT_BYTES
+from hpctrain.comm.ops import Op
+from hpctrain.config import Settings
+from hpctrain.errors import MismatchError
+from tests.comm.conftest import close
+
+WAYS = ("direct", "slices")
+SLOT = SLOT_BYTES // 4
+
+
+@pytest.fixture
+def node():
+    made = connect(find_world(), Settings(probe="off"))
+    yield made.comm
+    close(made)
+
+
+def values_of(rank, numel, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("numel", [0, 1, 65, SLOT, SLOT + 1, 3 * SLOT + 77])
+def test_values_are_added_in_rank_order_whatever_the_way_and_the_size(world, node, way, numel):
+    tensor = values_of(world.rank, numel)
+    node.allreduce_by(way, tensor, scale=0.5)
+    expected = values_of(0, numel)
+    for rank in range(1, world.size):
+        expected.add_(values_of(rank, numel))
+    assert torch.equal(tensor, expected.mul_(0.5))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_rounded_once(world, node, way, dtype):
+    tensor = values_of(world.rank, 5000, dtype)
+    node.allreduce_by(way, tensor)
+    total = sum(values_of(rank, 5000, dtype).float() for rank in range(world.size))
+    assert torch.equal(tensor, total.to(dtype))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads(world, node):
+    for turn in range(200):
+        tensor = torch.full((20_000,), float(world.rank + turn))
+        node.allreduce_by(WAYS[turn % 3 == 0], tensor)
+        if (turn + world.rank) % 7 == 0:
+            time.sleep(0.001)
+        expected = sum(range(world.size)) + world.size * turn
+        assert bool((tensor == expected).all()), turn
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_different_calls_are_an_error_on_every_rank_that_says_what_each_does(world, node):
+    numel = 11 if world.rank == 1 else 10
+    with pytest.raises(MismatchError, match=r"sum of 10 float32; rank 1: .*sum of 11 float32"):
+        node.allreduce_(torch.ones(numel))
+    op = Op.MAX if world.rank == 0 else Op.SUM
+    with pytest.raises(MismatchError, match=r"max of 5 int32; ranks? 1.*sum of 5 int32"):
+        node.allreduce_(torch.ones(5, dtype=torch.int32), op=op)
+    total = torch.ones(3)
+    node.allreduce_(total)
+    assert bool((total == world.size).all())
+
+
+@pytest.mark.ranks(2, 4)
+def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
+    node.barrier()
+    used_s, start = time.process_time(), time.monotonic()
+    if world.rank == 0:
+        time.sleep(5)
+    node.allreduce_(torch.ones(100))
+    waited_s = time.monotonic() - start
+    assert world.rank == 0 or time.process_time() - used_s < 0.2 * waited_s

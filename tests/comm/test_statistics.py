@@ -1,0 +1,160 @@
+"""``HPCTRAIN_STATS=1`` prints one table of all ranks at the end, and only at an orderly end."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.comm.measurement import Measurement
+from hpctrain.comm.observed import Call, observed
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.statistics import Count, Statistics, describe, wanted_statistics
+from hpctrain.comm.traffic import Traffic
+from hpctrain.launch import mpiexec
+from hpctrain.runtime.world import current
+from hpctrain.units import MIB
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+def lines_of(text):
+    """The lines of the table by operation, cut into cells."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if "communicated, per rank" in line)
+    return {line.split()[0]: line.split("  ") for line in lines[start + 1 :] if line.strip()}
+
+
+def test_calls_of_one_operation_are_added():
+    statistics = Statistics(SerialCommunicator())
+    for seconds in (0.25, 0.5):
+        moved = Traffic(node_bytes=8, rail_bytes=2, waited_s=0.125)
+        statistics.heard(Call(0, "allreduce_", 4, seconds, moved))
+    statistics.heard(Call(0, "barrier", None, 1.0, Traffic()))
+    expected = Count(
+        calls=2, num_bytes=8, node_bytes=16, rail_bytes=4, seconds=0.75, waited_s=0.25
+    )
+    assert statistics._counts["allreduce_"] == expected
+    assert statistics._counts["barrier"] == Count(calls=1, seconds=1.0)
+
+
+def test_the_table_has_means_and_spreads_over_ranks():
+    count = {"calls": 3, "num_bytes": 10 * MIB, "node_bytes": 30 * MIB, "rail_bytes": MIB}
+    ranks = [
+        {"allreduce_": Count(**count, seconds=s, waited_s=s / 4)} for s in (0.010, 0.020, 0.060)
+    ]
+    cells = " ".join(lines_of(describe(ranks))["allreduce_"]).split()
+    assert cells == [
+        *("allreduce_", "3", "10.0", "MiB", "30.0", "MiB", "1.0", "MiB"),
+        *("10.00", "ms", "30.00", "ms", "60.00", "ms", "2.50", "ms", "7.50", "ms", "15.00", "ms"),
+        *("333.3", "MiB/s"),
+    ]
+
+
+def test_what_took_most_time_comes_first_and_an_absent_rank_counts_as_nothing():
+    ranks = [{"send": Count(calls=1, seconds=0.1), "barrier": Count(calls=1, seconds=0.3)}, {}]
+    lines = lines_of(describe(ranks))
+    assert list(lines) == ["operation", "barrier", "send"]
+    assert lines["send"][1:][0].strip() in ("", "0.5")
+    assert "0.0 us" in "  ".join(lines["send"])
+
+
+def test_reductions_are_compared_with_the_best_of_the_probe():
+    measured = [
+        Measurement("tensors", 100, "direct", (1.0,)),
+        Measurement("tensors", 1000, "slices", (0.5,)),  # 2000 bytes a second
+        Measurement("rail", 10**9, "ring", (1.0,)),
+    ]
+    statistics = wanted_statistics(SerialCommunicator(), measured, here=True)
+    assert statistics is not None
+    counts = {
+        "allreduce_": Count(calls=1, num_bytes=500, seconds=1.0),
+        "broadcast_": Count(calls=1, num_bytes=500, seconds=0.5),
+    }
+    lines = lines_of(describe([counts], statistics._best_bandwidth))
+    assert lines["operation"][-1] == "of probed best"
+    assert lines["allreduce_"][-1].strip() == "25%"
+    assert lines["broadcast_"][-1].strip().endswith("B/s")
+    assert "probed" not in describe([counts])
+
+
+def test_nothing_is_in_the_way_when_nobody_listens():
+    comm = SerialCommunicator()
+    assert observed(comm, None, None) is comm
+    assert wanted_statistics(comm, (), here=False) is None
+
+
+def test_a_group_is_heard_by_the_same_listeners():
+    heard = []
+
+    class Listener:
+        def heard(self, call):
+            heard.append((call.operation, call.num_bytes))
+
+    comm = observed(SerialCommunicator(), Listener())
+    comm.group([0]).allreduce_(torch.ones(3))
+    comm.alltoall([torch.ones(2)])
+    comm.broadcast_object("text")
+    assert heard == [("allreduce_", 12), ("alltoall", 8), ("broadcast_object", None)]
+
+
+@SIZES
+def test_the_table_is_printed_once_by_rank_0_at_shutdown(monkeypatch, capfd):
+    monkeypatch.setenv("HPCTRAIN_STATS", "1")
+    hpctrain.init()
+    rank, size = hpctrain.rank(), hpctrain.size()
+    for _ in range(3):
+        hpctrain.allreduce(torch.ones(1 << 18))
+    hpctrain.barrier()
+    assert current().statistics is not None
+    hpctrain.shutdown()
+    errors = capfd.readouterr().err
+    if rank:
+        assert "communicated" not in errors
+        return
+    assert f"what {size} rank{'s' * (size > 1)} communicated, per rank" in errors
+    lines = lines_of(errors)
+    assert " ".join(lines["allreduce_"]).split()[1:4] == ["3", "3.0", "MiB"]
+    assert " ".join(lines["barrier"]).split()[1] == "1"
+
+
+@SIZES
+def test_rank_0_decides_for_all(monkeypatch, world, capfd):
+    if world.rank == 0:
+        monkeypatch.setenv("HPCTRAIN_STATS", "1")
+    hpctrain.init()
+    hpctrain.barrier()
+    hpctrain.shutdown()
+    assert ("communicated" in capfd.readouterr().err) == (world.rank == 0)
+
+
+def launched(last_words):
+    code = f"""
+import os, sys, hpctrain
+hpctrain.init()
+hpctrain.barrier()
+{last_words}
+"""
+    return subprocess.run(
+        mpiexec.command([sys.executable, "-c", code], num_ranks=2),
+        env=mpiexec.environment() | {"HPCTRAIN_STATS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.launches
+def test_a_program_that_just_ends_prints_the_table():
+    done = launched("")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("what 2 ranks communicated") == 1
+
+
+@pytest.mark.launches
+def test_a_program_that_loses_a_rank_prints_none_and_ends():
+    done = launched("if hpctrain.rank(): os._exit(3)")
+    assert done.returncode != 0
+    assert "communicated" not in done.stderr
