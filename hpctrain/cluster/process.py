@@ -1,11 +1,13 @@
-"""Which process this is, in words that mean the same to others."""
+"""This process: which one it is, in words that mean the same to others, and how it sleeps."""
 
+import ctypes
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
+_SET_TIMER_SLACK = 29
 
 
 class Identity(NamedTuple):
@@ -23,3 +25,13 @@ def identity() -> Identity:
     except OSError:
         namespace = ("", os.getpid())
     return Identity(os.getpid(), namespace)
+
+
+def sharpen_sleep() -> None:
+    """Let this thread, and those it starts from now on, sleep for as short as they ask.
+
+    The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it
+    if prctl is not None:
+        prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # in nanoseconds; 0 means the default

@@ -15,7 +15,7 @@ def check_tensor(tensor: Tensor) -> None:
     Raises:
         CommError: it is not.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
     if tensor.layout is not torch.strided:
         raise CommError(f"tensors must be dense, got {tensor.layout}; call to_dense() first")
@@ -28,7 +28,9 @@ def check_scale(tensor: Tensor, scale: float | None) -> None:
         CommError: the tensor or the factor cannot be taken.
     """
     check_tensor(tensor)
-    if scale is not None and not (tensor.is_floating_point() or tensor.is_complex()):
+    if scale is None:
+        return
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         raise CommError(
             f"scale needs a floating point or complex tensor, got {name_of(tensor.dtype)} and "
             f"{scale}; convert the tensor first"
@@ -93,6 +95,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def flat_of(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor of any layout as a flat one; the same memory if possible."""
+    if tensor.stride() == (1,) and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach() if tensor.requires_grad else tensor
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): of fewer than two elements it keeps any stride, which has no view as lanes.
     return dense.as_strided((dense.numel(),), (1,))
@@ -103,5 +107,10 @@ def flattened(tensor: Tensor) -> Iterator[Tensor]:
     """Give the elements of a tensor of any layout as a flat one, and put changes back."""
     values = flat_of(tensor)
     yield values
-    if values.data_ptr() != tensor.data_ptr():
+    put_back(values, tensor)
+
+
+def put_back(values: Tensor, tensor: Tensor) -> None:
+    """Write what ``flat_of`` gave into the tensor, where that is other memory."""
+    if values is not tensor and values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.shape))

@@ -1,6 +1,7 @@
 """What a rank is about to do, as one number that the ranks of a node compare before they do it."""
 
 import zlib
+from functools import lru_cache
 
 import torch
 
@@ -19,6 +20,7 @@ def bucket_call(number: int) -> int:
     return -number
 
 
+@lru_cache(maxsize=1024)
 def tensor_call(op: Op, dtype: torch.dtype, numel: int) -> int:
     """Return the number of a reduction of ``numel`` elements."""
     kind = _DTYPES.index(dtype) << _OP_BITS | _OPS.index(op)

@@ -23,7 +23,10 @@ class Communicator(Protocol):
     bits, run after run.
 
     Every method that waits for others raises ``RankLostError`` if one of them died or left the
-    program meanwhile.
+    program meanwhile, or kept it waiting for longer than ``HPCTRAIN_TIMEOUT``.
+
+    Ranks that make different calls all raise ``MismatchError``. One exception: the reductions of
+    several nodes compare inside each node only, and between nodes what fits by its size passes.
     """
 
     rank: int
@@ -130,7 +133,7 @@ class Communicator(Protocol):
         """Replace ``tensor`` by what rank ``source`` sends with the same tag.
 
         Raises:
-            CommError: ``source`` sends more than ``tensor`` holds.
+            CommError: ``source`` sends more or less than ``tensor`` holds.
         """
 
     def barrier(self) -> None:

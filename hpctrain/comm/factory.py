@@ -142,6 +142,7 @@ def _together(
     from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.presence import Presence  # noqa: PLC0415
 
+    process.sharpen_sleep()
     presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     watch = _watch(presence, topology, settings)
     stored = planning.pinned(world, settings)
@@ -153,10 +154,8 @@ def _together(
     decision = planning.decide(world, topology, settings, stored, rule, machines)
     comm = levels.join(world, node, topology, decision.plan, watch)
     decision = planning.measured(decision, comm, world, topology, watch)
-    notes = [
-        preflight.core_warning(topology),
-        refusal and f"gradients go flat over MPI: {refusal}",
-    ]
+    path = f"gradients go through an MPI {way}" if node else "gradients go flat over MPI"
+    notes = [preflight.core_warning(topology), refusal and f"{path}: {refusal}"]
     return Connection(
         comm=comm,
         topology=topology,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import check_scale, flattened
+from hpctrain.comm.arguments import check_scale, flat_of, put_back
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.calls import bucket_call, other_call
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
@@ -110,8 +110,10 @@ class HierarchicalCommunicator(MpiCommunicator):
             return super().allreduce_(tensor, op=op, scale=scale)
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
-        with flattened(tensor) as flat:
-            self._ways[way](flat.view(how.lane), how, scale)
+        values = flat_of(tensor)
+        lanes = values if values.dtype is how.lane else values.view(how.lane)
+        self._ways[way](lanes, how, scale)
+        put_back(values, tensor)
         return FINISHED
 
     def meet(self, call: str = "barrier") -> None:

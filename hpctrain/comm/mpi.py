@@ -187,15 +187,7 @@ class MpiCommunicator:
         check_tensor(tensor)
         check_rank(source, self.size, "source")
         with flattened(tensor) as values:
-            try:
-                self.wire.receive_(values, source, _users(tag))
-            except MPI.Exception as error:
-                if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                    raise
-                raise CommError(
-                    f"recv_ takes what rank {source} sends into a tensor of the same size, got "
-                    f"more than its {values.nbytes} bytes; make it as large as the sender's"
-                ) from error
+            self.wire.receive_(values, source, _users(tag))
 
     # -- objects ----------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ class Op(enum.Enum):
     BOR = "bitwise or"
     BXOR = "bitwise xor"
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+
 
 _Function = Callable[..., Tensor]
 """Of two tensors, with ``out``."""

@@ -22,7 +22,6 @@ from hpctrain.comm.plan import Plan
 from hpctrain.comm.waiting import wait_request
 from hpctrain.comm.watch import Watch
 from hpctrain.errors import CommError, RankLostError
-from hpctrain.units import MIB
 
 BUDGET_S = 0.3
 """What the whole probe may take."""
@@ -30,8 +29,12 @@ RAIL_SHARE = 0.6
 """Of the budget, for the rails; the rest is for tensors."""
 RUNS = 3
 """Timed runs of a candidate."""
+RUN_S = 1e-3
+"""What a run should take: a call that is faster is repeated in it."""
 MOST_CALLS = 8
-"""Calls in a run: as many as make a MiB, within this bound."""
+"""Calls in a run at most."""
+FIRST_SHARE = 1 / 3
+"""Of the time for one kind, for its smallest size, where there is least to gain."""
 
 RunBy = Callable[[str, torch.Tensor], object]
 """Sums a flat tensor by the algorithm of this name."""
@@ -96,17 +99,23 @@ def _table(
     times: dict[str, dict[int, float]] = {}
     measured: list[Measurement] = []
     failed: set[str] = set()
+    begin_s = stopwatch.elapsed_s
     for num_bytes in SIZES[what]:
+        is_first = num_bytes == SIZES[what][0]
+        end_s = begin_s + FIRST_SHARE * (until_s - begin_s) if is_first else until_s
         values = torch.zeros(num_bytes // torch.float32.itemsize)
-        calls = max(1, min(MOST_CALLS, MIB // num_bytes))
         figures: dict[str, list[float]] = {}
         # In turns: what else this machine does for a while then hits all candidates alike.
         for algorithm in RUNS * candidates(what, num_bytes, plan):
-            expected = expected_s(times.get(algorithm, {}), num_bytes)
-            expected = figures.get(algorithm, [expected])[-1]
-            if algorithm in failed or stopwatch.elapsed_s + (calls + 1) * expected > until_s:
+            if algorithm in failed:
                 continue
-            seconds = stopwatch.time(partial(run_by, algorithm, values), calls)
+            runs = figures.get(algorithm, [])
+            expected = runs[-1] if runs else expected_s(times.get(algorithm, {}), num_bytes)
+            calls = max(1, min(MOST_CALLS, int(RUN_S / expected))) if runs else 1
+            if stopwatch.elapsed_s + (calls + (not runs)) * expected > end_s:
+                continue
+            run = partial(run_by, algorithm, values)
+            seconds = stopwatch.time(run, calls, warm_up=not runs)
             if seconds is None:
                 failed.add(algorithm)
                 figures.pop(algorithm, None)
@@ -129,8 +138,15 @@ class Stopwatch:
         self._watch = watch
         self._start = time.perf_counter()
 
-    def time(self, run: Callable[[], object], calls: int) -> float | None:
-        """Call ``run`` once, and then ``calls`` times by the clock. Collective.
+    def time(
+        self, run: Callable[[], object], calls: int, *, warm_up: bool = False
+    ) -> float | None:
+        """Call ``run`` so many times by the clock. Collective.
+
+        Args:
+            run: the same on every rank.
+            calls: how often.
+            warm_up: call it once before, to open what the first call has to open.
 
         Returns:
             The mean seconds of a call, of the slowest rank; None where it failed on any.
@@ -140,7 +156,8 @@ class Stopwatch:
         """
         seconds, failed = 0.0, False
         try:
-            run()  # lets the ranks meet, and opens what the first call has to open
+            if warm_up:
+                run()
             start = time.perf_counter()
             for _ in range(calls):
                 run()

@@ -44,7 +44,14 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 def combine_to(
     out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
 ) -> None:
-    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are."""
+    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
+
+    Args:
+        out: the result; may be one of the first two pieces.
+        parts: one for each rank.
+        combination: what to do with the values.
+        scale: factor of the result.
+    """
     if combination.wide is not combination.lane or len(parts) == 1:
         total = parts[0].to(combination.wide, copy=True)
         for other in parts[1:]:

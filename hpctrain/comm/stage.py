@@ -16,6 +16,9 @@ from hpctrain.comm.slices import chunks_of, combine_to
 
 Slots = tuple[Tensor, ...]
 
+MOST_SEEN = 256
+"""Views that are kept: making one costs as much as a small sum."""
+
 
 class Stage:
     """Two slots per rank, in the stage of ``node``; every method is collective over the node."""
@@ -23,7 +26,7 @@ class Stage:
     def __init__(self, node: SharedMemory) -> None:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
-        self._slots: dict[torch.dtype, tuple[Slots, Slots]] = {}
+        self._seen: dict[tuple[torch.dtype, int, int], Slots] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return how many elements a slot takes."""
@@ -31,9 +34,13 @@ class Stage:
 
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank reads all slots, after a single barrier."""
+        node = self._node
         for chunk in _pieces(values, self.numel(values.dtype)):
-            combine_to(chunk, self._put(chunk, combination), combination, scale)
-            self._node.num_bytes += (1 + self._node.local_size) * chunk.numel() * chunk.itemsize
+            parts = list(self._put(chunk, combination))
+            if node.local_rank < 2:
+                parts[node.local_rank] = chunk  # one stream less than from the slot
+            combine_to(chunk, parts, combination, scale)
+        node.num_bytes += (1 + node.local_size) * values.numel() * values.itemsize
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
@@ -62,23 +69,24 @@ class Stage:
         self._node.num_bytes += values.numel() * values.itemsize
 
     def _put(self, values: Tensor, combination: Combination) -> Slots:
-        numel, turn = values.numel(), self._node.turn
-        slots = self._of(values.dtype)[turn]
-        if numel != slots[0].numel():
-            slots = tuple(slot[:numel] for slot in slots)
-        slots[self._node.local_rank].copy_(values)
-        self._node.meet(tensor_call(combination.op, values.dtype, numel))
+        numel, node = values.numel(), self._node
+        slots = self._views(values.dtype, numel, node.turn)
+        slots[node.local_rank].copy_(values)
+        node.meet(tensor_call(combination.op, values.dtype, numel))
         return slots
 
-    def _of(self, dtype: torch.dtype) -> tuple[Slots, Slots]:
-        if dtype not in self._slots:
-            end = self.numel(dtype) * dtype.itemsize
-            typed = [
-                tuple(raw[first : first + end].view(dtype) for raw in self._node.stage)
-                for first in (0, self._num_bytes)
-            ]
-            self._slots[dtype] = (typed[0], typed[1])
-        return self._slots[dtype]
+    def _views(self, dtype: torch.dtype, numel: int, turn: int) -> Slots:
+        """Look at the slots of a turn as ``numel`` elements; programs repeat a few sizes."""
+        key = (dtype, numel, turn)
+        slots = self._seen.get(key)
+        if slots is None:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            first = turn * self._num_bytes
+            end = first + numel * dtype.itemsize
+            slots = tuple(raw[first:end].view(dtype) for raw in self._node.stage)
+            self._seen[key] = slots
+        return slots
 
 
 def _pieces(values: Tensor, numel: int) -> tuple[Tensor, ...]:

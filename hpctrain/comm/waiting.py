@@ -16,7 +16,7 @@ SLICE_S = 0.1
 """Between two looks at the others."""
 _NAP_S = (20e-6, 500e-6)
 """Shortest and longest pause between two tests of an MPI request."""
-_NAP_SHARE = 0.05
+_NAP_SHARE = 0.02
 """Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
 
 
@@ -63,7 +63,11 @@ class NodeBarrier:
 
 
 def wait_request(
-    request: "MPI.Request", watch: Watch, partner: int | None = None, over: str = ""
+    request: "MPI.Request",
+    watch: Watch,
+    partner: int | None = None,
+    over: str = "",
+    status: "MPI.Status | None" = None,
 ) -> None:
     """Return when an MPI request is complete, without burning the core while a peer is late.
 
@@ -72,19 +76,20 @@ def wait_request(
         watch: looks at the others meanwhile.
         partner: the world rank at the other end, None for all ranks.
         over: the link to it, for messages.
+        status: is told what has arrived.
     """
-    if request.Test():
+    if request.Test(status):
         return
     start = time.perf_counter()
     end = start + SPIN_S
     while time.perf_counter() < end:
-        if request.Test():
+        if request.Test(status):
             watch.waited_s += time.perf_counter() - start
             return
     shortest, longest = _NAP_S
     next_look = start + SLICE_S
     now = start
-    while not request.Test():
+    while not request.Test(status):
         time.sleep(min(max(_NAP_SHARE * (now - start), shortest), longest))
         now = time.perf_counter()
         if now > next_look:

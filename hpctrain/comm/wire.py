@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.dtypes import bytes_of
 from hpctrain.comm.waiting import wait_request
 from hpctrain.comm.watch import Watch
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from hpctrain.errors import CommError
+from hpctrain.units import format_bytes
 
 CHUNK_ELEMENTS = 1 << 26
 """Largest message in elements: counts of MPI-3 are 32-bit."""
@@ -24,7 +23,9 @@ class Transfer:
     tensor: Tensor
     partner: int
     """Rank of the communicator at the other end."""
-    requests: "list[MPI.Request]"
+    arrives: bool
+    """Whether it is received, not sent."""
+    requests: list[MPI.Request]
 
 
 class Wire:
@@ -35,7 +36,7 @@ class Wire:
 
     def __init__(
         self,
-        comm: "MPI.Intracomm",
+        comm: MPI.Intracomm,
         *,
         watch: Watch | None = None,
         world_ranks: Sequence[int] = (),
@@ -78,35 +79,46 @@ class Wire:
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
         """Begin to send ``tensor``, which stays as it is until ``finish``."""
         self.num_bytes_sent += tensor.numel() * tensor.itemsize
-        return self._started(
-            tensor,
-            dest,
-            [self._comm.Isend(bytes_of(part), dest, tag) for part in tensor.split(CHUNK_ELEMENTS)],
-        )
+        parts = tensor.split(CHUNK_ELEMENTS)
+        requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
+        return self._started(Transfer(tensor, dest, False, requests))  # noqa: FBT003
 
     def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
-        return self._started(
-            tensor,
-            source,
-            [
-                self._comm.Irecv(bytes_of(part), source, tag)
-                for part in tensor.split(CHUNK_ELEMENTS)
-            ],
-        )
+        parts = tensor.split(CHUNK_ELEMENTS)
+        requests = [self._comm.Irecv(bytes_of(part), source, tag) for part in parts]
+        return self._started(Transfer(tensor, source, True, requests))  # noqa: FBT003
 
     def finish(self, transfer: Transfer) -> None:
         """Return when ``transfer`` is complete; sleep meanwhile.
 
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.
+            CommError: the other end sent more or less than this one takes.
         """
         partner = self._world_ranks[transfer.partner]
-        for request in transfer.requests:
-            wait_request(request, self._watch, partner, self._name)
+        status = MPI.Status()
+        num_bytes = 0
+        try:
+            for request in transfer.requests:
+                wait_request(request, self._watch, partner, self._name, status)
+                num_bytes += status.Get_count(MPI.BYTE) if transfer.arrives else 0
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise self._misfit(transfer, "more") from error
         self._under_way.discard(transfer)
+        if transfer.arrives and num_bytes != transfer.tensor.nbytes:
+            raise self._misfit(transfer, format_bytes(num_bytes))
 
-    def _started(self, tensor: Tensor, partner: int, requests: "list[MPI.Request]") -> Transfer:
-        transfer = Transfer(tensor, partner, requests)
+    def _misfit(self, transfer: Transfer, sent: str) -> CommError:
+        me, other = self._world_ranks[self.rank], self._world_ranks[transfer.partner]
+        return CommError(
+            f"both ends of a message must give tensors of the same size and dtype, rank {me} "
+            f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "
+            f"every rank make the same calls in the same order"
+        )
+
+    def _started(self, transfer: Transfer) -> Transfer:
         self._under_way.add(transfer)
         return transfer

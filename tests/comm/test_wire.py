@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.wire import Wire
-from hpctrain.errors import RankLostError
+from hpctrain.errors import CommError, RankLostError
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -57,3 +57,14 @@ def test_the_world_s_number_of_a_partner_is_in_the_message(world):
     else:
         wire.finish(transfer)
         assert incoming.item() == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("numel", "sends"), [(5, "20 B"), (50, "more")])
+def test_a_message_of_another_size_is_an_error_that_names_both_ends(world, numel, sends):
+    wire = Wire(world)
+    if wire.rank == 0:
+        with pytest.raises(CommError, match=f"rank 0 takes 40 B and rank 1 sends {sends}"):
+            wire.receive_(torch.empty(10), 1)
+    else:
+        wire.send(torch.ones(numel), 0)

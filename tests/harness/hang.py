@@ -19,6 +19,9 @@ from tests.harness.voice import Voice
 HANG_S = float(os.environ.get("HPCTRAIN_TEST_HANG_S", "60"))
 """Limit of a test without the marker ``limit``; 0 lets it run for ever, for a debugger."""
 
+LAUNCHES = 3
+"""Times as long for a test that starts ranks, beside others that do: imports alone take long."""
+
 GRACE_S = 8.0
 """Longest time between the limit and the end, for ranks that a loaded machine keeps waiting."""
 
@@ -55,8 +58,9 @@ class Roll:
 
 def limit_of(item: pytest.Item) -> float:
     """Seconds that this test may take, with its fixtures; 0 means any time."""
-    mark = item.get_closest_marker("limit")
-    return mark.args[0] if mark and HANG_S else HANG_S
+    if (mark := item.get_closest_marker("limit")) and HANG_S:
+        return mark.args[0]
+    return LAUNCHES * HANG_S if item.get_closest_marker("launches") else HANG_S
 
 
 @contextmanager
