@@ -116,6 +116,7 @@ bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
+	python perf/bench_start.py --json perf/results/start-4.json
 	@if python -m tests.cluster.vcluster check; then \
 	  python perf/bench_network.py --json perf/results/network-openmpi.json \
 	    --plot perf/results/network-openmpi.png; \

@@ -14,14 +14,12 @@ without communication, and ours is compared with the fastest of them:
 run in turn, each on a model of its own; a step's time is that of the slowest rank.
 """
 
-import os
-import socket
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
+from peers import start_gloo, stop_gloo
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -105,11 +103,7 @@ def ours() -> Callable[[], None]:
 
 def ddp() -> Callable[[], None]:
     """Torch's own, over gloo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = hvd.broadcast_object(probe.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    start_gloo()
     model = DistributedDataParallel(make_model())
     optimizer = sgd(model)
     return make_step(model, optimizer, optimizer.zero_grad)
@@ -144,7 +138,7 @@ def main() -> None:
         "ddp gloo / hpctrain": middle["ddp gloo"] / middle["hpctrain"],
     }
     report(f"Training step, plan: {current().plan.overlap}", rows, ratios, options.json)
-    dist.destroy_process_group()
+    stop_gloo()
 
 
 if __name__ == "__main__":

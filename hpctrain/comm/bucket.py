@@ -18,6 +18,8 @@ class Bucket:
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
     number: int = 0
     """Counts the buckets of a communicator: the ranks compare it before they reduce."""
+    owner: object = None
+    """The node level that made it; None in private memory."""
 
     @property
     def numel(self) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import check_scale, flat_of, put_back
+from hpctrain.comm.arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.calls import bucket_call, other_call
+from hpctrain.comm.calls import bucket_call, other_call, tensor_call
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan import Plan
@@ -26,6 +26,7 @@ from hpctrain.comm.stage import Stage
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.work import FINISHED, Work
+from hpctrain.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,6 +90,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""
+        self.meet(f"new bucket of {numel} {name_of(dtype)}")
         return self._node.new_bucket(numel, dtype)
 
     def allreduce_(
@@ -97,6 +99,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         """Sum a bucket where it lies, and a tensor by the way that the plan has for its size."""
         if isinstance(tensor, Bucket):
             check_scale(tensor.flat, scale)
+            self._check_owned(tensor)
             self._allreduce_bucket(tensor, combination(tensor.flat.dtype, op), scale)
             return FINISHED
         way = self.plan.tensors.at(tensor.numel() * tensor.itemsize)
@@ -106,12 +109,14 @@ class HierarchicalCommunicator(MpiCommunicator):
         self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
         """Sum an ordinary tensor by a way of this name, see ``__init__``."""
-        if way == "library":
-            return super().allreduce_(tensor, op=op, scale=scale)
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         values = flat_of(tensor)
         lanes = values if values.dtype is how.lane else values.view(how.lane)
+        if way == "library":
+            if not self._one_node:  # a rank that takes another way meets the others here
+                self._node.meet(tensor_call(op, how.lane, lanes.numel(), scale))
+            return super().allreduce_(tensor, op=op, scale=scale)
         self._ways[way](lanes, how, scale)
         put_back(values, tensor)
         return FINISHED
@@ -134,8 +139,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         Returns:
             The part of it that this rank takes over its rail; empty where it takes none.
         """
-        self._node.meet(bucket_call(bucket.number))
-        return self._sum_on_node(bucket, how or combination(bucket.flat.dtype, Op.SUM), scale)
+        how = how or combination(bucket.flat.dtype, Op.SUM)
+        self._check_owned(bucket)
+        self._node.meet(bucket_call(bucket.number, how.op, scale))
+        return self._sum_on_node(bucket, how, scale)
 
     def rail_sum(self, part: Tensor, how: Combination | None = None) -> None:
         """Sum what ``node_sum`` returned over the nodes."""
@@ -159,10 +166,18 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def close(self) -> None:
         """Free the MPI communicators; buckets live as long as something refers to them."""
-        if self.rail is not None:
-            self.rail.close()
-        self._node.close()
+        if self.is_open:
+            if self.rail is not None:
+                self.rail.close()
+            self._node.close()
         super().close()
+
+    def _check_owned(self, bucket: Bucket) -> None:
+        if bucket.owner is not self._node:
+            raise CommError(
+                f"a bucket is reduced by the communicator whose new_bucket() made it, got one of "
+                f"{bucket.numel} elements that is not ours; make one here, or pass its tensor"
+            )
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
         if self._one_node:
@@ -175,8 +190,9 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         early, late = _when(scale, how)
+        call = tensor_call(how.op, values.dtype, values.numel(), scale)
         for chunk in values.split(self._stage.numel(values.dtype)):
-            bucket = self._stage.enter(chunk, how)
+            bucket = self._stage.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
             self.rail_sum(part, how)
             self._node.barrier()

@@ -148,8 +148,9 @@ def _group(
         return SerialCommunicator()
     members = cast("MPI.Intracomm", split)
     inside = topology.of_group(ranks)
-    node, _ = share_memory(members, inside, _same_way(plan), watch)
     of_world = [world_ranks[rank] for rank in ranks]
+    watch = watch.of_group(of_world)
+    node, _ = share_memory(members, inside, _same_way(plan), watch)
     return join(members, node, inside, plan.for_group(inside), watch, of_world)
 
 

@@ -21,9 +21,8 @@ from hpctrain.comm.arguments import (
     part_numels,
 )
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.doubling import doubling_allreduce_
+from hpctrain.comm.by_messages import allreduce_by_messages_
 from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
-from hpctrain.comm.halving import halving_allreduce_
 from hpctrain.comm.meeting import describe, meet
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
@@ -41,8 +40,6 @@ T = TypeVar("T")
 MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator | None"]
 """Makes a communicator of some ranks of an MPI communicator; collective over the latter."""
 
-_HALVING_BYTES = 64 << 10
-"""From here on, what is sent counts for more than how often."""
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
 _SCALE_ELEMENTS = 1 << 16
@@ -227,6 +224,8 @@ class MpiCommunicator:
         Raises:
             MismatchError: another rank is about to do something else; on every rank.
         """
+        if not self.is_open:
+            raise CommError("this communicator was closed; make a new one")
         meet(self._comm, call, self._watch)
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
@@ -245,17 +244,21 @@ class MpiCommunicator:
         return Traffic(rail_bytes=sent, waited_s=self._watch.waited_s)
 
     def close(self) -> None:
-        """Free the MPI communicator."""
-        self._comm.Free()
+        """Free the MPI communicator; harmless the second time."""
+        if self.is_open:
+            self._comm.Free()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` was not called yet."""
+        return self._comm != MPI.COMM_NULL
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
         if how.op is Op.SUM and library_sums(total.dtype):
             self._library_bytes += total.nbytes
             self._comm.Allreduce(MPI.IN_PLACE, buffer_of(total))
-        elif total.nbytes < _HALVING_BYTES:
-            doubling_allreduce_(self.wire, total, how)
         else:
-            halving_allreduce_(self.wire, total, how)
+            allreduce_by_messages_(self.wire, total, how)
 
     def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
         if self.rank not in ranks:
@@ -263,7 +266,8 @@ class MpiCommunicator:
             return None
         members = cast("MPI.Intracomm", comm.Split(0, ranks.index(self.rank)))
         of_world = [self._world_ranks[rank] for rank in ranks]
-        return MpiCommunicator(members, watch=self._watch, world_ranks=of_world)
+        watch = self._watch.of_group(of_world)
+        return MpiCommunicator(members, watch=watch, world_ranks=of_world)
 
 
 def _users(tag: int) -> int:

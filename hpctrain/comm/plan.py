@@ -237,10 +237,16 @@ def _measured(value: Any) -> tuple[Measurement, ...]:
             _one_of("tensors", "rail")(entry["what"]),
             _count(entry["num_bytes"]),
             _text(entry["algorithm"]),
-            tuple(float(seconds) for seconds in entry["runs"]),
+            _seconds(entry["runs"]),
         )
         for entry in value
     )
+
+
+def _seconds(value: Any) -> tuple[float, ...]:
+    if not value:
+        raise ValueError("at least one run is needed")
+    return tuple(float(seconds) for seconds in value)
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

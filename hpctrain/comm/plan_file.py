@@ -45,7 +45,11 @@ class StoredPlan:
         if not isinstance(content, dict):
             raise ConfigError("it is no table with the keys nodes and plan")
         nodes, plan = content.get("nodes"), content.get("plan")
-        if not isinstance(nodes, list) or not all(isinstance(n, int) and n > 0 for n in nodes):
+        if (
+            not nodes
+            or not isinstance(nodes, list)
+            or not all(type(n) is int and n > 0 for n in nodes)
+        ):
             raise ConfigError(f"nodes must list the ranks of each node, got {nodes!r}")
         if not isinstance(plan, dict):
             raise ConfigError(f"plan must be a table, got {plan!r}")

@@ -3,7 +3,7 @@
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from mpi4py import MPI
@@ -49,12 +49,12 @@ class Presence:
         self._left: set[int] = set()
         self._open = True
 
-    def check(self, partner: int | None = None) -> None:
+    def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
 
         Args:
-            partner: the world rank that is waited for, None for all. That a third rank has left
-                concerns nobody who waits for one; that it died always does.
+            partners: the world ranks that are waited for, None for all. That a third rank has
+                left concerns nobody who waits for these; that it died always does.
 
         Raises:
             RankLostError: a rank of this node died, or a rank that is waited for left.
@@ -63,7 +63,7 @@ class Presence:
             return
         self._raise_if_dead()
         self._hear()
-        if left := sorted(self._left if partner is None else self._left & {partner}):
+        if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
                 f"{format_ranks(left)} left the program while rank {self.rank} waits for "
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "

@@ -164,7 +164,7 @@ class Stopwatch:
             seconds = (time.perf_counter() - start) / calls
         except RankLostError:
             raise
-        except (CommError, MemoryError) as error:
+        except (CommError, MemoryError, RuntimeError) as error:  # torch's for want of memory
             _LOG.debug("an algorithm cannot be had here: %s", error)
             failed = True
         slowest, failures, self.elapsed_s = self._largest(

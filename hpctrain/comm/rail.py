@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.by_messages import DOUBLING_BYTES, allreduce_by_messages_
 from hpctrain.comm.double_tree import double_tree_allreduce_
 from hpctrain.comm.doubling import doubling_allreduce_
 from hpctrain.comm.dtypes import buffer_of, library_sums
@@ -20,16 +21,9 @@ from hpctrain.units import KIB
 
 STEP_BYTES = 64 * KIB
 """A step of a ring that carries less costs mostly its latency."""
-DOUBLING_BYTES = 32 * KIB
-"""Below this, sending everything in log2(N) rounds beats sending less in twice as many."""
 
 Algorithm = Callable[[Wire, Tensor, Combination], None]
 """Replaces a flat, contiguous tensor of dtype ``lane`` by its reduction over all ranks."""
-
-
-def _reduce_here(wire: Wire, tensor: Tensor, combination: Combination) -> None:
-    small = tensor.numel() * tensor.itemsize < DOUBLING_BYTES
-    (doubling_allreduce_ if small else halving_allreduce_)(wire, tensor, combination)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -38,7 +32,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ring": ring_allreduce_,
     "tree": tree_allreduce_,
     "double_tree": double_tree_allreduce_,
-    "library": _reduce_here,  # where the MPI library cannot; else Rail calls the library
+    "library": allreduce_by_messages_,  # where the MPI library cannot; else Rail calls the library
 }
 """By the name that a plan gives them."""
 

@@ -66,7 +66,7 @@ class SharedMemory:
         self._memory = memory
         self.memory_name = memory.name
         self._num_buckets = 0
-        self._is_closed = False
+        self._unusable = ""
         num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
         head_bytes = cell_bytes + num_rounds * LINE_BYTES
@@ -87,13 +87,19 @@ class SharedMemory:
         """Return when all ranks of the node are here.
 
         Raises:
-            CommError: this node level was closed.
+            CommError: this node level was closed, or has failed before.
         """
-        if self._is_closed:
-            raise CommError(
-                "the world of this bucket was shut down; call init() and wrap the optimizer again"
+        if self._unusable:
+            raise CommError(self._unusable)
+        try:
+            self._barrier.wait()
+        except BaseException:
+            # This rank has said that it is here, and goes on without the others.
+            self._unusable = (
+                "a wait of this communicator has failed before, and its ranks are no longer in "
+                "step; end the program, or make a new world by shutdown() and init()"
             )
-        self._barrier.wait()
+            raise
 
     def meet(self, call: int, text: str = "") -> None:
         """Return when all ranks of the node are about to make the same ``call``.
@@ -122,14 +128,14 @@ class SharedMemory:
         self._num_buckets += 1
         segments = self._allocate(max(numel * dtype.itemsize, 1))
         if numel == 0:
-            return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets)
+            return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets, owner=self)
         peers = tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments)
         chunks = chunks_of(peers, self.local_rank)
-        return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets)
+        return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets, self)
 
     def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Sum the bucket over the node and write the sum back in the same pass."""
-        self.meet(bucket_call(bucket.number))
+        self.meet(bucket_call(bucket.number, combination.op, scale))
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
         self._count(2, bucket)
@@ -150,7 +156,10 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
-        self._is_closed = True
+        self._unusable = (
+            "this communicator was closed, or its world shut down; call init() and make its "
+            "buckets and optimizers again"
+        )
         self._node.Free()
 
     def _allocate(self, num_bytes: int) -> Sequence[Segment]:
@@ -158,8 +167,8 @@ class SharedMemory:
         refusal, segments = None, None
         try:
             segments = self._memory.allocate(self._node, num_bytes)
-        except NodeMemoryError as error:
-            refusal = str(error)
+        except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
+            refusal = str(error) or type(error).__name__
         refusals = [text for text in self._node.allgather(refusal) if text]
         if refusals or segments is None:
             raise NodeMemoryError(refusals[0])

@@ -35,8 +35,9 @@ class Stage:
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank reads all slots, after a single barrier."""
         node = self._node
+        call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in _pieces(values, self.numel(values.dtype)):
-            parts = list(self._put(chunk, combination))
+            parts = list(self._put(chunk, call))
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
@@ -44,19 +45,24 @@ class Stage:
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
+        call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in _pieces(values, self.numel(values.dtype)):
-            bucket = self.enter(chunk, combination)
+            bucket = self.enter(chunk, call)
             self._node.sum_slice(bucket, combination, scale)
             self._node.barrier()
             self.leave(chunk, bucket, None)
 
-    def enter(self, values: Tensor, combination: Combination) -> Bucket:
+    def enter(self, values: Tensor, call: int) -> Bucket:
         """Copy ``values`` into this rank's slot and meet; they must fit.
+
+        Args:
+            values: flat.
+            call: what they are part of, a number of ``calls``.
 
         Returns:
             The slots of all ranks, as a bucket.
         """
-        peers = self._put(values, combination)
+        peers = self._put(values, call)
         self._node.num_bytes += values.numel() * values.itemsize
         chunks = chunks_of(peers, self._node.local_rank)
         return Bucket(peers[self._node.local_rank], peers, chunks)
@@ -68,11 +74,11 @@ class Stage:
             scale_(values, scale)
         self._node.num_bytes += values.numel() * values.itemsize
 
-    def _put(self, values: Tensor, combination: Combination) -> Slots:
+    def _put(self, values: Tensor, call: int) -> Slots:
         numel, node = values.numel(), self._node
         slots = self._views(values.dtype, numel, node.turn)
         slots[node.local_rank].copy_(values)
-        node.meet(tensor_call(combination.op, values.dtype, numel))
+        node.meet(call)
         return slots
 
     def _views(self, dtype: torch.dtype, numel: int, turn: int) -> Slots:

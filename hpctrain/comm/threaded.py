@@ -1,5 +1,6 @@
 """A communicator beside the program: one thread carries out every operation, in order."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import ThreadWork
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 
 class ThreadedCommunicator:
@@ -36,6 +39,7 @@ class ThreadedCommunicator:
         self._comm = comm
         self._thread = ThreadPoolExecutor(1, "hpctrain-comm", self._remember)
         self._thread_id: int | None = None
+        self._works: list[ThreadWork] = []
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
         """Call a function of several operations on the thread, after all that was started.
@@ -48,7 +52,9 @@ class ThreadedCommunicator:
         def run() -> None:
             function(*args)
 
-        return ThreadWork(self._start(run))
+        work = ThreadWork(self._start(run))
+        self._works = [w for w in self._works if not w.is_awaited] + [work]
+        return work
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -126,9 +132,17 @@ class ThreadedCommunicator:
         """Return the counters at this moment; what was started may not be in them yet."""
         return self._comm.traffic()
 
-    def close(self) -> None:
-        """Wait for all that was started, then end the thread and close the communicator."""
+    def drain(self) -> None:
+        """Wait for all that was started, end the thread, and tell errors that nobody asked for."""
         self._thread.shutdown()
+        for work in self._works:
+            if not work.is_awaited and (error := work.error()) is not None:
+                _LOG.error("an operation that nobody waited for has failed: %s", error)
+        self._works = []
+
+    def close(self) -> None:
+        """Do what ``drain`` does, then close the communicator."""
+        self.drain()
         self._comm.close()
 
     def _result(self, function: Callable[[], T]) -> T:
@@ -138,7 +152,10 @@ class ThreadedCommunicator:
         if threading.get_ident() != self._thread_id:
             return self._thread.submit(function)
         done: Future[T] = Future()
-        done.set_result(function())
+        try:
+            done.set_result(function())
+        except BaseException as error:  # for wait(), as from the queue
+            done.set_exception(error)
         return done
 
     def _remember(self) -> None:

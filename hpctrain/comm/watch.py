@@ -2,27 +2,27 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from hpctrain.errors import RankLostError
 
 LATE_S = 3.0
 """A rank that waits for another node for so long says so, once for each rank it waits for."""
 
-FindLost = Callable[[int | None], None]
-"""Raises ``RankLostError`` if a rank is lost, as ``Presence.check`` does."""
+FindLost = Callable[[Collection[int] | None], None]
+"""Raises ``RankLostError`` if one of these ranks is lost, for None any; see ``Presence.check``."""
 
 _LOG = logging.getLogger(__name__)
 
 
-def _nobody_is_lost(partner: int | None) -> None:
+def _nobody_is_lost(ranks: Collection[int] | None) -> None:
     """Look for nobody: what communicators without a world do."""
 
 
 class Watch:
     """Looks for lost ranks, names those that are late, and ends a wait that lasts too long.
 
-    Ranks are those of the world. All waiting loops of a world share one watch.
+    Ranks are those of the world. All waiting loops of a communicator share one watch.
     """
 
     def __init__(
@@ -32,14 +32,16 @@ class Watch:
         hosts: Mapping[int, str] | None = None,
         rank: int = 0,
         timeout_s: float = math.inf,
+        ranks: Collection[int] | None = None,
     ) -> None:
         """Take what is needed to tell who is waited for.
 
         Args:
-            find_lost: raises if a rank is lost; takes the only rank that is waited for, or None.
+            find_lost: raises if a rank that is waited for is lost.
             hosts: name of the node of every rank.
             rank: of this process.
             timeout_s: longest wait.
+            ranks: those that are waited for where nobody says more; None for all of the world.
         """
         self.waited_s = 0.0
         """Seconds that this process has waited so far."""
@@ -47,7 +49,18 @@ class Watch:
         self._hosts = hosts or {}
         self._rank = rank
         self._timeout_s = timeout_s
+        self._ranks = ranks
         self._named: set[int] = set()
+
+    def of_group(self, ranks: Collection[int]) -> "Watch":
+        """Return a watch over some ranks of the world: that others leave does not concern it."""
+        return Watch(
+            self._find_lost,
+            hosts=self._hosts,
+            rank=self._rank,
+            timeout_s=self._timeout_s,
+            ranks=ranks,
+        )
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
@@ -60,7 +73,7 @@ class Watch:
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.
         """
-        self._find_lost(partner)
+        self._find_lost(self._ranks if partner is None else (partner,))
         if waited_s > self._timeout_s:
             raise RankLostError(
                 f"{self._who(waited_s, partner, over)}, longer than HPCTRAIN_TIMEOUT="

@@ -32,11 +32,18 @@ class ThreadWork:
     """An operation that a communication thread carries out."""
 
     def __init__(self, future: Future[None]) -> None:
+        self.is_awaited = False
+        """Whether somebody has called ``wait()``, who then knows of an error."""
         self._future = future
 
     def wait(self) -> None:
         """Block until the thread has carried it out."""
+        self.is_awaited = True
         self._future.result()
+
+    def error(self) -> BaseException | None:
+        """Block until the thread has carried it out; return its error."""
+        return self._future.exception()
 
     def done(self) -> bool:
         """Say whether the thread has carried it out."""

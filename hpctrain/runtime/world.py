@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -124,13 +125,15 @@ def shutdown() -> None:
         return
     leaving, _world = _world, None
     atexit.unregister(shutdown)
+    if isinstance(leaving.comm, ThreadedCommunicator):
+        leaving.comm.drain()  # while lost ranks are still looked for
     if leaving.presence is not None and leaving.hooks is not None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
     leaving.comm.close()
-    if leaving.hooks is not None:
-        leaving.hooks.uninstall()
+    if leaving.hooks is not None and sys.exc_info()[0] is None:
+        leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
 
 def current() -> World:

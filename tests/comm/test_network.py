@@ -111,6 +111,14 @@ def test_a_run_survives_a_link_that_drops_to_a_tenth_of_its_rate(slow_pair):
     assert facts["ranks"][0]["seconds"] > 20 * (256 << 13) / 20e6
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_random_collectives_equal_numpy_across_nodes(pair, mpi):
+    fuzz = ["python", "-m", "tests.comm.fuzz", "-n", "1000"]
+    done = pair.run(fuzz, ranks_per_node=(2, 2), order="cyclic", mpi=mpi)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 nodes agree with numpy" in done.stdout
+
+
 def test_a_run_survives_a_silent_link_and_says_which(slow_pair):
     job = start(slow_pair, "--steps", "40", "--pause-s", "0.02")
     slow_pair.silence("n1")

@@ -58,9 +58,9 @@ def test_who_waits_for_one_rank_does_not_mind_that_a_third_one_left(world: MPI.I
     presence = presence_of(world)
     if world.rank == 0:
         time.sleep(1.5)
-        presence.check(partner=1)
+        presence.check(partners={1})
         with pytest.raises(RankLostError, match="rank 2 left"):
-            presence.check(partner=2)
+            presence.check(partners={2})
     elif world.rank == 1:
         world.recv(source=0)
     if world.rank == 0:

@@ -9,7 +9,7 @@ from hpctrain.comm.factory import connect, find_world
 from hpctrain.comm.levels import SLOT_BYTES
 from hpctrain.comm.ops import Op
 from hpctrain.config import Settings
-from hpctrain.errors import MismatchError
+from hpctrain.errors import CommError, MismatchError, RankLostError
 from tests.comm.conftest import close
 
 WAYS = ("direct", "slices")
@@ -82,3 +82,47 @@ def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
     node.allreduce_(torch.ones(100))
     waited_s = time.monotonic() - start
     assert world.rank == 0 or time.process_time() - used_s < 0.2 * waited_s
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("numel", [10, 3 * SLOT])
+def test_sizes_that_differ_beyond_the_first_piece_and_factors_are_compared_too(world, node, numel):
+    last = world.rank == world.size - 1
+    with pytest.raises(MismatchError, match="same calls in the same order"):
+        node.allreduce_(torch.ones(SLOT + (numel if last else 0)))
+    with pytest.raises(MismatchError, match="by a factor"):
+        node.allreduce_(torch.ones(numel), scale=0.5 if last else 2.0)
+    bucket = node.new_bucket(numel, torch.float32)
+    with pytest.raises(MismatchError, match="max of bucket number 1"):
+        node.allreduce_(bucket, op=Op.MAX if last else Op.SUM)
+
+
+@pytest.mark.ranks(2, 3)
+def test_buckets_are_made_alike_or_not_at_all(world, node):
+    with pytest.raises(MismatchError, match="new bucket of 10 float32"):
+        node.new_bucket(10 if world.rank == 0 else 1_000_000, torch.float32)
+    bucket = node.new_bucket(10, torch.float32)
+    node.allreduce_(bucket)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_bucket_of_another_communicator_is_refused(world, node):
+    group = node.group(range(world.size))
+    with pytest.raises(CommError, match="whose new_bucket"):
+        group.allreduce_(node.new_bucket(10, torch.float32))
+    group.close()
+    group.close()
+    with pytest.raises(CommError, match="was closed"):
+        group.allreduce_(torch.ones(3))
+
+
+@pytest.mark.ranks(2)
+def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world):
+    made = connect(find_world(), Settings(probe="off", timeout=0.3))
+    if world.rank == 0:
+        with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
+            made.comm.allreduce_(torch.ones(3))
+        with pytest.raises(CommError, match="no longer in step"):
+            made.comm.allreduce_(torch.ones(3))
+    world.Barrier()
+    close(made)

@@ -38,8 +38,10 @@ def test_a_wait_that_lasts_too_long_is_an_error_that_names_the_other_end():
 
 
 def test_a_lost_rank_is_found_first():
-    def lost(partner):
-        raise RankLostError(f"rank {partner} died")
+    def lost(ranks):
+        raise RankLostError(f"one of {ranks} died")
 
-    with pytest.raises(RankLostError, match="rank 3 died"):
+    with pytest.raises(RankLostError, match=r"one of \(3,\) died"):
         Watch(lost, timeout_s=1).look(5.0, 3)
+    with pytest.raises(RankLostError, match=r"one of \[2, 3\] died"):
+        Watch(lost, timeout_s=1).of_group([2, 3]).look(5.0)
