@@ -19,8 +19,8 @@ SIZES: dict[str, tuple[int, ...]] = {
 GAIN = 0.15
 """The rule stays unless another algorithm takes so much less time: smaller gains are noise."""
 
-_ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
-_BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
+ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
+BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 _SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
 _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 
@@ -28,7 +28,7 @@ _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
     """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
     if what == "tensors":
-        sensible = _BETWEEN_NODES if plan.num_rails else _ON_A_NODE
+        sensible = BETWEEN_NODES if plan.num_rails else ON_A_NODE
     else:
         sensible = _SMALL_PARTS if num_bytes < 64 * KIB else _LARGE_PARTS
     return tuple(dict.fromkeys((plan.table(what).at(num_bytes), *sensible)))

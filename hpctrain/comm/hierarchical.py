@@ -111,12 +111,13 @@ class HierarchicalCommunicator(MpiCommunicator):
         """Sum an ordinary tensor by a way of this name, see ``__init__``."""
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
-        values = flat_of(tensor)
-        lanes = values if values.dtype is how.lane else values.view(how.lane)
         if way == "library":
             if not self._one_node:  # a rank that takes another way meets the others here
-                self._node.meet(tensor_call(op, how.lane, lanes.numel(), scale))
+                numel = tensor.numel() * tensor.itemsize // how.lane.itemsize
+                self._node.meet(tensor_call(op, how.lane, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
+        values = flat_of(tensor)
+        lanes = values if values.dtype is how.lane else values.view(how.lane)
         self._ways[way](lanes, how, scale)
         put_back(values, tensor)
         return FINISHED

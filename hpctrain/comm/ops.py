@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hpctrain.comm.arguments import name_of
 from hpctrain.errors import CommError
 
 
@@ -150,7 +151,7 @@ def _functions(dtype: torch.dtype) -> dict[Op, _Function]:
 
 
 def _refusal(dtype: torch.dtype, op: Op) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     if dtype in _COMPLEX and op in _ORDER:
         return f"{op.value} needs values that have an order, got {name}; take view_as_real of it"
     if _functions(dtype):

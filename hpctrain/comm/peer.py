@@ -4,6 +4,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.arguments import name_of
 from hpctrain.comm.ops import Op
 from hpctrain.errors import CommError
 
@@ -75,6 +76,6 @@ def require_type(dtype: torch.dtype) -> None:
     """
     if dtype not in _TYPES:
         raise CommError(
-            f"MPI_Allreduce has no {str(dtype).removeprefix('torch.')} to compare with; "
+            f"MPI_Allreduce has no {name_of(dtype)} to compare with; "
             f"take float32, or leave the comparison out"
         )

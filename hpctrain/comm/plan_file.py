@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from hpctrain import config
 from hpctrain.cluster.topology import Topology
+from hpctrain.comm.choice import BETWEEN_NODES, ON_A_NODE
 from hpctrain.comm.plan import Plan
 from hpctrain.errors import ConfigError
 from hpctrain.files import reason_of
@@ -152,7 +153,7 @@ def _nodes(sizes: Sequence[int]) -> str:
 def _ways(topology: Topology, node_memory: str) -> tuple[str, ...]:
     if node_memory in ("none", "alone"):
         return ("library",)
-    return ("direct", "slices", "library") if topology.num_nodes == 1 else ("levels", "library")
+    return ON_A_NODE if topology.num_nodes == 1 else BETWEEN_NODES
 
 
 def _rail_algorithms(num_rails: int) -> tuple[str, ...]:

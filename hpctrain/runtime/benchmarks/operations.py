@@ -156,8 +156,8 @@ class AllToAll:
         )
 
 
-class Broadcast:
-    """``broadcast_`` from rank 0; the message is the tensor."""
+class _FromRankZero:
+    """A message that rank 0 has and others get; the message is the tensor."""
 
     def __init__(self, comm: Communicator, setup: Setup) -> None:
         self._comm = comm
@@ -169,6 +169,10 @@ class Broadcast:
         """Write the values on rank 0 and zeros elsewhere."""
         is_root = self._comm.rank == 0
         write(self._tensor, self._period if is_root else torch.zeros_like(self._period))
+
+
+class Broadcast(_FromRankZero):
+    """``broadcast_`` from rank 0."""
 
     def __call__(self) -> None:
         """Take the tensor of rank 0."""
@@ -179,20 +183,12 @@ class Broadcast:
         return num_wrong(self._tensor, self._period)
 
 
-class Send:
+class Send(_FromRankZero):
     """``send`` from rank 0 to the last rank and back; a call is one of the two ways."""
 
     def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm = comm
+        super().__init__(comm, setup)
         self._last = comm.size - 1
-        self.numel = setup.numel
-        self._tensor = torch.zeros(self.numel, dtype=setup.dtype)
-        self._period = values_of(0, comm.size, setup.dtype)
-
-    def fill(self) -> None:
-        """Write the values on rank 0 and zeros elsewhere."""
-        is_root = self._comm.rank == 0
-        write(self._tensor, self._period if is_root else torch.zeros_like(self._period))
 
     def __call__(self) -> None:
         """Let the tensor go there and come back."""
