@@ -85,7 +85,7 @@ def run(job: Job, options: argparse.Namespace) -> dict[str, Any]:
                 words,
                 ranks_per_node=[job.ranks_per_node] * job.num_nodes,
                 mpi=job.mpi,
-                env={"GLOO_SOCKET_IFNAME": "eth0"},
+                env={"GLOO_SOCKET_IFNAME": "eth0", "HPCTRAIN_PROBE": "fresh"},
                 timeout_s=options.timeout,
             )
         if done.returncode:

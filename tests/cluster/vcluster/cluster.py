@@ -12,7 +12,7 @@ from typing import Self, TextIO
 
 from tests.cluster.vcluster import mpi as launchers
 from tests.cluster.vcluster.check import obstacle
-from tests.cluster.vcluster.host import Host, enter
+from tests.cluster.vcluster.host import END_S, Host, enter
 from tests.cluster.vcluster.link import Link
 from tests.cluster.vcluster.mpi import Mpi
 from tests.cluster.vcluster.placement import Order, place
@@ -207,10 +207,19 @@ class VirtualCluster:
         return [pid for name in self.nodes for pid in self._hosts[name].processes()]
 
     def kill(self) -> None:
-        """End every program on the cluster at once."""
-        for pid in {*self.processes(), *self._hosts[LOGIN].processes()} - self._builders:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """End every program on the cluster at once; none of their processes is left afterwards.
+
+        Raises:
+            TimeoutError: the kernel keeps one of them.
+        """
+        give_up = time.monotonic() + END_S
+        while left := {*self.processes(), *self._hosts[LOGIN].processes()} - self._builders:
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"processes {sorted(left)} are not gone after {END_S:g} s")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def _build(self) -> None:
         table = ["127.0.0.1 localhost", f"{NETWORK}.254 {LOGIN}"]
