@@ -88,6 +88,8 @@ class Settings:
     """Print one line per collective."""
     log_dir: Path | None = None
     """Folder for ``rank-N.log`` of each rank; none when unset."""
+    stage_dir: Path | None = None
+    """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -110,6 +112,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "stats": _flag,
     "trace": _flag,
     "log_dir": Path,
+    "stage_dir": _file,
 }
 
 
@@ -141,6 +144,12 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
         return Path.home() / ".cache" / "hpctrain"
     except RuntimeError:
         return None
+
+
+def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """Return the folders for temporary files of this job that are set, Slurm's first."""
+    environ = os.environ if environ is None else environ
+    return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
 
 
 _FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain import config
-from hpctrain.config import Settings, unknown_variables
+from hpctrain.config import Settings, scratch_folders, unknown_variables
 from hpctrain.errors import ConfigError
 from hpctrain.units import MIB
 
@@ -35,6 +35,7 @@ def test_every_variable_is_read():
         "HPCTRAIN_STATS": "1",
         "HPCTRAIN_TRACE": "1",
         "HPCTRAIN_LOG_DIR": "some/where",
+        "HPCTRAIN_STAGE_DIR": "/local",
     }
     read = dataclasses.asdict(Settings.from_env(environ))
     expected = {
@@ -48,6 +49,7 @@ def test_every_variable_is_read():
         "stats": True,
         "trace": True,
         "log_dir": Path("some/where"),
+        "stage_dir": Path("/local"),
     }
     assert {name: read[name] for name in expected} == expected
 
@@ -98,6 +100,12 @@ def test_a_wait_may_last_for_ever():
 def test_the_cache_is_where_the_standard_says(monkeypatch, chosen, folder):
     monkeypatch.setenv("HOME", "/home/me")
     assert CACHE_FOLDER(chosen) == Path(folder)
+
+
+def test_the_jobs_folders_for_temporary_files_are_slurms_and_then_the_standards():
+    environ = {"TMPDIR": "/tmp/7", "SLURM_TMPDIR": "/local/7", "HOME": "/"}
+    assert scratch_folders(environ) == [Path("/local/7"), Path("/tmp/7")]
+    assert scratch_folders({"TMPDIR": ""}) == []
 
 
 def test_a_misspelt_variable_gets_a_hint():

@@ -9,6 +9,8 @@ import typer
 
 from hpctrain import __version__
 from hpctrain.cli.bench import bench
+from hpctrain.cli.data import data
+from hpctrain.cli.guide import guide
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
 from hpctrain.cli.train import train
 from hpctrain.errors import HpctrainError, MismatchError
@@ -29,6 +31,12 @@ For instance:
   hpctrain launch -n 4 --nodes 2 python script.py
 
   hpctrain launch -n 4 hpctrain bench allreduce --peers
+
+  hpctrain data pack photos/ data/train
+
+  hpctrain data verify data/train
+
+  hpctrain guide data                  the manual, by topic
 """
 
 app = typer.Typer(
@@ -41,6 +49,8 @@ app = typer.Typer(
 app.command()(train)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command()(bench)
+app.add_typer(data)
+app.command()(guide)
 
 
 @app.callback(invoke_without_command=True)

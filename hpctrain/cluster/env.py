@@ -148,6 +148,14 @@ def scheduler(environ: Mapping[str, str] | None = None) -> str:
     return next((name for name, variable in SCHEDULERS.items() if variable in environ), "")
 
 
+def job_id(environ: Mapping[str, str] | None = None) -> str:
+    """Return what the scheduler calls this job, or an empty string."""
+    environ = os.environ if environ is None else environ
+    name = scheduler(environ)
+    variable = "JOB_ID" if name == "sge" else SCHEDULERS.get(name, "")
+    return environ.get(variable, "")
+
+
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     """Return the first name that is set to a number."""
     return next((name for name in names if environ.get(name, "").isdigit()), None)

@@ -3,10 +3,12 @@
 A data set is a directory of HDF5 shards and ``manifest.json``, which is written last: without it
 there is no data set. A shard holds ``/data/<field>`` with shape ``(n, ...)``, ``/crc/<field>``
 with the crc32 of each block of samples, and attributes that tell the same as the manifest.
+
+Samples of a ragged field lie one after another in ``/data/<field>``, with shape ``(rows, ...)``;
+``/index/<field>``, uint64 of shape ``(n + 1,)``, tells between which rows each one lies.
 """
 
 import json
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,26 +18,30 @@ from typing import Any, Self
 
 import numpy as np
 
+from hpctrain.data.names import PLAIN_NAME, check_names
 from hpctrain.errors import DataError
 from hpctrain.files import publishing, reason_of
 
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
-SHARD_FILE = re.compile(r"[\w.-]+-[0-9a-f]{8}-\d{5}(-of-\d{5})?\.h5(\.short)?(\.part)?")
+COMPRESSIONS = (None, "zstd")
 
 _KINDS = "biuf"
-_PLAIN_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """One named array of a data set; every sample has the same shape."""
+    """One named array of a data set."""
 
     shape: tuple[int, ...]
-    """Shape of one sample, ``()`` for a number."""
+    """Shape of one sample, ``()`` for a number; of a ragged field, of one of its rows."""
     dtype: str
     """numpy's name with the byte order, little-endian: ``<f4``, ``|u1``."""
+    ragged: bool = False
+    """A sample is ``(length, *shape)``, and the lengths differ."""
+    compression: str | None = None
+    """None or ``zstd``: smaller on disk, several times the work of a processor to read."""
 
     def __post_init__(self) -> None:
         """Check the shape and the dtype."""
@@ -50,15 +56,28 @@ class Field:
                 f"a field holds little-endian booleans, integers or floats of at most 8 bytes, "
                 f"got dtype {self.dtype}; convert it first"
             )
+        if self.compression not in COMPRESSIONS:
+            raise DataError(f"compression is None or zstd, got {self.compression!r}")
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: str | np.dtype[Any]) -> Self:
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        dtype: str | np.dtype[Any],
+        ragged: bool = False,  # noqa: FBT001, FBT002 - a field is (shape, dtype, ragged, ...)
+        compression: str | None = None,
+    ) -> Self:
         """Make a field from any numpy dtype; the byte order becomes little-endian."""
-        return cls(shape=tuple(map(int, shape)), dtype=_little(np.dtype(dtype)).str)
+        return cls(
+            shape=tuple(map(int, shape)),
+            dtype=_little(np.dtype(dtype)).str,
+            ragged=ragged,
+            compression=compression,
+        )
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample."""
+        """Bytes of one sample; of a ragged field, of one of its rows."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -72,6 +91,12 @@ class Place:
     """First byte of ``/crc/<field>``, None where only HDF5 can read it."""
     crc32: int
     """Of the bytes of ``/crc/<field>``: tells a shard of another data set."""
+    index_offset: int | None = None
+    """First byte of ``/index/<field>`` of a ragged field."""
+    index_crc32: int | None = None
+    """Of all bytes of ``/index/<field>``."""
+    num_rows: int | None = None
+    """Rows of ``/data/<field>`` of a ragged field: the sum of the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +104,7 @@ class Shard:
     """One HDF5 file of a data set."""
 
     file: str
+    """Name in the directory of the data set."""
     num_samples: int
     num_bytes: int
     crc32: int
@@ -149,7 +175,12 @@ class Manifest:
     def fields_record(self) -> dict[str, Any]:
         """Return the fields as JSON has them, here and in the attributes of a shard."""
         return {
-            name: {"shape": field.shape, "dtype": field.dtype, "ragged": False, "filter": None}
+            name: {
+                "shape": field.shape,
+                "dtype": field.dtype,
+                "ragged": field.ragged,
+                "filter": field.compression,
+            }
             for name, field in self.fields.items()
         }
 
@@ -162,7 +193,7 @@ class Manifest:
             "n": self.num_samples,
             "block_size": self.block_size,
             "fields": self.fields_record(),
-            "shards": [_shard_record(shard) for shard in self.shards],
+            "shards": [shard_record(shard) for shard in self.shards],
         }
 
     @classmethod
@@ -182,11 +213,11 @@ class Manifest:
             split=record["split"],
             block_size=record["block_size"],
             fields={name: _field(value) for name, value in record["fields"].items()},
-            shards=tuple(map(_shard, record["shards"])),
+            shards=tuple(map(shard_of, record["shards"])),
         )
 
     def _check_shard(self, shard: Shard) -> None:
-        if not _PLAIN_NAME.fullmatch(shard.file):
+        if not PLAIN_NAME.fullmatch(shard.file):
             raise DataError(f"a shard is a plain file name, got {shard.file!r}")
         if shard.num_samples < 1:
             raise DataError(f"shard {shard.file} must have samples, got {shard.num_samples}")
@@ -196,38 +227,24 @@ class Manifest:
                 f"got {sorted(shard.places)}"
             )
         for name, place in shard.places.items():
-            data_bytes = shard.num_samples * self.fields[name].sample_bytes
-            crc_bytes = 4 * self.num_blocks(shard)
-            for offset, size in ((place.offset, data_bytes), (place.crc_offset, crc_bytes)):
+            field = self.fields[name]
+            index = (place.index_crc32, place.num_rows)
+            if (None not in index) != field.ragged:
+                raise DataError(
+                    f"a ragged field has an index, and no other: field {name} of shard "
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index is {index}"
+                )
+            num_rows = shard.num_samples if place.num_rows is None else place.num_rows
+            for offset, size in (
+                (place.offset, num_rows * field.sample_bytes),
+                (place.crc_offset, 4 * self.num_blocks(shard)),
+                (place.index_offset, 8 * (shard.num_samples + 1)),
+            ):
                 if offset is not None and not 0 <= offset <= shard.num_bytes - size:
                     raise DataError(
                         f"field {name} needs {size} bytes from byte {offset}, "
                         f"but shard {shard.file} has {shard.num_bytes}"
                     )
-
-
-def check_names(split: str, fields: Mapping[str, Field]) -> None:
-    """Check the names that a user chooses.
-
-    Raises:
-        DataError: a name cannot be part of a file name or be an attribute of a batch.
-    """
-    if not _PLAIN_NAME.fullmatch(split):
-        raise DataError(f"a split is a word such as train, got {split!r}")
-    if not fields:
-        raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
-    for name in fields:
-        if not name.isidentifier():
-            raise DataError(f"a field has the name of a Python variable, got {name!r}")
-
-
-def shard_file(split: str, uuid: str, shard: int, num_shards: int | None = None) -> str:
-    """Return the name of a shard, or with ``num_shards`` unknown of the part of one.
-
-    The start of the uuid keeps the shards of a new data set apart from those it replaces.
-    """
-    of = "" if num_shards is None else f"-of-{num_shards:05d}"
-    return f"{split}-{uuid[:8]}-{shard:05d}{of}.h5"
 
 
 def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -239,12 +256,16 @@ def _crc32(record: Mapping[str, Any]) -> int:
 
 
 def _field(record: dict[str, Any]) -> Field:
-    if record["ragged"] or record["filter"]:
-        raise DataError("it has ragged or filtered fields, which need a later hpctrain; update")
-    return Field(shape=tuple(record["shape"]), dtype=record["dtype"])
+    return Field(
+        shape=tuple(record["shape"]),
+        dtype=record["dtype"],
+        ragged=record["ragged"],
+        compression=record["filter"],
+    )
 
 
-def _shard(record: dict[str, Any]) -> Shard:
+def shard_of(record: dict[str, Any]) -> Shard:
+    """Return a shard from what JSON has of it."""
     return Shard(
         file=record["file"],
         num_samples=record["n"],
@@ -254,11 +275,21 @@ def _shard(record: dict[str, Any]) -> Shard:
     )
 
 
-def _shard_record(shard: Shard) -> dict[str, Any]:
+def shard_record(shard: Shard) -> dict[str, Any]:
+    """Return a shard as JSON has it."""
     return {
         "file": shard.file,
         "n": shard.num_samples,
         "bytes": shard.num_bytes,
         "crc32": shard.crc32,
-        "fields": {name: asdict(place) for name, place in shard.places.items()},
+        "fields": {name: _place_record(place) for name, place in shard.places.items()},
     }
+
+
+def _place_record(place: Place) -> dict[str, Any]:
+    # An earlier hpctrain knows no index, and refuses what it does not know.
+    record = asdict(place)
+    if place.num_rows is None:
+        for key in ("index_offset", "index_crc32", "num_rows"):
+            del record[key]
+    return record

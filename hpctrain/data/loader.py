@@ -1,140 +1,281 @@
 """Batches of an epoch: one line of samples, cut into global batches, cut among the ranks."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import islice
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-from torch import Tensor
+import torch
 
-from hpctrain.data.order import Order, Sequential, global_order
-from hpctrain.data.reader import ShardedDataset
-from hpctrain.errors import DataError
+from hpctrain.data.batch import Batch
+from hpctrain.data.delivery import failures, raise_first, require_same
+from hpctrain.data.ordering import Ordering, OrderName
+from hpctrain.data.pool import DecodePool
+from hpctrain.data.position import Position
+from hpctrain.data.prefetch import prefetched
+from hpctrain.data.reading import MOST_TOGETHER, Reading, num_together
+from hpctrain.data.samples import Samples
+from hpctrain.data.skipped import Skipped
+from hpctrain.data.steps import Cut, Steps, Tail, num_steps
+from hpctrain.data.transform import Transform
+from hpctrain.data.window_shape import WindowShape
+from hpctrain.errors import CorruptError, DataError
 
-Transform = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
-TAILS = ("short", "drop")
-"""What becomes of the samples after the last full global batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The share of one rank in a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
-
-    fields: Mapping[str, Tensor]
-    """Tensors by name, in the order of the data set or of what the transform returned."""
-    num_samples: int
-    """Samples of this rank; 0 where a short tail does not go round."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
-        return iter(self.fields.values())
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor of a field."""
-        return self.fields[name]
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Return the tensor of a field."""
-        # While a batch is unpickled it has no fields yet, and this must not ask for them.
-        if name != "fields" and name in self.fields:
-            return self.fields[name]
-        raise AttributeError(f"a batch has no field {name!r}")
+_LOG = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Loader:
-    """Iterates over the batches of one epoch, read ahead by one thread.
+    """Iterates over the batches of an epoch, read ahead by threads.
 
-    The samples of step ``k`` are the same set for any number of ranks: those at the positions
-    ``[k * global_batch, (k + 1) * global_batch)`` of the order of the epoch. Each rank gets a
-    contiguous part of them, and every rank runs the same number of steps. Whatever goes wrong
-    while reading is raised at the step that it belongs to.
+    All samples of an epoch lie on one line. The samples of step ``k`` are the same set for any
+    number of ranks: those at the positions ``[k * global_batch, (k + 1) * global_batch)``. Each
+    rank gets a part of them, and every rank runs the same number of steps. Whatever goes wrong
+    while reading is raised at the step that it belongs to; with ``comm``, on every rank.
 
-    A complete pass moves on to the next epoch; ``set_epoch`` chooses another.
+    A pass begins where the loader is: after ``load_state_dict`` or an early exit with the first
+    batch that was not delivered. At its end the loader is at the start of the next epoch.
     """
 
-    dataset: ShardedDataset
-    """What to read; the same data set on every rank."""
+    dataset: Samples
+    """What to read; the same on every rank."""
     _: KW_ONLY
     global_batch: int
     """Samples per step, of all ranks together."""
-    rank: int
-    """Rank of this process."""
-    size: int
-    """Number of ranks."""
+    rank: int = 0
+    """Rank of this process; that of ``comm``, if it is given."""
+    size: int = 1
+    """Number of ranks; that of ``comm``, if it is given."""
+    comm: "Communicator | None" = None
+    """The ranks that load together. With it iterating is collective, and ranks fail together."""
     seed: int = 0
     """Of the order of every epoch; the same on every rank."""
-    shuffle: bool = True
-    """Whether samples come in random order, another one in each epoch, or as they lie on disk."""
-    tail: str = "short"
-    """The last samples make a ``short`` step, or are left out: ``drop``."""
+    order: OrderName = "auto"
+    """``global``: any sample can come at any time. ``window``: whole blocks are read and mixed,
+    for small samples of a large data set. ``sequential``: as they lie on disk. ``auto``: global
+    for samples of 100 kB and for a data set that stays in memory, else window."""
+    tail: Tail = "short"
+    """The last samples make a ``short`` step, are left out: ``drop``, or are filled up from the
+    start of the epoch: ``wrap``, where ``num_repeated`` of a batch tells how many."""
     transform: Transform | None = None
-    """Makes the tensors of a batch from those of the data set, by name; runs while reading."""
-    prefetch: int = 2
-    """Batches read ahead."""
+    """Makes the values of a batch from those of the data set; runs while reading. ``PerSample``
+    makes one of a function of a sample."""
+    threads: int = 4
+    """How many steps are read at the same time."""
+    prefetch: int = 4
+    """Batches read ahead; more for more ``workers``."""
+    workers: int = 0
+    """Processes that read and transform, for a transform that holds Python's lock."""
+    pin_memory: bool = False
+    """Whether batches lie in memory from which a GPU can copy by itself."""
+    ragged: Literal["packed", "padded"] = "packed"
+    """Samples of different lengths come as ``Ragged``, or as a tensor filled up with zeros and a
+    field ``<field>_lengths``."""
+    on_corrupt: Literal["raise", "skip"] = "raise"
+    """Damaged samples are an error, or all ranks leave them out from then on, with a warning."""
+    window: WindowShape | None = None
+    """What a window order mixes; by default chosen so that it mixes well."""
     epoch: int = field(default=0, init=False)
-    """The epoch that the next pass goes through."""
+    """The epoch of the next batch."""
+    consumed: int = field(default=0, init=False)
+    """Samples of this epoch that were delivered, on all ranks together."""
+    _ordering: Ordering = field(init=False, repr=False)
+    _skipped: Skipped = field(init=False, repr=False)
+    _pool: DecodePool | None = field(default=None, init=False, repr=False)
+    _pass: object = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if self.global_batch < 1 or self.prefetch < 1:
-            raise DataError(
-                f"global_batch and prefetch must be positive, "
-                f"got {self.global_batch} and {self.prefetch}"
-            )
-        if not 0 <= self.rank < self.size:
-            raise DataError(f"rank must be in [0, size), got rank {self.rank} of {self.size}")
-        if self.tail not in TAILS:
-            raise DataError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}")
+        if self.comm is not None:
+            self.rank, self.size = self.comm.rank, self.comm.size
+        self._check_numbers()
+        _check_choice("tail", self.tail, "short", "drop", "wrap")
+        _check_choice("ragged", self.ragged, "packed", "padded")
+        _check_choice("on_corrupt", self.on_corrupt, "raise", "skip")
         if not len(self):
             raise DataError(
-                f"tail='drop' leaves no step: {len(self.dataset)} samples are fewer than the "
-                f"global batch of {self.global_batch}; use tail='short' or a smaller batch"
+                f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
+                f"of {self.global_batch}; use tail='short', a smaller batch or other data"
             )
+        if self.on_corrupt == "skip" and self.size > 1 and self.comm is None:
+            raise DataError('on_corrupt="skip" needs comm: all ranks must skip the same samples')
+        if self.pin_memory and not torch.cuda.is_available():
+            _LOG.warning("pin_memory=True has no effect: there is no GPU")
+            self.pin_memory = False
+        self._skipped = Skipped()
+        self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, self.window)
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on every rank."""
-        full, rest = divmod(len(self.dataset), self.global_batch)
-        return full + (rest > 0 and self.tail == "short")
+        """Return the number of steps of a whole epoch, the same on every rank."""
+        return num_steps(len(self.dataset), self.global_batch, self.tail)
+
+    @property
+    def num_skipped(self) -> int:
+        """Damaged samples that are left out, the same number on every rank."""
+        return len(self._skipped)
+
+    @property
+    def window_shape(self) -> WindowShape | None:
+        """What a window order mixes; None for any other order."""
+        return self._ordering.shape
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, the same on every rank."""
-        self.epoch = epoch
+        """Go to the start of an epoch, the same on every rank; a pass in progress ends there."""
+        self.epoch, self.consumed, self._pass = epoch, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is: the same on every rank, whatever their number."""
+        return self._position().record()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a loader was, with any number of ranks and any global batch.
+
+        Seed and order become those of the state.
+
+        Args:
+            state: of ``state_dict``, the same on every rank.
+
+        Raises:
+            DataError: it is of other data, or no state of a loader.
+        """
+        position = Position.of(state, self.dataset)
+        self.seed, self.epoch, self.consumed = position.seed, position.epoch, position.consumed
+        self._ordering, self._skipped = position.ordering, Skipped(position.skipped)
+        self._pass = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of this rank, one for each step."""
-        epoch = self.epoch
-        order = self._order(epoch)
-        pool = ThreadPoolExecutor(1, thread_name_prefix="hpctrain-loader")
-        pending = (pool.submit(self._read, order, step) for step in range(len(self)))
-        ahead: deque[Future[Batch]] = deque(islice(pending, self.prefetch))
-        try:
-            while ahead:
-                batch = ahead.popleft().result()
-                ahead.extend(islice(pending, 1))
-                yield batch
-        finally:
-            # Also when the consumer leaves early: at most the batch in work is waited for.
-            pool.shutdown(cancel_futures=True)
-        self.epoch = epoch + 1
+        """Yield the batches of this rank, one for each step; collective with ``comm``."""
+        require_same(self._in_common(), self.comm)
+        current = self._pass = object()
+        left_out = True
+        while left_out:
+            # From where we are; once more after samples were left out, for all ranks together.
+            left_out = False
+            with self._reading() as batches:
+                for batch in batches:
+                    self._check_pass(current)
+                    error = batch if isinstance(batch, Exception) else None
+                    if left_out := self._leave_out(failures(error, self.comm)):
+                        break
+                    assert isinstance(batch, Batch)
+                    self.consumed = min(self.consumed + self.global_batch, len(self.dataset))
+                    yield batch
+        if self._pass is current:
+            self.epoch, self.consumed = self.epoch + 1, 0
 
-    def _order(self, epoch: int) -> Order:
-        if self.shuffle:
-            return global_order(len(self.dataset), self.seed, epoch)
-        return Sequential()
+    def close(self) -> None:
+        """End the worker processes, if there are any; the next pass starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
-    def _read(self, order: Order, step: int) -> Batch:
-        start = step * self.global_batch
-        stop = min(start + self.global_batch, len(self.dataset))
-        mine = share(start, stop, self.rank, self.size)
-        fields = self.dataset.take(order.samples_at(np.arange(mine.start, mine.stop)))
-        return Batch(self.transform(fields) if self.transform else fields, len(mine))
+    def __enter__(self) -> Self:
+        """Return the loader."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Iterator[Batch | Exception]]:
+        """Read on from where we are; give the batch of each step, or what prevents it."""
+        cut = Cut(
+            num_samples=len(self.dataset),
+            start=self.consumed,
+            global_batch=self.global_batch,
+            tail=self.tail,
+            rank=self.rank,
+            size=self.size,
+        )
+        batch_bytes = self.dataset.sample_bytes * self.global_batch / self.size
+        # A transform has the threads for each batch, a small batch is read with others.
+        together = num_together(batch_bytes, most=1 if self.transform else MOST_TOGETHER)
+        threads, depth = self.threads, max(self.threads, -(-self.prefetch // together))
+        if together == 1:
+            depth = self.prefetch
+        if self.workers:
+            self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
+            # A thread waits for a worker; each worker has its next batch waiting.
+            together, threads = 1, max(self.prefetch, 2 * self.workers)
+            depth = threads
+        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        reading = Reading(
+            dataset=self.dataset,
+            steps=Steps(order, cut, together, depth),
+            skipped=self._skipped,
+            seed=self.seed,
+            epoch=self.epoch,
+            transform=self.transform,
+            pool=self._pool,
+            is_padded=self.ragged == "padded",
+            is_pinned=self.pin_memory,
+        )
+        numbers = range(len(reading.steps))
+        with prefetched(reading.read, numbers, threads=threads, depth=depth) as parts:
+            yield chain.from_iterable(parts)
+
+    def _leave_out(self, errors: dict[int, Exception]) -> bool:
+        """Leave damaged samples out from now on, if there are any, and say so.
+
+        Any other error is raised; so is damage outside the samples that were asked for.
+        """
+        if not errors:
+            return False
+        damage = [error for error in errors.values() if isinstance(error, CorruptError)]
+        news = [error for error in damage if not self._skipped.covers(error.start, error.stop)]
+        if self.on_corrupt == "raise" or len(damage) < len(errors) or not news:
+            raise_first(errors, self.comm)
+        for error in news:
+            if self._skipped.covers(error.start, error.stop):
+                continue  # two ranks have met the same
+            self._skipped = self._skipped.joined(error.start, error.stop)
+            if self.rank == 0:
+                _LOG.warning(
+                    "samples %d to %d are left out: %s", error.start, error.stop - 1, error
+                )
+        return True
+
+    def _position(self) -> Position:
+        return Position(
+            uuid=self.dataset.uuid,
+            seed=self.seed,
+            epoch=self.epoch,
+            consumed=self.consumed,
+            ordering=self._ordering,
+            skipped=tuple(self._skipped.ranges),
+        )
+
+    def _in_common(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        return self.state_dict() | {
+            "global_batch": self.global_batch,
+            "tail": self.tail,
+            "on_corrupt": self.on_corrupt,
+        }
+
+    def _check_pass(self, current: object) -> None:
+        if self._pass is not current:
+            raise DataError(
+                "a pass over a loader ends when another one begins, and with set_epoch and "
+                "load_state_dict; call iter() again, or use a loader for each pass"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("global_batch", "threads", "prefetch"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.workers < 0:
+            raise DataError(f"workers is a number of processes or 0, got {self.workers}")
+        if not 0 <= self.rank < self.size:
+            raise DataError(f"rank must be in [0, size), got rank {self.rank} of {self.size}")
 
 
-def share(start: int, stop: int, rank: int, size: int) -> range:
-    """Return a rank's part of ``[start, stop)``: contiguous, all parts equal or one apart."""
-    total = stop - start
-    return range(start + total * rank // size, start + total * (rank + 1) // size)
+def _check_choice(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise DataError(f"{name} is one of {', '.join(choices)}, got {value!r}")

@@ -71,9 +71,15 @@ class Ragged:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """Return the samples on a device."""
-        move = {"non_blocking": non_blocking}
-        return type(self)(self.values.to(device, **move), self.offsets.to(device, **move))
+        return type(self)(
+            self.values.to(device, non_blocking=non_blocking),
+            self.offsets.to(device, non_blocking=non_blocking),
+        )
 
     def pin_memory(self) -> Self:
         """Return the samples in memory from which a GPU can copy by itself."""
         return type(self)(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+Values = Tensor | Ragged
+"""The samples of a field in a batch: ``(num_samples, *shape)``, or of different lengths."""

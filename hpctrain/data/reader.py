@@ -1,17 +1,27 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from hpctrain.data.chunks import ChunkCache
+from hpctrain.data.compression import rows_per_chunk
+from hpctrain.data.gathering import Part, gather, gather_ragged, split
+from hpctrain.data.handles import Handles, Opener
 from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.picked import Picked
+from hpctrain.data.ragged import Values
 from hpctrain.data.shard import OpenShard, check_file
+from hpctrain.data.shardfile import IO, UNREADABLE
+from hpctrain.data.values import Array
 from hpctrain.errors import DataError, MismatchError
 
 if TYPE_CHECKING:
@@ -21,20 +31,29 @@ Verify = Literal["first", "always", "off"]
 
 
 class ShardedDataset:
-    """A data set on disk, read through memory maps, or through HDF5 where it cannot be mapped.
+    """A data set on disk, read through memory maps where it lies in memory.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
-    use.
+    use. Several threads may read at once.
     """
 
     def __init__(
-        self, path: Path | str, *, verify: Verify = "first", manifest: Manifest | None = None
+        self,
+        path: Path | str,
+        *,
+        verify: Verify = "first",
+        io: IO = "auto",
+        opener: Opener = OpenShard,
+        manifest: Manifest | None = None,
     ) -> None:
         """Read the manifest and check that every shard is there with its full size.
 
         Args:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
+            io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map those that
+                lie in memory. A mapped page that the disk cannot read ends the process.
+            opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
         Raises:
@@ -42,18 +61,35 @@ class ShardedDataset:
         """
         if verify not in ("first", "always", "off"):
             raise DataError(f"verify is first, always or off, got {verify!r}")
+        if io not in ("map", "read", "auto"):
+            raise DataError(f"io is map, read or auto, got {io!r}")
         self.path = Path(path)
         self.manifest = manifest or Manifest.read(self.path)
-        self._verify = verify
+        self._verify: Verify = verify
+        self._io: IO = io
+        self._opener = opener
         self._starts = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
-        self._open: dict[int, OpenShard] = {}
-        self._inherited: dict[int, OpenShard] = {}
-        self._pid: int | None = None
+        self._num_samples = int(self._starts[-1])
+        self._fields = [
+            (name, field.shape, np.dtype(field.dtype), field.ragged)
+            for name, field in self.fields.items()
+        ]
+        self._is_ragged = any(field.ragged for field in self.fields.values())
+        self._own: Handles | None = None
+        self._inherited: list[Handles] = []
         if manifest is None:
             self._check_files(range(len(self.manifest.shards)))
 
     @classmethod
-    def open(cls, path: Path | str, comm: "Communicator", *, verify: Verify = "first") -> Self:
+    def open(
+        cls,
+        path: Path | str,
+        comm: "Communicator",
+        *,
+        verify: Verify = "first",
+        io: IO = "auto",
+        opener: Opener = OpenShard,
+    ) -> Self:
         """Open a data set on all ranks: one reads the manifest, each checks some of the shards.
 
         Collective.
@@ -70,80 +106,175 @@ class ShardedDataset:
         found = comm.broadcast_object(found)
         if isinstance(found, str):
             raise DataError(found)
-        dataset = cls(path, verify=verify, manifest=found)
+        dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
         dataset._check_together(comm)
         return dataset
+
+    @property
+    def uuid(self) -> str:
+        """Tells this data set from all others."""
+        return self.manifest.uuid
 
     @property
     def fields(self) -> Mapping[str, Field]:
         """Shape and dtype of each field."""
         return self.manifest.fields
 
+    @property
+    def block_size(self) -> int:
+        """Neighbouring samples that are best read together: a block, or what is compressed."""
+        size = self.manifest.block_size
+        chunks = [
+            rows_per_chunk(field, size)
+            for field in self.fields.values()
+            if field.compression and not field.ragged
+        ]
+        return max([size, *chunks])
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a sample, of all fields together, on average."""
+        return sum(
+            field.sample_bytes * self._num_rows(name) for name, field in self.fields.items()
+        ) / max(1, len(self))
+
     def __len__(self) -> int:
         """Return the number of samples."""
-        return int(self._starts[-1])
+        return self._num_samples
 
-    def take(self, indices: ArrayLike) -> dict[str, Tensor]:
+    def with_opener(self, opener: Opener) -> "ShardedDataset":
+        """Return this data set with its shards opened by another opener."""
+        return ShardedDataset(
+            self.path, verify=self._verify, io=self._io, opener=opener, manifest=self.manifest
+        )
+
+    def take(self, indices: ArrayLike) -> dict[str, Values]:
         """Gather samples.
 
         Args:
             indices: ``(num_samples,)`` in [0, len), in any order, also none, also repeated.
 
         Returns:
-            For each field a new tensor ``(num_samples, *shape)`` on the CPU.
+            For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
+            ragged field. They belong to the caller; their memory is used again when nothing
+            refers to it any more.
 
         Raises:
-            DataError: an index is out of range, or a shard is missing, replaced or damaged.
+            CorruptError: samples cannot be had; it says which.
+            DataError: an index is out of range.
         """
-        wanted = np.asarray(indices, np.int64)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise DataError(
-                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
-            )
-        batch = {
-            name: np.empty((len(wanted), *field.shape), field.dtype)
-            for name, field in self.fields.items()
-        }
-        homes = np.searchsorted(self._starts, wanted, side="right") - 1
-        for home in np.unique(homes):
-            here = np.flatnonzero(homes == home)
-            self._gather(int(home), wanted[here] - self._starts[home], here, batch)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+        wanted = self._in_range(indices)
+        handles = self._handles()
+        empty = handles.buffers.empty
+        found = None
+        if self._verify != "always":
+            found = handles.rows_of(wanted, checked=self._verify == "first")
+        parts = None if found and not self._is_ragged else self._parts(handles, wanted)
+        if parts is not None and not found:
+            self._check(parts)
+        batch: dict[str, Values] = {}
+        for name, shape, dtype, is_ragged in self._fields:
+            if is_ragged:
+                assert parts is not None
+                batch[name] = gather_ragged(name, parts, shape, dtype, empty)
+                continue
+            out = empty((len(wanted), *shape), dtype)
+            if found:
+                stitched, rows = found
+                stitched.take(name, rows, out)
+            else:
+                gather(name, parts or (), out)
+            batch[name] = torch.from_numpy(out)
+        return batch
+
+    def will_need(self, indices: ArrayLike) -> None:
+        """Start to bring samples into memory, and return at once.
+
+        Args:
+            indices: as for ``take``.
+
+        Raises:
+            DataError: an index is out of range.
+        """
+        handles = self._handles()
+        if handles.stitched is None:
+            # All is in memory otherwise.
+            wanted = self._in_range(indices).copy()
+            handles.in_background(lambda: self._bring(handles, wanted))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample; slow, ``take`` many at once.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, got index {index}")
+        return Picked(self.take([index % len(self)]), 1)[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Picked:
+        """Return many samples, for ``DataLoader``; see ``hpctrain.data.stock.collate``."""
+        return Picked(self.take(indices), len(indices))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield all samples as they lie."""
+        for start in range(0, len(self), self.block_size):
+            yield from self.__getitems__(range(start, min(start + self.block_size, len(self))))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {**self.__dict__, "_open": {}, "_inherited": {}, "_pid": None}
+        return {**self.__dict__, "_own": None, "_inherited": []}
 
-    def _gather(
-        self,
-        home: int,
-        rows: NDArray[np.int64],
-        here: NDArray[np.int64],
-        batch: dict[str, NDArray[Any]],
-    ) -> None:
-        shard = self._shard(home)
-        if self._verify != "off":
-            shard.check_blocks(rows, again=self._verify == "always")
-        for name, out in batch.items():
-            if len(here) == len(out):
-                shard.gather(name, rows, out)
+    def _in_range(self, indices: ArrayLike) -> Array:
+        wanted = np.asarray(indices, np.int64)
+        # As unsigned numbers, negative ones are too large as well.
+        if wanted.size and wanted.view(np.uint64).max() >= self._num_samples:
+            raise DataError(
+                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+            )
+        return wanted
+
+    def _handles(self) -> Handles:
+        own = self._own
+        if own is None or own.pid != os.getpid():
+            if own is not None:
+                # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
+                self._inherited.append(own)
+            # Not a method of ours: that would keep this object, and what is open, for longer.
+            open_shard = partial(
+                self._opener, self.path, self.manifest, io=self._io, chunks=ChunkCache()
+            )
+            self._own = own = Handles(self.manifest, open_shard)
+        return own
+
+    def _parts(self, handles: Handles, wanted: Array) -> list[Part]:
+        return [
+            Part(handles.shard(home), rows, places)
+            for home, rows, places in split(wanted, self._starts)
+        ]
+
+    def _check(self, parts: Iterable[Part]) -> None:
+        for shard, rows, _ in parts:
+            if self._verify == "off":
+                # Only whether the file is still the same.
+                shard.check_blocks(rows[:0], again=False)
             else:
-                some = np.empty((len(here), *out.shape[1:]), out.dtype)
-                shard.gather(name, rows, some)
-                out[here] = some
+                shard.check_blocks(rows, again=self._verify == "always")
 
-    def _shard(self, index: int) -> OpenShard:
-        if self._pid != os.getpid():
-            # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
-            self._inherited = self._open
-            self._open, self._pid = {}, os.getpid()
-        if index not in self._open:
-            self._open[index] = OpenShard(self.path, self.manifest, index)
-        return self._open[index]
+    def _bring(self, handles: Handles, wanted: Array) -> None:
+        for home, rows, _ in split(wanted, self._starts):
+            # Whatever is wrong with a shard is told by the one who takes samples from it.
+            with suppress(DataError, *UNREADABLE):
+                handles.shard(home).will_need(rows, whole_blocks=self._verify != "off")
+
+    def _num_rows(self, name: str) -> int:
+        if not self.fields[name].ragged:
+            return len(self)
+        return sum(shard.places[name].num_rows or 0 for shard in self.manifest.shards)
 
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
-            check_file(self.path, self.manifest.shards[index])
+            check_file(self.path, self.manifest, index)
 
     def _check_together(self, comm: "Communicator") -> None:
         num_shards = len(self.manifest.shards)

@@ -1,40 +1,56 @@
-"""Write a data set: shard after shard, the manifest last."""
+"""Write a data set: shard after shard, on one rank or many, the manifest last."""
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.data.layout import MANIFEST, SHARD_FILE, Field, Manifest, shard_file
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.data.compression import load_filters, rows_per_chunk
+from hpctrain.data.journal import Journal, remove_journals
+from hpctrain.data.layout import MANIFEST, Field, Manifest
+from hpctrain.data.names import shard_part
 from hpctrain.data.part import ShardPart
+from hpctrain.data.publication import Publication, names_shards_of, remove_shards
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.rows import Samples, checked_rows, count, cut
+from hpctrain.data.together import explained, tell, together
 from hpctrain.errors import DataError
-from hpctrain.files import PART, reason_of, sync
+from hpctrain.files import PART
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 BLOCK_SIZE = 16
+
+FieldSpec = Field | tuple[tuple[int, ...], Any]
+"""A field, or the shape of a sample and its dtype."""
 
 
 def write_arrays(
     directory: Path | str,
-    arrays: Mapping[str, ArrayLike],
+    arrays: Mapping[str, ArrayLike | Ragged],
     *,
     samples_per_shard: int,
     split: str = "train",
     block_size: int = BLOCK_SIZE,
+    compression: str | None = None,
 ) -> Manifest:
     """Write arrays, whose first dimension counts samples, as a data set.
 
     Args:
         directory: made when missing; a data set in it is replaced, at once, at the end.
-        arrays: one array per field, all of the same length.
+        arrays: one array per field, or a ``Ragged``, all of the same length.
         samples_per_shard: samples of each file but the last; aim at 256 MiB to 2 GiB.
         split: name of this part of the data, such as ``train``; a directory holds one.
         block_size: samples per crc32.
+        compression: of every field: None or ``zstd``.
 
     Returns:
         The manifest, as published.
@@ -42,13 +58,18 @@ def write_arrays(
     Raises:
         DataError: the lengths differ, a dtype is not supported, or the disk refuses.
     """
-    whole = {name: np.asarray(array) for name, array in arrays.items()}
-    for name, array in whole.items():
-        if not array.ndim:
-            raise DataError(f"the first dimension counts samples, field {name} has no dimension")
-    fields = {name: (array.shape[1:], array.dtype) for name, array in whole.items()}
+    whole = {
+        name: array if isinstance(array, Ragged) else np.asarray(array)
+        for name, array in arrays.items()
+    }
+    fields = {name: _field_of(name, array) for name, array in whole.items()}
     with ShardWriter(
-        directory, fields, samples_per_shard=samples_per_shard, split=split, block_size=block_size
+        directory,
+        fields,
+        samples_per_shard=samples_per_shard,
+        split=split,
+        block_size=block_size,
+        compression=compression,
     ) as writer:
         writer.append(whole)
     return writer.manifest
@@ -59,66 +80,83 @@ class ShardWriter:
 
     The data set appears, or replaces the one in the directory, when the block ends well. After
     an exception the directory holds what it held before. After a kill it does so too, and
-    besides at most some files that the next writer removes.
+    besides at most some files that the next writer removes or, with ``resume_key``, goes on from.
     """
 
     manifest: Manifest
-    """What is written; published, and with all shards, once the block has ended."""
+    """What is written: the shards of this rank, and of all ranks once the block has ended."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one door, by name
         self,
         directory: Path | str,
-        fields: Mapping[str, tuple[tuple[int, ...], Any]],
+        fields: Mapping[str, FieldSpec],
         *,
         samples_per_shard: int,
         split: str = "train",
         block_size: int = BLOCK_SIZE,
+        compression: str | None = None,
+        comm: "Communicator | None" = None,
+        resume_key: str | None = None,
     ) -> None:
-        """Start a data set.
+        """Start a data set. Collective over ``comm``.
 
         Args:
-            directory: made when missing.
-            fields: shape of one sample and dtype by name, such as ``{"x": ((8, 8), "f4")}``.
-            samples_per_shard: samples of each file but the last.
+            directory: made when missing; with ``comm``, one that all ranks see.
+            fields: by name a shape and dtype, such as ``{"x": ((8, 8), "f4")}``, or a ``Field``.
+            samples_per_shard: samples of each file but the last of a rank.
             split: name of this part of the data, such as ``train``.
             block_size: samples per crc32.
+            compression: of the fields that name none: None or ``zstd``.
+            comm: ranks that write side by side. Each one appends its own samples, also none; the
+                data set holds those of rank 0, then those of rank 1, ... An error on one rank
+                is an error on every rank, at the latest when the block ends.
+            resume_key: a text that tells what is written. Finished shards of a writer that was
+                killed or has failed are kept if key, fields, split, sizes and number of ranks
+                are the same: go on from sample ``num_written``.
 
         Raises:
-            DataError: an argument is not valid, the directory cannot be had, or it holds
-                another split.
+            DataError: an argument is not valid or not the same on every rank, the directory
+                cannot be had, or it holds another split.
         """
-        if samples_per_shard < 1:
-            raise DataError(f"samples_per_shard must be positive, got {samples_per_shard}")
-        self.manifest = Manifest(
-            uuid=uuid.uuid4().hex,
-            split=split,
-            block_size=block_size,
-            fields={name: Field.of(*spec) for name, spec in fields.items()},
-            shards=(),
-        )
         self._directory = Path(directory)
         self._samples_per_shard = samples_per_shard
+        self._comm: Communicator = comm or SerialCommunicator()
         self._part: ShardPart | None = None
-        with _explained(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._check_split()
-            # Shards without a manifest may be all that is left of a data set: keep them for now.
-            self._remove(f"{split}-*{PART}")
+        with together(self._comm):
+            self.manifest = _draft(fields, split, block_size, compression)
+            if samples_per_shard < 1:
+                raise DataError(f"samples_per_shard must be positive, got {samples_per_shard}")
+            terms = {"key": resume_key, "per_shard": samples_per_shard, "ranks": self._comm.size}
+            journal = Journal(self._directory, self.manifest, self._comm.rank, terms)
+        self._journal = None if resume_key is None else journal
+        self._publication = Publication(self._directory, self._comm, self._journal)
+        self._check_same((self.manifest.fields_record(), split, block_size, terms))
+        self._open_directory()
+        self._recover()
 
-    def append(self, samples: Mapping[str, ArrayLike]) -> None:
-        """Add samples: one array per field, ``(num_samples, ...)``, any number at a time.
+    @property
+    def num_written(self) -> int:
+        """Samples of this rank that are written; at the start, those that were kept."""
+        return self.manifest.num_samples + (self._part.num_samples if self._part else 0)
+
+    def append(self, samples: Samples) -> None:
+        """Add samples of this rank, any number at a time. Not collective.
+
+        Args:
+            samples: for each field an array ``(num_samples, *shape)``; for a ragged one a list
+                of arrays ``(length, *shape)``, or a ``Ragged``.
 
         Raises:
             DataError: the arrays do not fit the fields, or the disk refuses.
         """
-        rows = self._checked(samples)
-        start, stop = 0, len(next(iter(rows.values())))
-        with _explained(self._directory):
+        rows = checked_rows(self.manifest.fields, samples)
+        start, stop = 0, count(rows)
+        with explained(self._directory):
             while start < stop:
                 part = self._part = self._part or self._new_part()
-                some = slice(start, start + part.num_free)
-                part.append({name: array[some] for name, array in rows.items()})
-                start = min(some.stop, stop)
+                end = min(stop, start + part.num_free)
+                part.append(cut(rows, start, end))
+                start = end
                 if not part.num_free:
                     self._finish_part()
 
@@ -132,38 +170,62 @@ class ShardWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Publish the data set, or after an exception remove what was written of it."""
+        """Publish the data set, or after an exception remove what was written. Collective."""
+        if error is not None:
+            tell(self._comm, error)
+            self._abandon()
+            return
         try:
-            if kind is None:
-                with _explained(self._directory):
-                    self._publish()
+            with together(self._comm), explained(self._directory):
+                if self._part:
+                    self._finish_part()
+            self.manifest = self._publication.publish(self.manifest)
         except BaseException:
             self._abandon()
             raise
-        if kind is not None:
-            self._abandon()
 
-    def _checked(self, samples: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
-        fields = self.manifest.fields
-        if samples.keys() != fields.keys():
-            raise DataError(f"samples have the fields {sorted(fields)}, got {sorted(samples)}")
-        rows = {}
-        for name, field in fields.items():
-            array = np.asarray(samples[name])
-            if array.shape[1:] != field.shape or not array.ndim:
+    def _check_same(self, arguments: object) -> None:
+        first = self._comm.broadcast_object(arguments)
+        with together(self._comm):
+            if arguments != first:
                 raise DataError(
-                    f"field {name} has shape (num_samples, *{field.shape}), got {array.shape}"
+                    f"all ranks write with the same arguments, rank 0 has {first}, "
+                    f"rank {self._comm.rank} has {arguments}"
                 )
-            if not np.can_cast(array.dtype, field.dtype, "safe"):
+
+    def _open_directory(self) -> None:
+        found = None
+        with together(self._comm), explained(self._directory):
+            if self._comm.rank == 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._check_split()
+                found = self._journal and self._journal.uuid()
+                if found and names_shards_of(self._directory, found):
+                    found = None
+        found = self._comm.broadcast_object(found or self.manifest.uuid)
+        self.manifest = replace(self.manifest, uuid=found)
+
+    def _recover(self) -> None:
+        with together(self._comm), explained(self._directory):
+            if not self._directory.is_dir():
                 raise DataError(
-                    f"field {name} holds {field.dtype}, which cannot hold every {array.dtype}; "
-                    f"convert the array first"
+                    f"all ranks write to one directory, but this rank does not see "
+                    f"{self._directory}; choose a directory that all nodes share"
                 )
-            rows[name] = array.astype(field.dtype, copy=False)
-        lengths = {name: len(array) for name, array in rows.items()}
-        if len(set(lengths.values())) > 1:
-            raise DataError(f"all fields have the same number of samples, got {lengths}")
-        return rows
+            if self._journal:
+                shards = self._journal.recover(self.manifest.uuid)
+                self.manifest = replace(self.manifest, shards=tuple(shards))
+                self._journal.write(self.manifest.uuid, shards)
+        mine = [shard.file for shard in self.manifest.shards]
+        if self._journal:
+            mine.append(self._journal.path.name)
+        kept = {name for some in self._comm.allgather_object(mine) for name in some}
+        if self._comm.rank == 0:
+            split = self.manifest.split
+            # Shards without a manifest may be all that is left of a data set: keep them for now.
+            remove_shards(self._directory, f"{split}-*{PART}", kept)
+            remove_journals(self._directory, split, kept)
+        self._comm.barrier()
 
     def _check_split(self) -> None:
         if (self._directory / MANIFEST).exists():
@@ -175,69 +237,60 @@ class ShardWriter:
                 )
 
     def _new_part(self) -> ShardPart:
-        name = shard_file(self.manifest.split, self.manifest.uuid, len(self.manifest.shards))
-        return ShardPart(
-            self._directory / (name + PART),
-            self.manifest,
-            capacity=self._samples_per_shard,
-            first_index=self.manifest.num_samples,
-        )
+        draft = self.manifest
+        name = shard_part(draft.split, draft.uuid, self._comm.rank, len(draft.shards))
+        return ShardPart(self._directory / name, draft, capacity=self._samples_per_shard)
 
     def _finish_part(self) -> None:
-        part = self._part
-        assert part
-        if part.num_free:
-            part = self._part = part.shortened(part.path.with_suffix(f".short{PART}"))
-        shard = part.finish(len(self.manifest.shards))
-        self.manifest = replace(self.manifest, shards=(*self.manifest.shards, shard))
+        assert self._part
+        shards = (*self.manifest.shards, self._part.finish())
         self._part = None
-
-    def _publish(self) -> None:
-        if self._part:
-            self._finish_part()
-        if not self.manifest.shards:
-            raise DataError("a data set needs at least one sample, got none")
-        parts, draft = self.manifest.shards, self.manifest
-        shards = tuple(
-            replace(part, file=shard_file(draft.split, draft.uuid, index, len(parts)))
-            for index, part in enumerate(parts)
-        )
-        self.manifest = replace(draft, shards=shards)
-        for part, shard in zip(parts, shards, strict=True):
-            (self._directory / part.file).rename(self._directory / shard.file)
-        sync(self._directory)
-        self.manifest.write(self._directory)
-        self._sweep()
+        self.manifest = replace(self.manifest, shards=shards)
+        if self._journal:
+            self._journal.write(self.manifest.uuid, shards)
 
     def _abandon(self) -> None:
         with suppress(OSError, RuntimeError):
             if self._part:
                 self._part.abandon()
-        with suppress(OSError, DataError):
-            # The last step may fail after the manifest took its place: then the new set is whole.
-            if Manifest.read(self._directory).uuid == self.manifest.uuid:
-                return
-        self._remove(f"{self.manifest.split}-{self.manifest.uuid[:8]}-*")
-
-    def _sweep(self) -> None:
-        """Remove shards of this split that no manifest names."""
-        named = {shard.file for shard in self.manifest.shards}
-        self._remove(f"{self.manifest.split}-*", keep=named)
-
-    def _remove(self, pattern: str, keep: Collection[str] = ()) -> None:
-        for path in self._directory.glob(pattern):
-            if SHARD_FILE.fullmatch(path.name) and path.name not in keep:
-                with suppress(OSError):
-                    path.unlink()
+        if self._publication.named:
+            return
+        draft = self.manifest
+        pattern = f"{draft.split}-{draft.uuid[:8]}-"
+        if self._journal:
+            finished = {shard.file for shard in draft.shards}
+            remove_shards(self._directory, f"{pattern}r{self._comm.rank:05d}-*", finished)
+        else:
+            # Every rank has ended its block or is lost: nobody writes to these any more.
+            remove_shards(self._directory, f"{pattern}*")
 
 
-@contextmanager
-def _explained(directory: Path) -> Iterator[None]:
-    """Raise what the file system and HDF5 say as a DataError."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"cannot write a data set to {directory}: {reason_of(error)}; "
-            f"make room or choose another directory"
-        ) from error
+def _draft(
+    fields: Mapping[str, FieldSpec], split: str, block_size: int, compression: str | None
+) -> Manifest:
+    draft = Manifest(
+        uuid=uuid.uuid4().hex,
+        split=split,
+        block_size=block_size,
+        fields={name: _field(spec, compression) for name, spec in fields.items()},
+        shards=(),
+    )
+    for field in draft.fields.values():
+        if field.compression:
+            load_filters()
+            rows_per_chunk(field, block_size)
+    return draft
+
+
+def _field(spec: FieldSpec, compression: str | None) -> Field:
+    field = spec if isinstance(spec, Field) else Field.of(*spec)
+    return replace(field, compression=field.compression or compression)
+
+
+def _field_of(name: str, array: NDArray[Any] | Ragged) -> Field:
+    if isinstance(array, Ragged):
+        values = array.values.numpy(force=True)
+        return Field.of(values.shape[1:], values.dtype, ragged=True)
+    if not array.ndim:
+        raise DataError(f"the first dimension counts samples, field {name} has no dimension")
+    return Field.of(array.shape[1:], array.dtype)

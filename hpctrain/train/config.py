@@ -9,6 +9,8 @@ from hpctrain.config import OVERLAPS
 from hpctrain.errors import ConfigError
 from hpctrain.units import parse_bytes
 
+ORDERS = ("auto", "global", "window", "sequential")
+
 
 def _require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
     if not ok:
@@ -37,6 +39,32 @@ class DataConfig:
     """Field of a batch that the model is called with."""
     label: str = "y"
     """Field of a batch that the loss compares with the output of the model."""
+    order: str = "auto"
+    """Of the training samples: global, window, sequential, or auto by their size."""
+    transform: str = ""
+    """Function "module:function" that changes a training batch, a dict of tensors, as it is read;
+    per_sample changes what it is called with."""
+    per_sample: bool = False
+    """Whether transform takes one sample at a time."""
+    workers: int = 0
+    """Processes on each rank that transform; 0 does it in threads."""
+    prefetch: int = 4
+    """Batches read ahead."""
+    stage: str = ""
+    """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
+    on_corrupt: str = "raise"
+    """Damaged samples are an error (raise), or left out by all ranks together (skip)."""
+
+    def __post_init__(self) -> None:
+        """Check the words and the numbers."""
+        _require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
+        _require(self.workers >= 0, "data.workers is 0 or more", self.workers)
+        _require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
+        _require(
+            self.on_corrupt in ("raise", "skip"),
+            "data.on_corrupt is raise or skip",
+            self.on_corrupt,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from time import perf_counter
 from torch import nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.loader import Batch
+from hpctrain.data.batch import Batch
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress

@@ -1,5 +1,6 @@
 """What happened since the last record: sums over steps, then over ranks."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -101,7 +102,7 @@ class Tally:
         interval = Interval(
             num_steps=self._num_steps,
             num_samples=int(num_samples),
-            loss=loss / num_samples,
+            loss=loss / num_samples if num_samples else math.nan,
             compute_s=compute_s,
             communication_s=communication_s,
             input_s=input_s,

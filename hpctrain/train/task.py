@@ -9,17 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.loader import Batch, Loader
-from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.batch import Batch
+from hpctrain.data.loader import Loader
+from hpctrain.data.transform import PerSample, Transform
 from hpctrain.errors import ConfigError
+from hpctrain.runtime import world
 from hpctrain.runtime.functions import broadcast_parameters
 from hpctrain.sync.optimizer import DistributedOptimizer
 from hpctrain.train.agreed import agreed
-from hpctrain.train.config import LossConfig, OptimizerConfig, RunConfig
+from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
 from hpctrain.train.schedule import make_schedule
+from hpctrain.train.staged import stage_for
 from hpctrain.train.targets import call, check, member, resolve
 
-PerSample = Callable[[Tensor, Tensor], Tensor]
+Metric = Callable[[Tensor, Tensor], Tensor]
 """From (output, label) to one value for every sample."""
 
 
@@ -31,7 +34,7 @@ class Task:
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over the samples of a batch."""
-    metric: PerSample | None
+    metric: Metric | None
     """None when the loss is the metric."""
     optimizer: Any
     """The torch optimizer that ``DistributedOptimizer`` returned."""
@@ -67,7 +70,10 @@ class Task:
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the model and the label that its output is compared with."""
-        return batch[self.config.data.input], batch[self.config.data.label]
+        values = batch[self.config.data.input], batch[self.config.data.label]
+        assert isinstance(values[0], Tensor)  # the loaders pad what is ragged
+        assert isinstance(values[1], Tensor)
+        return values[0], values[1]
 
 
 def build(config: RunConfig, comm: Communicator) -> Task:
@@ -92,6 +98,8 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         schedule = make_schedule(config.schedule, len(train), len(train) * config.train.epochs)
         # From here on ranks draw different random numbers: dropout must differ between them.
         torch.manual_seed(config.seed + comm.rank)
+    if config.data.stage:
+        stage_for(train, config.data.stage, comm, world.current().topology)
     broadcast_parameters(model.state_dict())
     return Task(
         config=config,
@@ -125,7 +133,7 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda output, label: function(output, label, **args)
 
 
-def _metric(name: str) -> PerSample | None:
+def _metric(name: str) -> Metric | None:
     if name == "loss":
         return None
     if name == "accuracy":
@@ -149,29 +157,46 @@ def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimiz
 
 
 def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loader, Loader]:
-    match data:
-        case (ShardedDataset() as train, ShardedDataset() as test):
-            pass
-        case _:
-            raise ConfigError(
-                f"data.target returns two ShardedDatasets (train, test), "
-                f"{config.data.target} returned {data!r}"
-            )
-
-    def loader(dataset: ShardedDataset, *, shuffle: bool) -> Loader:
+    if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
+        raise ConfigError(
+            f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
+            f"them, {config.data.target} returned {data!r}"
+        )
+    train, test = data
+    for dataset in (train, test):
         for key in ("input", "label"):
-            if (name := getattr(config.data, key)) not in dataset.fields:
+            name = getattr(config.data, key)
+            if not config.data.transform and name not in dataset.fields:
                 raise ConfigError(
                     f'data.{key} = "{name}" is no field of the data; '
                     f"there are {', '.join(dataset.fields)}"
                 )
-        return Loader(
-            dataset,
-            global_batch=config.train.global_batch,
-            seed=config.seed,
-            rank=comm.rank,
-            size=comm.size,
-            shuffle=shuffle,
-        )
+    shared: dict[str, Any] = {
+        "global_batch": config.train.global_batch,
+        "comm": comm,
+        "seed": config.seed,
+        "prefetch": config.data.prefetch,
+        "on_corrupt": config.data.on_corrupt,
+        "ragged": "padded",
+    }
+    return (
+        Loader(
+            train,
+            order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
+            transform=_transform(config.data),
+            workers=config.data.workers,
+            **shared,
+        ),
+        Loader(test, order="sequential", **shared),
+    )
 
-    return loader(train, shuffle=True), loader(test, shuffle=False)
+
+def _has_samples(data: object) -> bool:
+    return all(hasattr(data, name) for name in ("take", "fields", "__len__"))
+
+
+def _transform(config: DataConfig) -> Transform | None:
+    if not config.transform:
+        return None
+    function = resolve(config.transform, "data.transform")
+    return PerSample(function) if config.per_sample else function

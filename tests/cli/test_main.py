@@ -20,11 +20,12 @@ def test_help_has_every_command_and_examples():
     for words in ([], ["--help"], ["-h"]):
         result = CliRunner().invoke(main.app, words)
         assert result.exit_code == 0
-        for text in ("train", "launch", "bench", "hpctrain launch -n 4 hpctrain train my.toml"):
+        for text in ("train", "launch", "bench", "data", "guide"):
             assert text in result.output
+        assert "hpctrain launch -n 4 hpctrain train my.toml" in result.output
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "bench"])
+@pytest.mark.parametrize("command", ["train", "launch", "bench", "data", "guide"])
 def test_each_command_has_help_with_examples(command):
     result = CliRunner().invoke(main.app, [command, "--help"])
     assert result.exit_code == 0
@@ -38,10 +39,10 @@ def test_the_version_is_that_of_the_package():
 def test_help_loads_neither_torch_nor_mpi():
     code = (
         "import sys, hpctrain.cli.main as main\n"
-        "sys.argv = ['hpctrain', '--help']\n"
+        "sys.argv = ['hpctrain', 'data', '--help']\n"
         "try: main.main()\n"
         "except SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy', 'h5py'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.cluster.env import launched, scheduler
+from hpctrain.cluster.env import job_id, launched, scheduler
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -119,3 +119,17 @@ def test_values_that_are_no_numbers_are_no_word_of_a_launcher():
 )
 def test_scheduler_is_the_one_whose_job_this_is(environ, name):
     assert scheduler(environ) == name
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (SRUN, "77"),
+        (PALS, "77.host"),
+        ({"PE_HOSTFILE": "/var/hosts", "JOB_ID": "5"}, "5"),
+        ({"JOB_ID": "5"}, ""),
+        (OPENMPI, ""),
+    ],
+)
+def test_a_job_is_called_as_its_scheduler_calls_it(environ, name):
+    assert job_id(environ) == name

@@ -1,6 +1,6 @@
 """Data sets whose samples tell their own number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.factory import connect, find_world
+from hpctrain.config import Settings
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 
@@ -38,3 +41,19 @@ def directory(tmp_path: Path) -> Path:
     """Give a data set of 100 numbered samples in three shards, to be damaged."""
     write_arrays(tmp_path / "set", numbered(100), samples_per_shard=40, block_size=7)
     return tmp_path / "set"
+
+
+@pytest.fixture(scope="module")
+def comm() -> Generator[Communicator]:
+    """Give the communicator of all ranks of the session."""
+    connection = connect(find_world(), Settings(probe="off"))
+    yield connection.comm
+    if connection.presence is not None:
+        connection.presence.farewell()
+    connection.comm.close()
+
+
+@pytest.fixture
+def folder(comm: Communicator, tmp_path: Path) -> Path:
+    """Give a directory that is not there yet, the same on all ranks."""
+    return comm.broadcast_object(tmp_path) / "set"

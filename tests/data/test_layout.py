@@ -41,6 +41,10 @@ def rewrite(directory, **changes):
     path.write_text(json.dumps({"crc32": crc32, **record}))
 
 
+def field_record(**changes):
+    return {"shape": [], "dtype": "<f4", "ragged": False, "filter": None, **changes}
+
+
 def test_a_manifest_is_read_back_as_written(tmp_path):
     manifest().write(tmp_path)
     assert Manifest.read(tmp_path) == manifest()
@@ -64,10 +68,8 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
         ({"format": "other"}, "its format is 'other'"),
         ({"version": 2}, "update hpctrain"),
         ({"shards": [{}]}, "KeyError"),
-        (
-            {"fields": {"x": {"shape": [], "dtype": "<f4", "ragged": True, "filter": None}}},
-            "ragged",
-        ),
+        ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "has an index"),
+        ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),
         ({"fields": {"x": None}}, "TypeError"),
     ],
 )

@@ -2,58 +2,79 @@
 
 import itertools
 import pickle
-import threading
-import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.loader import Loader, share
+from hpctrain.data.loader import Loader
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.steps import share
+from hpctrain.data.window_shape import WindowShape
 from hpctrain.errors import DataError
+from tests.data.memory import InMemory, numbers
 
 SAMPLES = st.sampled_from([1, 2, 5, 31, 64, 97])
+ORDERS = st.sampled_from(
+    [
+        {"order": "global"},
+        {"order": "sequential"},
+        {"window": WindowShape(block=4, window=2, lanes=3)},
+        {"window": WindowShape(block=3, window=1, lanes=8)},
+    ]
+)
 
 
 def epoch_of(dataset, size, **kwargs):
     """Return the batches of all ranks: ``[step][rank]`` lists of sample numbers."""
-    ranks = [Loader(dataset, rank=rank, size=size, **kwargs) for rank in range(size)]
-    return [[b.number.tolist() for b in step] for step in zip(*ranks, strict=True)]
+    ranks = [numbers(Loader(dataset, rank=rank, size=size, **kwargs)) for rank in range(size)]
+    return list(zip(*ranks, strict=True))
 
 
-@given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), epoch=st.integers(0, 3))
-def test_every_sample_comes_exactly_once_per_epoch(dataset_of, n, size, batch, epoch):
-    loaders = [
-        Loader(dataset_of(n), global_batch=batch, rank=rank, size=size) for rank in range(size)
-    ]
+@settings(max_examples=50)
+@given(
+    n=SAMPLES,
+    size=st.integers(1, 7),
+    batch=st.integers(1, 120),
+    epoch=st.integers(0, 3),
+    order=ORDERS,
+)
+def test_every_sample_comes_exactly_once_per_epoch(n, size, batch, epoch, order):
     seen = []
-    for loader in loaders:
+    for rank in range(size):
+        loader = Loader(InMemory(n), global_batch=batch, rank=rank, size=size, **order)
         loader.set_epoch(epoch)
-        assert len(loader) == -(-n // batch)
-        seen += [number for b in loader for number in b.number.tolist()]
+        steps = numbers(loader)
+        assert len(steps) == len(loader) == -(-n // batch)
+        seen += itertools.chain(*steps)
     assert sorted(seen) == list(range(n))
 
 
-@given(n=SAMPLES, size=st.integers(2, 7), batch=st.integers(1, 120), shuffle=st.booleans())
-def test_global_batches_do_not_depend_on_the_number_of_ranks(dataset_of, n, size, batch, shuffle):
-    many = epoch_of(dataset_of(n), size, global_batch=batch, shuffle=shuffle)
-    alone = epoch_of(dataset_of(n), 1, global_batch=batch, shuffle=shuffle)
+@settings(max_examples=50)
+@given(n=SAMPLES, size=st.integers(2, 7), batch=st.integers(1, 120), order=ORDERS)
+def test_global_batches_do_not_depend_on_the_number_of_ranks(n, size, batch, order):
+    many = epoch_of(InMemory(n), size, global_batch=batch, **order)
+    alone = epoch_of(InMemory(n), 1, global_batch=batch, **order)
     assert [list(itertools.chain(*step)) for step in many] == [step[0] for step in alone]
 
 
-@given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120))
-def test_counts_sum_to_the_global_batch_and_differ_by_one_at_most(dataset_of, n, size, batch):
+@settings(max_examples=50)
+@given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), order=ORDERS)
+def test_counts_sum_to_the_global_batch_and_differ_by_one_at_most(n, size, batch, order):
     loaders = [
-        Loader(dataset_of(n), global_batch=batch, rank=rank, size=size) for rank in range(size)
+        Loader(InMemory(n), global_batch=batch, rank=rank, size=size, **order)
+        for rank in range(size)
     ]
     for step, batches in enumerate(zip(*loaders, strict=True)):
         counts = [b.num_samples for b in batches]
         assert sum(counts) == min(batch, n - step * batch)
         assert max(counts) - min(counts) <= 1
-        assert counts == [len(b.image) for b in batches]
+        assert counts == [len(b.number) for b in batches]
 
 
+@settings(max_examples=50)
 @given(start=st.integers(0, 10**12), total=st.integers(0, 10**12), size=st.integers(1, 2000))
 def test_shares_join_to_the_whole(start, total, size):
     shares = [share(start, start + total, rank, size) for rank in range(min(size, 50))]
@@ -62,10 +83,51 @@ def test_shares_join_to_the_whole(start, total, size):
     assert share(start, start + total, size - 1, size).stop == start + total
 
 
-def test_drop_leaves_out_the_short_step_only(dataset_of):
-    kept = epoch_of(dataset_of(97), 3, global_batch=10, tail="drop")
+@settings(max_examples=50)
+@given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), order=ORDERS)
+def test_a_tail_that_wraps_fills_every_step_and_marks_repeats(n, size, batch, order):
+    ranks = [
+        list(Loader(InMemory(n), global_batch=batch, rank=rank, size=size, tail="wrap", **order))
+        for rank in range(size)
+    ]
+    first, repeated = [], []
+    for step in zip(*ranks, strict=True):
+        assert sum(b.num_samples for b in step) == batch
+        for b in step:
+            split = b.num_samples - b.num_repeated
+            first += b.number[:split].tolist()
+            repeated += b.number[split:].tolist()
+    assert sorted(first) == list(range(n))
+    assert len(repeated) == -n % batch
+
+
+def test_drop_leaves_out_the_short_step_only():
+    kept = epoch_of(InMemory(97), 3, global_batch=10, tail="drop")
     assert len(kept) == 9
-    assert kept == epoch_of(dataset_of(97), 3, global_batch=10, tail="short")[:9]
+    assert kept == epoch_of(InMemory(97), 3, global_batch=10, tail="short")[:9]
+
+
+def test_a_rank_reads_whole_lanes_in_every_epoch():
+    shape = WindowShape(block=4, window=2, lanes=6)
+    blocks = []
+    for epoch in range(3):
+        loader = Loader(InMemory(480), global_batch=12, rank=1, size=3, window=shape)
+        loader.set_epoch(epoch)
+        blocks.append({number // 4 for number in itertools.chain(*numbers(loader))})
+    assert blocks[0] == blocks[1] == blocks[2]
+    assert len(blocks[0]) == 480 // 4 // 3
+
+
+def test_what_is_read_was_asked_for_once():
+    orders = ({"order": "global"}, {"window": WindowShape(block=4, window=2, lanes=6)})
+    for order, sample_bytes in itertools.product(orders, (60_000.0, 300_000.0)):
+        dataset = InMemory(480, sample_bytes=sample_bytes)
+        loader = Loader(dataset, global_batch=12, rank=1, size=3, **order)
+        taken = set(itertools.chain(*numbers(loader)))
+        asked = np.concatenate(dataset.asked).tolist()
+        assert len(set(asked)) == len(asked)
+        # What comes first of single samples is read at once.
+        assert len(taken - set(asked)) <= (16 if "order" in order else 0)
 
 
 def test_samples_come_with_their_own_values(dataset_of):
@@ -73,91 +135,63 @@ def test_samples_come_with_their_own_values(dataset_of):
         assert np.array_equal(image[:, -1, -1], number)
 
 
-def test_a_complete_pass_moves_on_to_the_next_epoch(dataset_of):
-    loader = Loader(dataset_of(64), global_batch=16, rank=0, size=1)
-    first, second = ([b.number.tolist() for b in loader] for _ in range(2))
+def test_a_complete_pass_moves_on_to_the_next_epoch():
+    loader = Loader(InMemory(64), global_batch=16)
+    first, second = numbers(loader), numbers(loader)
     assert first != second
     loader.set_epoch(0)
-    next(iter(loader))
-    assert [b.number.tolist() for b in loader] == first
+    assert numbers(loader) == first
 
 
-def test_seed_chooses_the_order(dataset_of):
+def test_seed_chooses_the_order():
     first, same, other = (
-        epoch_of(dataset_of(64), 1, global_batch=16, seed=seed) for seed in (1, 1, 2)
+        epoch_of(InMemory(64), 1, global_batch=16, seed=seed) for seed in (1, 1, 2)
     )
     assert first == same != other
 
 
-def test_without_shuffle_samples_come_as_they_lie(dataset_of):
-    steps = epoch_of(dataset_of(5), 1, global_batch=2, shuffle=False)
-    assert steps == [[[0, 1]], [[2, 3]], [[4]]]
+def test_sequential_samples_come_as_they_lie():
+    steps = epoch_of(InMemory(5), 1, global_batch=2, order="sequential")
+    assert steps == [([0, 1],), ([2, 3],), ([4],)]
 
 
-def test_a_transform_makes_the_fields_of_a_batch(dataset_of):
-    loader = Loader(
-        dataset_of(31),
-        global_batch=8,
-        rank=0,
-        size=1,
-        transform=lambda fields: {"twice": 2 * fields["number"]},
-    )
-    (twice,) = next(iter(loader))
-    assert (twice % 2 == 0).all()
+@pytest.mark.parametrize(
+    ("num_samples", "sample_bytes", "name"),
+    [
+        (1_281_167, 3_000.0, "window"),
+        (1_281_167, 110_000.0, "global"),
+        (60_000, 784.0, "global"),
+        (200_000, 9_000.0, "window"),
+    ],
+)
+def test_small_samples_of_a_large_set_are_read_by_blocks(num_samples, sample_bytes, name):
+    dataset = InMemory(num_samples, sample_bytes=sample_bytes)
+    assert Loader(dataset, global_batch=256).state_dict()["order"] == name
 
 
-def test_a_failure_while_reading_is_raised_at_its_step(dataset_of):
-    def fail_on_sample_20(fields):
-        if 20 in fields["number"]:
-            raise KeyError("sample 20")
-        return fields
-
-    loader = Loader(
-        dataset_of(31),
-        global_batch=8,
-        rank=0,
-        size=1,
-        shuffle=False,
-        transform=fail_on_sample_20,
-    )
-    batches = iter(loader)
-    assert [next(batches).number[0].item() for _ in range(2)] == [0, 8]
-    with pytest.raises(KeyError, match="sample 20"):
-        next(batches)
+def test_steps_are_delivered_in_order_whatever_their_duration():
+    dataset = InMemory(97, slow_s=0.002)
+    steps = numbers(Loader(dataset, global_batch=3, prefetch=7, threads=5, order="sequential"))
+    assert list(itertools.chain(*steps)) == list(range(97))
 
 
-def readers():
-    return [t for t in threading.enumerate() if t.name.startswith("hpctrain-loader")]
-
-
-def test_reading_ahead_is_bounded_and_ends_with_its_consumer(dataset_of):
-    reads = []
-    loader = Loader(
-        dataset_of(97),
-        global_batch=1,
-        rank=0,
-        size=1,
-        prefetch=3,
-        transform=lambda fields: reads.append(1) or fields,
-    )
-    batches = iter(loader)
-    next(batches)
-    assert len(readers()) == 1
-    deadline = time.monotonic() + 10
-    while len(reads) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
-    assert len(reads) == 4
-    batches.close()
-    assert not readers()
+def test_lengths_that_differ_come_packed_or_padded():
+    packed = next(iter(Loader(InMemory(7), global_batch=7, order="sequential")))
+    assert isinstance(packed.tokens, Ragged)
+    assert packed.tokens.values.tolist() == [1, 2, 2, 4, 5, 5]
+    loader = Loader(InMemory(7), global_batch=7, order="sequential", ragged="padded")
+    padded = next(iter(loader))
+    assert padded.tokens[:3].tolist() == [[0, 0], [1, 0], [2, 2]]
+    assert padded.tokens_lengths.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
-    batch = next(iter(Loader(dataset_of(31), global_batch=8, rank=0, size=1)))
+    batch = next(iter(Loader(dataset_of(31), global_batch=8)))
     image, number = batch
     assert batch["image"] is batch.image is image
     assert batch["number"] is batch.number is number
     assert pickle.loads(pickle.dumps(batch)).num_samples == 8
+    assert batch.to(torch.device("cpu"), non_blocking=True).num_samples == 8
     with pytest.raises(AttributeError, match="no field 'label'"):
         _ = batch.label
 
@@ -167,11 +201,18 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
     [
         ({"global_batch": 0}, "global_batch"),
         ({"prefetch": 0}, "prefetch"),
+        ({"threads": 0}, "threads"),
+        ({"workers": -1}, "workers"),
         ({"rank": 2}, "rank 2 of 2"),
-        ({"tail": "long"}, "short, drop"),
+        ({"tail": "long"}, "short, drop, wrap"),
+        ({"ragged": "list"}, "packed, padded"),
+        ({"order": "random"}, "global, window or sequential"),
+        ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
         ({"tail": "drop", "global_batch": 32}, "no step"),
+        ({"on_corrupt": "ignore"}, "raise, skip"),
+        ({"on_corrupt": "skip"}, "needs comm"),
     ],
 )
-def test_wrong_arguments_are_told(dataset_of, wrong, words):
+def test_wrong_arguments_are_told(wrong, words):
     with pytest.raises(DataError, match=words):
-        Loader(dataset_of(31), **{"global_batch": 4, "rank": 0, "size": 2, **wrong})
+        Loader(InMemory(31), **{"global_batch": 4, "rank": 0, "size": 2, **wrong})

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.order import SMALL, Feistel, FisherYates, Sequential, global_order
+from hpctrain.data.feistel import Feistel, splitmix64_
+from hpctrain.data.order import SMALL, FisherYates, Sequential, Shuffled, global_order
 from hpctrain.errors import DataError
 
 words = st.integers(0, 2**64 - 1)
 
 
 @given(n=st.integers(1, 3000), seed=words, epoch=words)
-@pytest.mark.parametrize("kind", [Feistel, FisherYates])
+@pytest.mark.parametrize("kind", [Shuffled, FisherYates])
 def test_every_sample_has_one_position(kind, n, seed, epoch):
     order, positions = kind(n, seed, epoch), np.arange(n)
     samples = order.samples_at(positions)
@@ -74,6 +75,33 @@ def test_all_permutations_of_few_samples_are_equally_likely():
     chi2 = sum((count - trials / 6) ** 2 / (trials / 6) for count in counts.values())
     assert len(counts) == 6
     assert chi2 < 20.5  # 0.1 % of fair draws exceed this with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("size", [6, 20, 100, 512])
+def test_where_the_first_two_of_few_go_is_equally_likely_for_all_pairs(size):
+    trials, network = 200_000 + 6 * size**2, Feistel(size, 7)
+    tweaks = np.arange(trials).astype(np.uint64)
+    splitmix64_(tweaks)
+    first, second = (
+        network.forward(np.full(trials, value, np.uint64), None, tweaks) for value in (0, 1)
+    )
+    counts = np.bincount((first * np.uint64(size) + second).astype(np.int64), minlength=size**2)
+    counts = counts.reshape(size, size)
+    assert not counts.trace()
+    pairs = counts[~np.eye(size, dtype=bool)]
+    expected, freedom = trials / len(pairs), len(pairs) - 1
+    chi2 = ((pairs - expected) ** 2 / expected).sum()
+    assert abs(chi2 - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@given(size=st.integers(1, 3000), key=words, tweak=words, data=st.data())
+def test_a_network_is_one_to_one_below_any_limit(size, key, tweak, data):
+    limit = data.draw(st.integers(max(1, size // 2), size))
+    values = np.arange(limit).astype(np.uint64)
+    limits, tweaks = np.full(limit, limit, np.uint64), np.full(limit, tweak, np.uint64)
+    mapped = Feistel(size, key).forward(values, limits, tweaks)
+    assert np.array_equal(np.sort(mapped), values)
+    assert np.array_equal(Feistel(size, key).backward(mapped, limits, tweaks), values)
 
 
 def test_class_sorted_samples_are_mixed_as_by_a_drawn_permutation():

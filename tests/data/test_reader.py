@@ -1,14 +1,13 @@
-"""Samples are read as they were written, or an error names the shard."""
+"""Samples are read as they were written, whichever way and by whomever."""
 
 import fcntl
 import os
 import pickle
-import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,9 +17,11 @@ from hypothesis import strategies as st
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.data.layout import MANIFEST, Manifest
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.shard import OpenShard
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError
+from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered
+from tests.data.mixed_set import mixed, write_mixed
 
 
 def read_by_hdf5_only(directory):
@@ -37,27 +38,20 @@ def read_by_hdf5_only(directory):
         for shard in manifest.shards
     )
     replace(manifest, shards=shards).write(directory)
+    return "auto"
 
 
-def read_by_mapping(directory):
-    """Leave the data set as it is written."""
-
-
-@pytest.fixture(params=[read_by_mapping, read_by_hdf5_only])
+@pytest.fixture(params=["map", "read", read_by_hdf5_only])
 def way(request):
-    """Give each way to read a data set: a function that makes it the way of that one."""
-    return request.param
+    """Give each way to read a data set: a function of its directory that returns ``io``."""
+    return request.param if callable(request.param) else lambda _: request.param
 
 
 @pytest.fixture
-def stored(directory, way):
-    """Give the data set once for each way to read it."""
-    way(directory)
-    return directory
-
-
-def take_all(directory, verify="first"):
-    return ShardedDataset(directory, verify=verify).take(np.arange(100))
+def reading(directory, way):
+    """Give the data set once for each way to read it, as a function that opens it."""
+    io = way(directory)
+    return lambda **options: ShardedDataset(directory, io=io, **options)
 
 
 def is_whole(read):
@@ -73,164 +67,155 @@ def test_any_samples_in_any_order_are_those_of_the_arrays(dataset_of, data, n):
         assert np.array_equal(read[name].numpy(), array[np.array(indices, int)])
 
 
-def test_both_ways_to_read_give_the_same(stored):
-    dataset, whole = ShardedDataset(stored), numbered(100)
-    for indices in ([99, 0, 50, 50, 3], [7], [], range(100), torch.arange(40)):
+def test_all_ways_to_read_give_the_same(reading):
+    dataset, whole = reading(), numbered(100)
+    for indices in ([99, 0, 50, 50, 3], [7], [], range(100), torch.arange(40), [41, 40, 43]):
+        for _ in range(2):
+            read = dataset.take(indices)
+            for name, array in whole.items():
+                assert np.array_equal(read[name].numpy(), array[np.array(list(indices), int)])
+
+
+@pytest.mark.parametrize("io", ["map", "read", "auto"])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_fields_of_every_kind_are_read(tmp_path, io, compression):
+    write_mixed(tmp_path / "set", compression=compression)
+    dataset, whole = ShardedDataset(tmp_path / "set", io=io), mixed(100)
+    dice = np.random.default_rng(0)
+    for indices in [*dice.integers(0, 100, (9, 30)), np.arange(100), np.arange(0)]:
         read = dataset.take(indices)
-        for name, array in whole.items():
-            assert np.array_equal(read[name].numpy(), array[np.array(list(indices), int)])
+        for name in ("image", "number", "label"):
+            assert np.array_equal(read[name].numpy(), whole[name][indices])
+        for name in ("text", "boxes"):
+            assert len(read[name]) == len(indices)
+            for sample, index in zip(read[name], indices, strict=True):
+                assert np.array_equal(sample.numpy(), whole[name][index])
 
 
-def test_what_was_taken_can_be_changed(stored):
-    dataset = ShardedDataset(stored)
+@pytest.mark.parametrize("samples_per_shard", [100, 40, 9, 1])
+def test_shards_of_any_size_join_to_one_array(tmp_path, samples_per_shard):
+    write_arrays(tmp_path, numbered(100), samples_per_shard=samples_per_shard, block_size=7)
+    dataset, whole = ShardedDataset(tmp_path, io="map"), numbered(100)
+    for indices in (
+        np.arange(100),
+        np.arange(100)[::-3],
+        np.random.default_rng(1).permutation(100),
+    ):
+        read = dataset.take(indices)
+        assert all(np.array_equal(read[name], whole[name][indices]) for name in whole)
+    assert dataset._handles().stitched is not None
+
+
+def test_what_was_taken_can_be_changed(reading):
+    dataset = reading()
     dataset.take([1])["number"].zero_()
     assert dataset.take([1])["number"].tolist() == [1]
 
 
-def test_length_and_fields_are_those_of_the_manifest(directory):
-    dataset = ShardedDataset(directory)
+def test_memory_of_a_batch_is_used_again_only_when_nobody_has_it(tmp_path):
+    whole = {"x": np.arange(40_000).reshape(40, 1000)}
+    write_arrays(tmp_path, whole, samples_per_shard=40)
+    dataset = ShardedDataset(tmp_path)
+    kept = [dataset.take(range(k, 40))["x"] for k in range(12)]
+    views = [dataset.take(range(k, 40))["x"][3:5].T for k in range(12)]
+    for k in range(12):
+        assert np.array_equal(kept[k], whole["x"][k:])
+        assert np.array_equal(views[k], whole["x"][k + 3 : k + 5].T)
+    address = dataset.take(range(40))["x"].data_ptr()
+    assert dataset.take(range(40))["x"].data_ptr() == address
+
+
+def test_what_a_data_set_tells_of_itself(tmp_path):
+    manifest = write_mixed(tmp_path)
+    dataset = ShardedDataset(tmp_path)
     assert len(dataset) == 100
     assert dataset.fields["image"].shape == (3, 2)
+    assert dataset.uuid == manifest.uuid
+    assert dataset.block_size == 7
+    # image 24, number 8, label 1, text on average 2 * 4, boxes nearly 1 * 16
+    assert dataset.sample_bytes == pytest.approx(24 + 8 + 1 + 8 + 15.84)
 
 
-@pytest.mark.parametrize("indices", [[100], [-1], [0, 5, 1000]])
+@pytest.mark.parametrize("indices", [[100], [-1], [0, 5, 1000], [-(2**62)]])
 def test_an_index_out_of_range_is_told(directory, indices):
-    with pytest.raises(DataError, match=r"indices are in \[0, 100\)"):
-        ShardedDataset(directory).take(indices)
+    dataset = ShardedDataset(directory)
+    for read in (dataset.take, dataset.will_need):
+        with pytest.raises(DataError, match=r"indices are in \[0, 100\)"):
+            read(indices)
 
 
-@contextmanager
-def flipped(path, byte, bit):
-    """Flip one bit of a file, in place, for a while."""
-    with path.open("r+b") as file:
-        file.seek(byte)
-        value = file.read(1)[0]
-        file.seek(byte)
-        file.write(bytes([value ^ 1 << bit]))
-        file.flush()
-        yield
-        file.seek(byte)
-        file.write(bytes([value]))
-
-
-def test_every_flipped_bit_of_the_data_is_found(directory, way):
-    manifest = Manifest.read(directory)
-    way(directory)
-    dice = random.Random(0)
-    places = [
-        (shard, place.offset + byte)
-        for shard in manifest.shards
-        for name, place in shard.places.items()
-        for byte in range(shard.num_samples * manifest.fields[name].sample_bytes)
-    ]
-    for shard, byte in dice.sample(places, 150):
-        with flipped(directory / shard.file, byte, dice.randrange(8)):
-            for verify in ("first", "always"):
-                with pytest.raises(
-                    DataError, match=rf"{shard.file} is damaged: block \d+ of field"
-                ):
-                    take_all(directory, verify)
-    assert is_whole(take_all(directory))
-
-
-def test_a_flipped_bit_anywhere_is_found_or_harmless(stored):
-    dice = random.Random(1)
-    for _ in range(300):
-        shard = dice.choice(Manifest.read(stored).shards)
-        byte, bit = dice.randrange(shard.num_bytes), dice.randrange(8)
-        # Any other error than the one that is meant for users fails the test.
-        with flipped(stored / shard.file, byte, bit), suppress(DataError):
-            assert is_whole(take_all(stored))
-
-
-def test_a_damaged_block_is_named_with_its_samples(directory):
-    shard = Manifest.read(directory).shards[1]
-    with flipped(directory / shard.file, shard.places["number"].offset + 8 * 30, 0):
-        dataset = ShardedDataset(directory)
-        dataset.take(np.arange(0, 68))
-        with pytest.raises(DataError, match=r"block 4 of field number \(samples 68 to 74 of"):
-            dataset.take([74])
-
-
-def test_verify_says_when_a_block_is_checked(directory):
-    shard = Manifest.read(directory).shards[0]
-    first, always = (ShardedDataset(directory, verify=verify) for verify in ("first", "always"))
-    for dataset in (first, always):
-        dataset.take([0])
-    with flipped(directory / shard.file, shard.places["number"].offset, 0):
-        assert first.take([0])["number"].tolist() == [1]
-        with pytest.raises(DataError, match="damaged"):
-            always.take([0])
-        assert ShardedDataset(directory, verify="off").take([0])["number"].tolist() == [1]
+def test_arguments_that_cannot_be_are_told(directory):
     with pytest.raises(DataError, match="first, always or off, got 'never'"):
         ShardedDataset(directory, verify="never")
+    with pytest.raises(DataError, match="map, read or auto, got 'mmap'"):
+        ShardedDataset(directory, io="mmap")
 
 
-@pytest.mark.parametrize("num_bytes", [0, 100, 12_000, -1])
-def test_a_truncated_shard_is_named_when_the_set_is_opened(directory, num_bytes):
-    shard = Manifest.read(directory).shards[1]
-    os.truncate(directory / shard.file, num_bytes % shard.num_bytes)
-    with pytest.raises(DataError, match=rf"{shard.file} has {shard.num_bytes} bytes .*truncated"):
-        ShardedDataset(directory)
+def test_looking_ahead_changes_nothing_and_fails_nowhere(tmp_path):
+    manifest = write_mixed(tmp_path, compression="zstd")
+    dataset = ShardedDataset(tmp_path, io="read")
+    for indices in (range(100), [99, 0, 41], []):
+        dataset.will_need(indices)
+    (tmp_path / manifest.shards[1].file).unlink()
+    other = ShardedDataset(tmp_path, manifest=manifest)
+    other.will_need(range(100))
+    assert dataset.take([99, 0, 5])["number"].tolist() == [99, 0, 5]
+    assert other.take([99, 0, 5])["number"].tolist() == [99, 0, 5]
+    with pytest.raises(CorruptError, match="No such file"):
+        other.take([40])
 
 
-def test_a_shard_truncated_later_is_named_when_it_is_read(directory):
-    dataset = ShardedDataset(directory)
-    shard = dataset.manifest.shards[1]
-    os.truncate(directory / shard.file, 5000)
-    assert dataset.take([0, 99])["number"].tolist() == [0, 99]
-    with pytest.raises(DataError, match=rf"{shard.file} has {shard.num_bytes} bytes"):
-        dataset.take([40])
+def descriptors():
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def test_a_missing_shard_is_named_when_the_set_is_opened(directory):
-    shard = Manifest.read(directory).shards[2]
-    (directory / shard.file).unlink()
-    with pytest.raises(DataError, match=rf"cannot read shard .*{shard.file}: No such file"):
-        ShardedDataset(directory)
+def test_a_data_set_that_is_dropped_closes_its_files(directory):
+    before = descriptors()
+    dataset = ShardedDataset(directory, io="map")
+    dataset.take(range(100))
+    assert descriptors() > before
+    del dataset
+    assert descriptors() == before
 
 
-def test_a_shard_of_another_data_set_is_found(stored, tmp_path):
-    other = {name: array[::-1] for name, array in numbered(100).items()}
-    theirs = write_arrays(tmp_path / "other", other, samples_per_shard=40, block_size=7).shards[0]
-    mine = Manifest.read(stored).shards[0]
-    assert theirs.num_bytes == mine.num_bytes
-    (tmp_path / "other" / theirs.file).rename(stored / mine.file)
-    with pytest.raises(DataError, match=f"{mine.file} is not the file that its manifest"):
-        ShardedDataset(stored).take([0])
+def test_more_shards_than_descriptors_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (40, 40))
+    write_arrays(tmp_path, numbered(100), samples_per_shard=3)
+    before = len(descriptors())
+    dataset = ShardedDataset(tmp_path)
+    for _ in range(2):
+        assert is_whole(dataset.take(np.arange(100)))
+    assert len(descriptors()) <= before + 10
 
 
-def test_a_filtered_shard_is_read_through_hdf5(directory):
-    read_by_hdf5_only(directory)
-    manifest = Manifest.read(directory)
-    path = directory / manifest.shards[0].file
-    with h5py.File(path, "r+") as file:
-        for name in manifest.fields:
-            values = file[f"data/{name}"][:]
-            del file[f"data/{name}"]
-            file.create_dataset(f"data/{name}", data=values, compression="gzip", chunks=True)
-    first = replace(manifest.shards[0], num_bytes=path.stat().st_size)
-    replace(manifest, shards=(first, *manifest.shards[1:])).write(directory)
-    assert is_whole(take_all(directory))
+def test_another_opener_opens_the_shards(directory):
+    opened = []
+
+    def opener(*place, **options):
+        opened.append(place[2])
+        return OpenShard(*place, **options)
+
+    assert is_whole(ShardedDataset(directory).with_opener(opener).take(np.arange(100)))
+    assert opened == [0, 1, 2]
 
 
-def test_a_lock_of_another_program_does_not_matter(stored):
-    with (stored / Manifest.read(stored).shards[0].file).open("rb") as file:
+def test_a_lock_of_another_program_does_not_matter(directory, reading):
+    with (directory / Manifest.read(directory).shards[0].file).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert is_whole(take_all(stored))
+        assert is_whole(reading().take(np.arange(100)))
 
 
-def test_a_pickled_data_set_opens_its_own_files(stored):
-    dataset = ShardedDataset(stored)
-    dataset.take([0])
+def test_a_pickled_data_set_opens_its_own_files(reading):
+    dataset = reading()
+    dataset.take(np.arange(100))
     text = pickle.dumps(dataset)
     assert len(text) < 10_000
     assert is_whole(pickle.loads(text).take(np.arange(100)))
 
 
-def test_a_child_after_a_fork_opens_its_own_files(stored):
-    dataset = ShardedDataset(stored)
-    dataset.take([0])
+def test_a_child_after_a_fork_opens_its_own_files(reading):
+    dataset = reading()
+    dataset.take([0, 50, 99])
     if (child := os.fork()) == 0:
         try:
             os._exit(0 if is_whole(dataset.take(np.arange(100))) else 1)
@@ -240,12 +225,19 @@ def test_a_child_after_a_fork_opens_its_own_files(stored):
     assert is_whole(dataset.take(np.arange(100)))
 
 
-def test_many_threads_read_one_data_set(stored):
-    dataset = ShardedDataset(stored)
+def test_many_threads_read_one_data_set(reading):
+    dataset = reading()
+    together = threading.Barrier(4)
+
+    def read(k):
+        if k < 4:
+            together.wait()  # the first takes open the shards
+        dataset.will_need([k])
+        return dataset.take(np.roll(np.arange(100), k))
+
     with ThreadPoolExecutor(4) as pool:
-        reads = pool.map(dataset.take, [np.roll(np.arange(100), k) for k in range(40)])
-        for k, read in enumerate(reads):
-            assert read["number"].tolist() == np.roll(np.arange(100), k).tolist()
+        for k, batch in enumerate(pool.map(read, range(40))):
+            assert batch["number"].tolist() == np.roll(np.arange(100), k).tolist()
 
 
 @pytest.fixture
@@ -278,7 +270,7 @@ def test_a_truncated_shard_is_told_on_every_rank(world, shared, index):
     if world.rank == 0:
         os.truncate(shared / shard.file, 100)
     world.Barrier()
-    with pytest.raises(DataError, match=rf"{shard.file} has {shard.num_bytes} bytes"):
+    with pytest.raises(DataError, match=rf"{shard.file}: it has {shard.num_bytes} bytes"):
         ShardedDataset.open(shared, MpiCommunicator(world))
 
 

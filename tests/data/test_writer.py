@@ -1,10 +1,6 @@
 """What is written is plain HDF5; what fails leaves the old data set or none."""
 
 import json
-import random
-import select
-import subprocess
-import sys
 
 import h5py
 import numpy as np
@@ -165,35 +161,6 @@ def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
         write_arrays(directory, numbered(50_000), samples_per_shard=30_000)
     assert names(directory) == old
     assert numbers_in(directory) == list(range(100))
-
-
-WRITE_FOR_EVER = """
-import itertools, sys
-import numpy as np
-from hpctrain.data.writer import write_arrays
-
-for generation in itertools.count(1):
-    rows = {"generation": np.full(50, generation), "more": np.zeros((50, 99))}
-    write_arrays(sys.argv[1], rows, samples_per_shard=20)
-    print(generation, flush=True)
-"""
-
-
-@pytest.mark.parametrize("attempt", range(8))
-def test_a_writer_killed_at_any_instant_leaves_a_whole_data_set(tmp_path, attempt):
-    delay_s = random.Random(attempt).uniform(0, 0.2)
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    with writer:
-        writer.stdout.readline()
-        select.select([], [], [], delay_s)
-        writer.kill()
-        finished = 1 + len(writer.stdout.read().split())
-    read = ShardedDataset(tmp_path, verify="always").take(np.arange(50))["generation"].tolist()
-    assert read in ([finished] * 50, [finished + 1] * 50)
-    write_arrays(tmp_path, numbered(3), samples_per_shard=3)
-    assert len(names(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ NUM_SAMPLES = 23
 
 def make_task(model, folder, comm, metric):
     dataset = ShardedDataset.open(folder, comm)
-    loader = Loader(dataset, global_batch=5, rank=comm.rank, size=comm.size, shuffle=False)
+    loader = Loader(dataset, global_batch=5, comm=comm, order="sequential")
     return Task(
         config=RunConfig(),
         model=model,

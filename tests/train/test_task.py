@@ -51,7 +51,7 @@ def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, overri
 @pytest.mark.parametrize("target", ["no_data", "broken_data"])
 def test_data_must_be_two_data_sets(here, configure, target):
     wrong = configure(f"data.target=tests.train.problem:{target}", "data.args={}")
-    with pytest.raises(MismatchError, match=r"returns two ShardedDatasets|disk of this rank"):
+    with pytest.raises(MismatchError, match=r"returns two data sets|disk of this rank"):
         build(wrong, here.comm)
 
 

@@ -1,0 +1,136 @@
+"""What text.toml names: a small transformer over bytes, and Python's standard library as text."""
+
+import math
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.layout import MANIFEST
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import write_arrays
+from hpctrain.errors import DataError
+
+CONTEXT = 128
+"""Bytes of a window that are guessed; one more comes before them."""
+FILES_PER_TEST_FILE = 20
+"""One file in so many is never learnt from."""
+REACH = 4
+"""Bytes that the network joins before its attention looks further back."""
+
+
+class Block(nn.Module):
+    """Attention to what came before, then two linear layers, each added to the stream."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.layers = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Turn ``(n, length, width)`` into the same shape."""
+        parts = self.queries_keys_values(self.norms[0](stream)).chunk(3, dim=-1)
+        heads = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        stream = stream + self.mix(seen.transpose(1, 2).flatten(2))
+        result: Tensor = stream + self.layers(self.norms[1](stream))
+        return result
+
+
+class Transformer(nn.Module):
+    """Guesses each byte of a window from those before it."""
+
+    def __init__(self, width: int, depth: int, num_heads: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.join = nn.Conv1d(width, width, REACH)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.05)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Turn ``(n, CONTEXT + 1)`` bytes into ``(n, CONTEXT, 256)`` scores of all but the first.
+
+        What is guessed at a place depends on no byte at that place or after it.
+        """
+        seen = self.bytes(windows[:, :-1].long())
+        past = functional.pad(seen.transpose(1, 2), (REACH - 1, 0))
+        stream = seen + self.join(past).transpose(1, 2) + self.places.weight
+        scores: Tensor = self.norm(self.blocks(stream)) @ self.bytes.weight.T
+        return scores
+
+
+def model(width: int = 64, depth: int = 2, num_heads: int = 4) -> Transformer:
+    """Make the network: ``depth`` blocks of ``width`` features per byte."""
+    return Transformer(width, depth, num_heads)
+
+
+def bits_per_byte(scores: Tensor, windows: Tensor) -> Tensor:
+    """Bits that a byte of each window costs, ``(n,)``: 8 for one who knows nothing of text."""
+    guessed = windows[:, 1:].long()
+    nats = functional.cross_entropy(scores.transpose(1, 2), guessed, reduction="none")
+    return nats.mean(dim=1) / math.log(2)
+
+
+def loss(scores: Tensor, windows: Tensor) -> Tensor:
+    """Mean of ``bits_per_byte``."""
+    return bits_per_byte(scores, windows).mean()
+
+
+def data(
+    comm: Communicator, folder: str, num_windows: int, num_test: int
+) -> tuple[ShardedDataset, ShardedDataset]:
+    """Open the windows to learn from and those to test, packed by rank 0 at the first time.
+
+    Collective. The test windows are of files that no training window comes from.
+
+    Args:
+        comm: all ranks.
+        folder: where the two data sets are, or are made.
+        num_windows: to learn from, at most.
+        num_test: to test, at most.
+    """
+    root = Path(folder)
+    most = {"train": num_windows, "test": num_test}
+    refusal = _pack(root, most) if comm.rank == 0 else None
+    comm.agree(refusal is None, refusal or "")
+    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+
+
+def _pack(root: Path, most: dict[str, int]) -> str | None:
+    """Write what is missing; return why that could not be done."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files: dict[str, list[Path]] = {"train": [], "test": []}
+    for path in sorted(library.glob("*.py")):
+        is_test = zlib.crc32(path.name.encode()) % FILES_PER_TEST_FILE == 0
+        files["test" if is_test else "train"].append(path)
+    try:
+        for split, paths in files.items():
+            if not (root / split / MANIFEST).exists():
+                windows = _windows(paths)[: most[split]]
+                write_arrays(root / split, {"bytes": windows}, samples_per_shard=8192, split=split)
+    except (DataError, OSError) as error:
+        return f"cannot pack the text of {library}: {error}"
+    return None
+
+
+def _windows(paths: Iterable[Path]) -> NDArray[np.uint8]:
+    """Cut files into windows, ``(n, CONTEXT + 1)``, in random order."""
+    text = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
+    num_windows = len(text) // (CONTEXT + 1)
+    windows = text[: num_windows * (CONTEXT + 1)].reshape(num_windows, CONTEXT + 1)
+    return np.random.default_rng(0).permutation(windows)

@@ -1,0 +1,264 @@
+"""``hpctrain data pack``: make a data set of what is there."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from hpctrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpctrain.data.pack import PackConfig, Packed
+    from hpctrain.data.sources.source import Per
+
+_RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="File, folder, pattern in quotes such as 'shards/*.tar', or module:function.",
+        show_default=False,
+    ),
+]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Where the data set goes.", show_default=False)
+]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="NAME=WHAT",
+        help="A field, and what of the source it holds; may be repeated. Without it, "
+        "all there is.",
+        show_default=False,
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="KIND",
+        help="arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE "
+        "does not tell.",
+        show_default=False,
+    ),
+]
+Split = Annotated[str, typer.Option(metavar="NAME", help="Name of this part of the data.")]
+PerShard = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
+]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="About how large a shard is.", show_default="512 MiB"),
+]
+BlockSize = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per checksum.")]
+Compression = Annotated[
+    str | None,
+    typer.Option(
+        metavar="zstd", help="Trade speed of reading for disk space.", show_default="none"
+    ),
+]
+Shuffle = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="SEED",
+        help="Write samples in another order, for instance where they are sorted by class.",
+        show_default="off",
+    ),
+]
+Resize = Annotated[
+    str | None,
+    typer.Option(metavar="HxW", help="Bring images to one size, in pixels.", show_default=False),
+]
+Encoded = Annotated[
+    bool, typer.Option("--encoded", help="Keep images as they are in their files.")
+]
+Ragged = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A field whose samples differ in length, where the first ones do not show it; "
+        "may be repeated.",
+        show_default=False,
+    ),
+]
+PerSample = Annotated[
+    str, typer.Option(metavar="UNIT", help="Of text, a sample is a line, paragraph or file.")
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Cut text into samples of N bytes or tokens.",
+        show_default=False,
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="From text to whole numbers.",
+        show_default="the bytes of the text",
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a data set that DIR holds.")]
+
+
+def pack(  # noqa: PLR0913 - a command's options
+    source: Source,
+    directory: Directory,
+    *,
+    field: Fields = None,
+    kind: Kind = None,
+    split: Split = "train",
+    samples_per_shard: PerShard = None,
+    shard_size: ShardSize = None,
+    block_size: BlockSize = 16,
+    compression: Compression = None,
+    shuffle: Shuffle = None,
+    resize: Resize = None,
+    encoded: Encoded = False,
+    ragged: Ragged = None,
+    per: PerSample = "line",
+    length: Length = None,
+    tokenizer: Tokenizer = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a data set of arrays, images, tables, archives, text or Python objects.
+
+    All ranks that were started together share the work. After a kill, the same
+    command goes on where the finished shards end. What is read is never changed.
+
+    Arrays (.npy, .npz), a field for each array of an .npz:
+
+      hpctrain data pack digits.npz data/train
+
+      hpctrain data pack x.npy data/train --field x=x.npy --field y=y.npy
+
+    HDF5 (.h5, .hdf5), a field for each dataset:
+
+      hpctrain data pack big.h5 data/train --field x=/images --field y=/labels
+
+    Images (.jpg, .png, ...), one folder for each class; fields image and label.
+    Images of different sizes stay encoded, unless they are brought to one size:
+
+      hpctrain data pack photos/ data/train --resize 224x224 --shuffle 0
+
+    Arrays, one .npy for each sample, one folder for each class; array and label:
+
+      hpctrain data pack spectra/ data/train --field x=array --field y=label
+
+    Archives of webdataset (.tar, .tar.gz), a field for each ending:
+
+      hpctrain data pack 'shards/*.tar' data/train --field x=jpg --field y=cls
+
+      hpctrain data pack shards/ data/train --field x=jpg:bytes --field y=cls
+
+    Tables (.csv, .tsv, .parquet), a field for each column, or for several:
+
+      hpctrain data pack table.csv data/train --field x=width,height
+
+    Text (.txt), lines as bytes, or samples of one length, of bytes or tokens:
+
+      hpctrain data pack books/ data/train --per paragraph
+
+      hpctrain data pack books/ data/train --length 256 --tokenizer my_code:tokens
+
+    Whatever a function of yours returns that yields dicts of arrays, or has a
+    length and an index, such as a data set of torch:
+
+      hpctrain launch -n 8 hpctrain data pack my_code:make_set data/train
+    """
+    from hpctrain.data.pack import SHARD_BYTES, PackConfig  # noqa: PLC0415
+    from hpctrain.units import parse_bytes  # noqa: PLC0415
+
+    if samples_per_shard is not None and shard_size is not None:
+        raise ConfigError(
+            f"a shard ends after so many samples, or so many bytes: got --samples-per-shard "
+            f"{samples_per_shard} and --shard-size {shard_size}; leave one out"
+        )
+    config = PackConfig(
+        fields=_fields(field or []),
+        ragged=tuple(ragged or ()),
+        resize=_size(resize) if resize else None,
+        encoded=encoded,
+        per=cast("Per", per),
+        length=length,
+        tokenizer=tokenizer,
+        kind=kind,
+        split=split,
+        samples_per_shard=samples_per_shard,
+        shard_bytes=parse_bytes(shard_size) if shard_size else SHARD_BYTES,
+        block_size=block_size,
+        compression=compression,
+        shuffle=shuffle,
+        overwrite=overwrite,
+    )
+    _run(source, directory, config)
+
+
+def _fields(options: list[str]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for option in options:
+        name, equals, what = option.partition("=")
+        if not (name.isidentifier() and equals and what) or name in fields:
+            raise ConfigError(
+                f"--field is NAME=WHAT, each NAME a word and given once, such as "
+                f"--field x=images; got {option!r}"
+            )
+        fields[name] = what
+    return fields
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = _RESIZE.fullmatch(text)
+    if not match:
+        raise ConfigError(f"--resize is height x width in pixels, such as 224x224; got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _run(source: str, directory: Path, config: "PackConfig") -> None:
+    from hpctrain.cli.joined import joined  # noqa: PLC0415
+    from hpctrain.cli.pack_bar import PackBar  # noqa: PLC0415
+    from hpctrain.data.pack import pack as pack_source  # noqa: PLC0415
+    from hpctrain.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.train.progress import make_console  # noqa: PLC0415
+
+    comm = joined()
+    console = make_console(shown=comm.rank == 0)
+    try:
+        with PackBar(console) as bar:
+            packed = pack_source(source, directory, config, comm=comm, watcher=bar)
+    except DataError as error:
+        if comm.size == 1:
+            raise
+        # Every rank has it: one of them tells it, and no rank ends the others.
+        raise MismatchError(str(error)) from error
+    _describe(console, directory, packed)
+
+
+def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
+    from hpctrain.data.classes import CLASSES  # noqa: PLC0415
+    from hpctrain.units import format_bytes  # noqa: PLC0415
+
+    manifest = packed.manifest
+    shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
+    size = format_bytes(sum(shard.num_bytes for shard in manifest.shards))
+    for note in packed.notes:
+        console.print(note, soft_wrap=True)
+    console.print(
+        f"{directory}: {manifest.num_samples} samples in {shards}, {size}", soft_wrap=True
+    )
+    for name, field in manifest.fields.items():
+        shape = (*(["length"] if field.ragged else []), *field.shape)
+        extents = f"({', '.join(map(str, shape))})"
+        console.print(f"  {name:12} {field.dtype.lstrip('|<')} {extents}", soft_wrap=True)
+    if packed.classes:
+        console.print(f"  {len(packed.classes)} classes, named in {CLASSES}")

@@ -1,0 +1,68 @@
+"""Batch memory that is used again: the page faults of fresh memory cost more than its copy."""
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.units import KIB
+
+_SMALL_BYTES = 64 * KIB
+_MAX_PER_SIZE = 16
+_MAX_SIZES = 8
+
+# The local name and the argument of getrefcount: nothing else knows the buffer.
+_REFERENCES_OF_FREE = 2
+
+
+class Buffers:
+    """Hands out uninitialised arrays, and the memory of one again once nothing refers to it.
+
+    A view, a tensor of ``torch.from_numpy`` and whatever shares memory with one keep a buffer
+    from being handed out. Several threads may call it at once.
+    """
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._by_size: OrderedDict[int, deque[NDArray[np.uint8]]] = OrderedDict()
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return an array to be filled; small ones are always new."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes < _SMALL_BYTES:
+            return np.empty(shape, dtype)
+        # Sizes are rounded up by an eighth at most, so that ragged batches share buffers.
+        step = 1 << (num_bytes.bit_length() - 4)
+        size = -(-num_bytes // step) * step
+        return self._buffer(size)[:num_bytes].view(dtype).reshape(shape)
+
+    def _buffer(self, size: int) -> NDArray[np.uint8]:
+        buffers = self._by_size.get(size)
+        if buffers is None:
+            if len(self._by_size) >= _MAX_SIZES:
+                self._forget_oldest()
+            buffers = self._by_size.setdefault(size, deque())
+        for _ in range(len(buffers)):
+            # While it is out of the deque, no other thread can take the same one.
+            try:
+                buffer = buffers.popleft()
+            except IndexError:
+                break
+            free = sys.getrefcount(buffer) == _REFERENCES_OF_FREE
+            buffers.append(buffer)
+            if free:
+                return buffer
+        buffer = np.empty(size, np.uint8)
+        if len(buffers) < _MAX_PER_SIZE:
+            buffers.append(buffer)
+        return buffer
+
+    def _forget_oldest(self) -> None:
+        try:
+            self._by_size.popitem(last=False)
+        except KeyError:
+            return

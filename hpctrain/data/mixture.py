@@ -1,0 +1,222 @@
+"""Several data sets in fixed proportions."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.data.layout import Field
+from hpctrain.data.order import Order, global_order
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Columns, Indices, Samples, Values
+from hpctrain.errors import CorruptError, DataError
+
+PERIOD = 1 << 16
+"""Length of the pattern of sources that repeats; weights are rounded to so many parts."""
+_GOLDEN = 40503  # odd, and about PERIOD divided by the golden ratio: neighbours lie far apart
+
+
+class Mixture:
+    """Samples of several data sets in fixed proportions, each shuffled, without an end.
+
+    Every run of samples holds the sources in their proportions, as nearly as whole samples can.
+    Each source goes through epochs of its own, in each of which every sample comes once. An
+    epoch of the mixture is ``len(mixture)`` samples; the next one goes on from there. What comes
+    where is a function of the position alone, in constant memory.
+
+    Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
+    their order, which is shuffled already.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[Samples, float] | Iterable[tuple[Samples, float]],
+        length: int | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """Mix data sets that have the same fields.
+
+        Args:
+            weights: share of each data set in the samples; only their proportions count.
+            length: samples of an epoch; by default as many as all data sets have together.
+            seed: of the orders of the data sets.
+
+        Raises:
+            DataError: weights, length or fields are not as they must be.
+        """
+        pairs: list[tuple[Samples, float]] = list(
+            weights.items() if isinstance(weights, Mapping) else weights
+        )
+        self.sources: list[Samples] = [source for source, _ in pairs]
+        self._check(pairs, length)
+        self._seed = seed
+        self._length = sum(map(len, self.sources)) if length is None else length
+        self._counts = _whole(np.array([weight for _, weight in pairs], float))
+        slots = np.arange(PERIOD) * _GOLDEN % PERIOD
+        self._pattern = np.searchsorted(np.cumsum(self._counts), slots, side="right")
+        self._before = np.zeros(PERIOD, np.int64)
+        for number in range(len(pairs)):
+            here = self._pattern == number
+            self._before[here] = np.arange(np.count_nonzero(here))
+        self.uuid = self._make_uuid()
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What a sample of every source consists of."""
+        return self.sources[0].fields
+
+    @property
+    def block_size(self) -> int:
+        """Neighbours have nothing to do with each other."""
+        return 1
+
+    @property
+    def sample_bytes(self) -> float:
+        """Mean bytes of a sample."""
+        sizes = [source.sample_bytes for source in self.sources]
+        return float(np.dot(sizes, self._counts)) / PERIOD
+
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch."""
+        return self._length
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch of the mixture."""
+        return _Onward(epoch * self._length)
+
+    def take(self, indices: Indices) -> Columns:
+        """Gather samples.
+
+        Args:
+            indices: ``(num_samples,)``, from 0 without an end.
+
+        Raises:
+            CorruptError: a sample of a source is damaged; tells one index of the mixture.
+        """
+        wanted = np.asarray(indices, np.int64)
+        parts: list[Columns] = []
+        places: list[Indices] = []
+        for part in self._parts(wanted):
+            try:
+                parts.append(part.source.take(part.samples))
+            except CorruptError as error:
+                bad = (error.start <= part.samples) & (part.samples < error.stop)
+                index = int(wanted[part.places[np.argmax(bad)]])
+                raise CorruptError(str(error), index, index + 1) from error
+            places.append(part.places)
+        if not parts:
+            return self.sources[0].take(wanted)
+        back = np.argsort(np.concatenate(places))
+        return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
+
+    def will_need(self, indices: Indices) -> None:
+        """Tell each source which of its samples are read soon."""
+        for part in self._parts(np.asarray(indices, np.int64)):
+            part.source.will_need(part.samples)
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Return the source of each index, and how many samples of it came before."""
+        periods, inside = np.divmod(indices, PERIOD)
+        numbers = self._pattern[inside]
+        return numbers, periods * self._counts[numbers] + self._before[inside]
+
+    def _parts(self, indices: Indices) -> Iterator["_Part"]:
+        numbers, draws = self.locate(indices)
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            source = self.sources[number]
+            epochs, positions = np.divmod(draws[places], len(source))
+            samples = np.empty_like(positions)
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                # Two sources of one size must not go through the same order.
+                order = _order(len(source), self._seed, epoch * len(self.sources) + number)
+                samples[here] = order.samples_at(positions[here])
+            yield _Part(source, samples, places)
+
+    def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
+        if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
+            raise DataError(
+                f"a mixture has data sets with positive weights, "
+                f"got {[weight for _, weight in pairs]}"
+            )
+        if length is not None and length < 1:
+            raise DataError(f"an epoch of a mixture has at least 1 sample, got {length}")
+        for source in self.sources:
+            if not len(source):
+                raise DataError(f"a mixture is made of data sets with samples, {source} has none")
+            if not _same(source.fields, self.fields):
+                raise DataError(
+                    f"data sets of a mixture have the same fields, got "
+                    f"{dict(self.fields)} and {dict(source.fields)}"
+                )
+
+    def _make_uuid(self) -> str:
+        counts = self._counts.tolist()
+        sources = [[s.uuid, count] for s, count in zip(self.sources, counts, strict=True)]
+        text = json.dumps(["mixture", sources, self._length, self._seed])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class _Part(NamedTuple):
+    """What one source gives to a batch."""
+
+    source: Samples
+    samples: Indices
+    places: Indices
+
+
+class _Onward:
+    """Indices from some start on."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+
+    def samples_at(self, positions: Indices) -> Indices:
+        return positions + self._start
+
+    def positions_of(self, samples: Indices) -> Indices:
+        return samples - self._start
+
+
+@lru_cache(maxsize=64)
+def _order(n: int, seed: int, epoch: int) -> Order:
+    return global_order(n, seed, epoch)
+
+
+def _same(fields: Mapping[str, Field], others: Mapping[str, Field]) -> bool:
+    """Compare what a model sees of fields, not how they lie on disk."""
+    return list(fields) == list(others) and all(
+        (field.shape, field.dtype, field.ragged) == (other.shape, other.dtype, other.ragged)
+        for field, other in zip(fields.values(), others.values(), strict=True)
+    )
+
+
+def _whole(weights: NDArray[np.float64]) -> Indices:
+    """Round weights to counts that sum to PERIOD; the largest remainders go up."""
+    exact = weights / weights.sum() * PERIOD
+    counts: Indices = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
+    if not counts.all():
+        raise DataError(
+            f"the smallest weight of a mixture is 1/{PERIOD} of their sum, got {weights.tolist()}"
+        )
+    return counts
+
+
+def _gathered(parts: list[Values], back: Indices) -> Values:
+    """Join parts, and put their samples in the order ``back``."""
+    if len(parts) == 1:
+        return parts[0]  # its places are in order
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    if ragged:
+        samples = [part[index] for part in ragged for index in range(len(part))]
+        return Ragged.of([samples[index] for index in back.tolist()])
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])[torch.from_numpy(back)]

@@ -1,0 +1,217 @@
+"""Read and transform samples in processes: for decoding that holds Python's lock.
+
+Reading alone is faster in the loader's threads: a process costs a copy more.
+"""
+
+import os
+import pickle
+import queue
+import threading
+import weakref
+from concurrent.futures import Future
+from multiprocessing import reduction
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hpctrain.data.parcel import Inbox, Parcel
+from hpctrain.data.pool_processes import Processes
+from hpctrain.data.transform import Transform, apply
+from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from hpctrain.data.samples import Columns, Samples
+
+
+class DecodePool:
+    """Processes that take samples and transform them; the tensors come back without a copy.
+
+    Safe beside MPI and threads: nothing forks in this process, and the others never run the
+    user's script. What the script defines travels by value, all else is imported by its name.
+
+    ``submit`` may be called from several threads. A worker that dies, or cannot load the data
+    set or the transform, fails every batch that is not there yet.
+    """
+
+    def __init__(
+        self,
+        dataset: "Samples",
+        transform: Transform | None,
+        num_workers: int,
+    ) -> None:
+        """Start the processes and return; they load while this process goes on.
+
+        Args:
+            dataset: what to read; each worker opens it for itself.
+            transform: makes the batch from what ``dataset.take`` returns; None for that itself.
+            num_workers: processes, each with one thread of torch.
+
+        Raises:
+            DataError: data set or transform cannot be pickled, or no process can be started.
+        """
+        if num_workers < 1:
+            raise DataError(f"a decode pool has at least 1 worker, got {num_workers}")
+        task = _pickled(_Task(dataset, transform))
+        self._tasks: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._processes = Processes(num_workers)
+        self._end = weakref.finalize(self, _end, self._processes, self._tasks, os.getpid())
+        for number in range(num_workers):
+            threading.Thread(
+                target=_drive,
+                args=(self._processes, number, task, self._tasks),
+                name=f"hpctrain-decode-{number}",
+                daemon=True,
+            ).start()
+
+    def submit(self, indices: ArrayLike, epoch: int, seed: int) -> "Future[Columns]":
+        """Let a worker take and transform samples.
+
+        Args:
+            indices: ``(num_samples,)``, as for ``take``.
+            epoch: with ``seed`` and the samples, where random numbers of the transform begin.
+            seed: of the run.
+
+        Returns:
+            Holds the batch, or raises what ``take`` or the transform raised, with its traceback
+            as the cause, or a DataError that names the worker that died.
+
+        Raises:
+            DataError: the pool was closed.
+        """
+        future: Future[Columns] = Future()
+        with self._closing:
+            if not self._end.alive:
+                raise DataError("the decode pool was closed; make another one")
+            self._tasks.put(_Request(future, np.asarray(indices, np.int64), epoch, seed))
+        return future
+
+    def close(self) -> None:
+        """End all workers; what is not there yet fails. Harmless the second time."""
+        with self._closing:
+            self._end()
+
+    def __enter__(self) -> Self:
+        """Return the pool."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - a cause that is never raised
+    """The traceback of an error in a worker, as the cause of that error here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Request(NamedTuple):
+    future: "Future[Any]"
+    indices: NDArray[np.int64]
+    epoch: int
+    seed: int
+
+
+class _Task(NamedTuple):
+    """What a worker does with a request."""
+
+    dataset: "Samples"
+    transform: Transform | None
+
+    def __call__(self, indices: NDArray[np.int64], epoch: int, seed: int) -> Any:
+        return apply(self.transform, self.dataset.take(indices), indices, epoch, seed)
+
+
+def _drive(
+    processes: Processes, number: int, task: bytes, tasks: "queue.SimpleQueue[_Request | None]"
+) -> None:
+    """Serve requests with one worker until the pool is closed; afterwards fail them."""
+    worker, inbox = processes.workers[number], Inbox()
+    try:
+        _load(worker, task)
+    except BaseException as error:  # raised by every batch
+        processes.error = processes.error or _or_death(error, processes, number)
+    while (request := tasks.get()) is not None:
+        if not request.future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = _ask(worker, inbox, request, processes)
+        except BaseException as error:  # raised by the batch
+            request.future.set_exception(_or_death(error, processes, number))
+        else:
+            request.future.set_result(result)
+            del result
+        del request
+
+
+def _load(worker: "Connection[Any, Any]", task: bytes) -> None:
+    worker.send_bytes(task)
+    answer = worker.recv()
+    if answer != "ready":
+        raise _remote(*answer)
+
+
+def _ask(
+    worker: "Connection[Any, Any]", inbox: Inbox, request: _Request, processes: Processes
+) -> Any:
+    if processes.error is not None:
+        raise processes.error
+    offered, surplus = inbox.offer()
+    worker.send((offered, surplus, request.indices, request.epoch, request.seed))
+    answer = worker.recv()
+    if not isinstance(answer, Parcel):
+        inbox.take_back(offered)
+        raise _remote(*answer)
+    descriptor = reduction.recv_handle(worker) if answer.new_bytes else None
+    try:
+        return inbox.unpack(answer, offered, descriptor)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _or_death(error: BaseException, processes: Processes, number: int) -> BaseException:
+    """Return the error, or what the end of a connection means for the whole pool."""
+    if isinstance(error, (EOFError, ConnectionError)):
+        processes.error = processes.error or processes.death_of(number)
+        return processes.error
+    return error
+
+
+def _remote(copy: bytes | None, text: str) -> BaseException:
+    """Make the error of a worker again."""
+    story = f"a decode worker failed with an error that does not pickle:\n{text}"
+    error = DataError(story) if copy is None else pickle.loads(copy)  # noqa: S301 - of our child
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def _pickled(task: _Task) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(task))
+    except Exception as error:
+        raise DataError(
+            f"data set and transform go to other processes, so they must pickle, but: {error}; "
+            f"leave out what does not (open files, locks, generators), or transform in threads: "
+            f"workers=0"
+        ) from error
+
+
+def _end(processes: Processes, tasks: "queue.SimpleQueue[_Request | None]", owner: int) -> None:
+    if os.getpid() != owner:  # a forked child ends nothing of its parent
+        return
+    processes.end()
+    for _ in processes.workers:
+        tasks.put(None)

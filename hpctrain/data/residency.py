@@ -1,0 +1,39 @@
+"""Whether a file lies in memory, so that mapping it costs no wait for a disk."""
+
+import ctypes
+import os
+
+_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+"""The magic numbers of tmpfs and ramfs, by statfs(2)."""
+_NUM_PROBES = 32
+
+
+def in_memory(descriptor: int, num_bytes: int) -> bool:
+    """Return whether a file lies in tmpfs, or as far as probes tell in the page cache.
+
+    Differs from mincore(2), which tells the owner of a file only and calls every page of
+    another's file resident: one byte here and there is read without waiting (``RWF_NOWAIT``).
+    """
+    return on_memory_file_system(descriptor) or _is_cached(descriptor, num_bytes)
+
+
+def on_memory_file_system(descriptor: int) -> bool:
+    """Return whether a file has no other place than memory."""
+    # struct statfs begins with f_type, a long; the rest is less than this on any machine.
+    record = ctypes.create_string_buffer(1024)
+    if ctypes.CDLL(None).fstatfs(descriptor, record):
+        return False
+    kind = ctypes.c_ulong.from_buffer(record).value
+    return kind & 0xFFFFFFFF in _MEMORY_FILE_SYSTEMS
+
+
+def _is_cached(descriptor: int, num_bytes: int) -> bool:
+    byte = bytearray(1)
+    try:
+        return all(
+            os.preadv(descriptor, [byte], num_bytes * probe // _NUM_PROBES, os.RWF_NOWAIT)
+            for probe in range(_NUM_PROBES)
+        )
+    except OSError:
+        # Not in the cache, or a file system that does not tell.
+        return False

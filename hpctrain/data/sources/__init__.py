@@ -1,0 +1,1 @@
+"""What data sets are packed from, one file per kind of source."""

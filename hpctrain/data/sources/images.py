@@ -1,0 +1,77 @@
+"""Images become pixels, all of one size, or stay the bytes of their files."""
+
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.data.sources.source import Array, needed
+from hpctrain.errors import DataError
+
+ENDINGS = frozenset(
+    (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+)
+"""Of the files that are taken for images."""
+
+Size = tuple[int, int]
+
+
+def size_of(path: Path) -> Size:
+    """Return height and width of an image, of which only the head is read.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    pil = needed("PIL.Image", "an image")
+    try:
+        with pil.open(path) as image:
+            return int(image.height), int(image.width)
+    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+        raise _unreadable(str(path), error) from None
+
+
+def pixels(data: bytes, where: str, resize: Size | None = None) -> Array:
+    """Decode an image.
+
+    Args:
+        data: of its file.
+        where: its name, for errors.
+        resize: height and width, by bilinear interpolation over all pixels; None keeps them.
+
+    Returns:
+        ``(height, width, 3)`` uint8, RGB.
+
+    Raises:
+        DataError: it cannot be decoded.
+    """
+    pil = needed("PIL.Image", "an image")
+    try:
+        with pil.open(BytesIO(data)) as image:
+            rgb = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+        raise _unreadable(where, error) from None
+    if resize is not None and (rgb.height, rgb.width) != resize:
+        rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)
+    return np.asarray(rgb)
+
+
+def raw(data: bytes) -> Array:
+    """Return bytes as an array ``(num_bytes,)`` uint8."""
+    return np.frombuffer(data, np.uint8)
+
+
+def kept_encoded(sizes: set[Size], where: str) -> str:
+    """Say why images stay encoded."""
+    (least, *_, most) = sorted(sizes)
+    return (
+        f"the images of {where} differ in size, from {least[0]}x{least[1]} to "
+        f"{most[0]}x{most[1]}: they are packed as the bytes of their files; "
+        f"--resize HxW packs pixels"
+    )
+
+
+def _unreadable(where: str, error: BaseException) -> DataError:
+    return DataError(
+        f"{where} cannot be read as an image: {str(error) or type(error).__name__}; "
+        f"repair it, or take it out of the source"
+    )

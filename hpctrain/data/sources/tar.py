@@ -1,0 +1,200 @@
+"""Archives of webdataset: files whose names differ in their ending are one sample."""
+
+import json
+import lzma
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from hpctrain.data.sources import images
+from hpctrain.data.sources.samples import NUM_EXAMINED, Sample, batched, fields_of
+from hpctrain.data.sources.source import Array, Batch, Streamed, Wanted, chosen
+from hpctrain.errors import DataError
+from hpctrain.files import reason_of
+
+Form = Literal["image", "array", "number", "bytes"]
+Files = tuple[str, dict[str, bytes]]
+"""Key of a sample, and the contents of its files by ending."""
+
+_ALWAYS_NUMBERS = ("cls", "id", "index")
+_MAYBE_NUMBERS = ("txt", "json")
+
+
+@dataclass(kw_only=True)
+class Tar(Streamed):
+    """Samples of archives, in the order in which they lie there."""
+
+    forms: dict[str, Form]
+    """What the content of each field's file becomes."""
+    endings: dict[str, str]
+    """Ending of each field's file."""
+    resize: images.Size | None
+
+    @property
+    def num_parts(self) -> int:
+        """Archives."""
+        return len(self.files)
+
+    def batches(self, part: int) -> Iterator[Batch]:
+        """Read an archive."""
+        path = self.files[part]
+        return batched(map(self.sample, samples_in(path, self.endings)), self.fields)
+
+    def sample(self, files: Files) -> Sample:
+        """Decode the files of a sample.
+
+        Raises:
+            DataError: one is missing, or is not what those before it were.
+        """
+        where, contents = files
+        arrays = {}
+        for name, ending in self.endings.items():
+            if ending not in contents:
+                raise DataError(
+                    f"all samples have the same endings: {where} has no .{ending}; "
+                    f"name those that all have: --field NAME=ENDING"
+                )
+            what = f"{where}.{ending}"
+            arrays[name] = _decoded(contents[ending], self.forms[name], what, self.resize)
+        return where, arrays
+
+
+def open_tar(files: Sequence[Path], wanted: Wanted) -> Tar:
+    """Examine archives.
+
+    A field is named after an ending. Images become pixels if those of the first samples have one
+    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls`` whole
+    numbers, ``.txt`` and ``.json`` numbers where those of the first samples are; all else stays
+    bytes, as does an ending that is wanted as ``ENDING:bytes``.
+
+    Raises:
+        DataError: an archive cannot be read or has no samples.
+    """
+    asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
+    for name, ending in wanted.fields.items():
+        if ending.partition(":")[2] not in ("", "bytes"):
+            raise DataError(f"--field {name}={ending}: an ending can be followed by :bytes alone")
+    some = list(islice(samples_in(files[0], asked), NUM_EXAMINED))
+    if not some:
+        raise DataError(
+            f"an archive of webdataset has files such as 0001.jpg and 0001.cls, {files[0]} has "
+            f"none{' of these endings' if asked else ''}; take it out of the source"
+        )
+    endings = chosen(list(some[0][1]), asked, str(files[0]))
+    found = Tar(fields={}, files=files, forms={}, endings=endings, resize=wanted.resize)
+    for name, ending in endings.items():
+        is_bytes = wanted.fields.get(name, "").endswith(":bytes")
+        contents = [sample[1][ending] for sample in some if ending in sample[1]]
+        found.forms[name] = "bytes" if is_bytes else _form(ending, contents, wanted)
+        if _is_image(ending) and found.forms[name] == "bytes" and not is_bytes | wanted.encoded:
+            sizes = {images.pixels(content, ending).shape[:2] for content in contents}
+            found.notes += (images.kept_encoded(sizes, str(files[0])),)
+    as_bytes = [name for name, form in found.forms.items() if form == "bytes"]
+    ragged = [*wanted.ragged, *as_bytes]
+    found.fields, found.mean_lengths = fields_of(
+        list(map(found.sample, some)), ragged, str(files[0])
+    )
+    return found
+
+
+def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
+    """Read the samples of an archive, of ``endings`` alone, or of all if there are none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    wanted = set(endings.values())
+    key = ""
+    contents: dict[str, bytes] = {}
+    for name, content in _files_in(path):
+        folder, _, last = name.rpartition("/")
+        stem, _, ending = last.partition(".")
+        if not stem or not ending or stem.startswith("__"):
+            continue
+        if f"{folder}/{stem}" != key and contents:
+            yield f"{path}:{key}", contents
+            contents = {}
+        key = f"{folder}/{stem}"
+        if not wanted or ending in wanted:
+            contents[ending] = content
+    if contents:
+        yield f"{path}:{key}", contents
+
+
+def _files_in(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Read the files of an archive, and make sure that it is whole: tarfile does not."""
+    ended = False
+
+    class Header(tarfile.TarInfo):
+        """Notices the block of zeros with which an archive ends."""
+
+        @classmethod
+        def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+            """Read a header."""
+            nonlocal ended
+            ended = bool(buf) and not any(buf)
+            return super().frombuf(buf, encoding, errors)
+
+    try:
+        with tarfile.open(path, "r|*", tarinfo=Header) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file:
+                    yield member.name, file.read()
+        if not ended:
+            raise tarfile.ReadError("its end is missing")
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(
+            f"{path} cannot be read as an archive: {reason_of(error)}; fetch it again, or take "
+            f"it out of the source"
+        ) from None
+
+
+def _is_image(ending: str) -> bool:
+    return f".{ending.rpartition('.')[2].lower()}" in images.ENDINGS
+
+
+def _form(ending: str, contents: Sequence[bytes], wanted: Wanted) -> Form:
+    last = ending.rpartition(".")[2].lower()
+    if _is_image(ending) and not wanted.encoded:
+        if wanted.resize:
+            return "image"
+        sizes = {images.pixels(content, ending).shape for content in contents}
+        return "image" if len(sizes) == 1 else "bytes"
+    if last == "npy":
+        return "array"
+    if last in _ALWAYS_NUMBERS or (last in _MAYBE_NUMBERS and all(map(_is_number, contents))):
+        return "number"
+    return "bytes"
+
+
+def _is_number(content: bytes) -> bool:
+    try:
+        array = np.asarray(json.loads(content))
+    except ValueError:
+        return False
+    return array.dtype.kind in "biuf"
+
+
+def _decoded(content: bytes, form: Form, what: str, resize: images.Size | None) -> Array:
+    if form == "image":
+        return images.pixels(content, what, resize)
+    if form == "bytes":
+        return images.raw(content)
+    try:
+        if form == "array":
+            return np.asarray(np.load(BytesIO(content), allow_pickle=False))
+        array = np.asarray(json.loads(content))
+    except (ValueError, EOFError) as error:
+        raise DataError(
+            f"{what} must be {'an array of numpy' if form == 'array' else 'a number'}: {error}; "
+            f"to keep it as bytes: --field NAME={what.rpartition('.')[2]}:bytes"
+        ) from None
+    return array

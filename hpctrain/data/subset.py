@@ -1,0 +1,107 @@
+"""Some of the samples of a data set."""
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hpctrain.data.layout import Field
+from hpctrain.data.samples import Columns, Indices, Samples
+from hpctrain.errors import CorruptError, DataError
+
+
+class Subset:
+    """Some of the samples of a data set, numbered anew in the order in which they are given.
+
+    Ascending indices keep neighbours together, which a window order needs.
+    """
+
+    def __init__(self, dataset: Samples, indices: range | ArrayLike) -> None:
+        """Choose samples.
+
+        Args:
+            dataset: to choose from.
+            indices: of the samples. A range takes no memory; anything else 8 bytes a sample.
+
+        Raises:
+            DataError: there are none, or they are out of range.
+        """
+        self.dataset = dataset
+        self._range = indices if isinstance(indices, range) and indices.step > 0 else None
+        self._indices = np.array([] if self._range else indices, np.int64)
+        self._length = len(self._range) if self._range else self._indices.size
+        if not self._length or self._indices.ndim != 1:
+            raise DataError("a subset has at least 1 sample, its indices have one dimension")
+        low, high = self._ends()
+        if low < 0 or high >= len(dataset):
+            raise DataError(
+                f"a subset chooses from [0, {len(dataset)}), got indices from {low} to {high}"
+            )
+        chosen = hashlib.sha256(json.dumps([dataset.uuid, str(self._range)]).encode())
+        chosen.update(self._indices.tobytes())
+        self.uuid = chosen.hexdigest()[:32]
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What a sample consists of."""
+        return self.dataset.fields
+
+    @property
+    def block_size(self) -> int:
+        """Neighbouring samples that are read as one, if the indices ascend without gaps."""
+        return self.dataset.block_size
+
+    @property
+    def sample_bytes(self) -> float:
+        """Mean bytes of a sample of the whole data set."""
+        return self.dataset.sample_bytes
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._length
+
+    def take(self, indices: Indices) -> Columns:
+        """Gather samples.
+
+        Raises:
+            DataError: an index is out of range.
+            CorruptError: samples are damaged; tells some of them, in the numbers of the subset.
+        """
+        wanted = np.asarray(indices, np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise DataError(
+                f"indices are in [0, {len(self)}), got {wanted.min()} to {wanted.max()}"
+            )
+        chosen = self._chosen(wanted)
+        try:
+            return self.dataset.take(chosen)
+        except CorruptError as error:
+            bad = (error.start <= chosen) & (chosen < error.stop)
+            raise self._own(error, int(wanted[np.argmax(bad)])) from error
+
+    def will_need(self, indices: Indices) -> None:
+        """Tell the data set which of its samples are read soon."""
+        self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
+
+    def _ends(self) -> tuple[int, int]:
+        if self._range:
+            return self._range[0], self._range[-1]
+        return int(self._indices.min()), int(self._indices.max())
+
+    def _chosen(self, wanted: Indices) -> Indices:
+        if self._range:
+            return wanted * self._range.step + self._range.start
+        return self._indices[wanted]
+
+    def _own(self, error: CorruptError, index: int) -> CorruptError:
+        """Tell the damage in the numbers of the subset; one sample, where they do not ascend."""
+        known = self._range or self._indices
+        if self._range or all(a < b for a, b in pairwise(self._indices.tolist())):
+            first, last = bisect_left(known, error.start), bisect_left(known, error.stop)
+        else:
+            first, last = index, index + 1
+        return CorruptError(str(error), first, last)

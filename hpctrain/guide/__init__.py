@@ -1,0 +1,1 @@
+"""The guides that ``hpctrain guide`` shows: a Markdown file for each topic."""

@@ -1,0 +1,63 @@
+"""Training data copied to each node before the first step, as ``[data] stage`` says."""
+
+import numpy as np
+
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.communicator import Communicator
+from hpctrain.data.lanes import lane_blocks, rank_lanes
+from hpctrain.data.loader import Loader
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Indices
+from hpctrain.data.staging import stage
+from hpctrain.errors import ConfigError
+from hpctrain.train.agreed import agreed
+
+
+def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:
+    """Let ``loader`` read from a copy that the ranks of each node share. Collective.
+
+    Args:
+        loader: over a ``ShardedDataset``.
+        to: a folder, or ``auto``.
+        comm: all ranks.
+        topology: of the same ranks.
+
+    Raises:
+        ConfigError: what the loader reads is no data set on disk.
+        MismatchError: the folder cannot be used, or the data is damaged; on all ranks.
+    """
+    dataset = loader.dataset
+    if not isinstance(dataset, ShardedDataset):
+        raise ConfigError(
+            f"data.stage copies a ShardedDataset, got {type(dataset).__name__}; "
+            f"stage its parts in data.target, or leave data.stage out"
+        )
+    groups = [comm.group(ranks) for ranks in topology.nodes]
+    node = groups[topology.node]
+    assert node is not None
+    with agreed(comm):
+        loader.dataset = stage(dataset, node, to, blocks_of_node(loader, topology))
+    node.close()
+
+
+def blocks_of_node(loader: Loader, topology: Topology) -> Indices | None:
+    """Return the blocks of the data set that this node's ranks read in every epoch.
+
+    None where an order has no lanes: there any rank may read any sample.
+    """
+    shape = loader.window_shape
+    if shape is None:
+        return None
+    num_samples, block_size = len(loader.dataset), loader.dataset.block_size
+    lanes = {
+        lane
+        for rank in topology.node_ranks
+        for lane in rank_lanes(rank, rank + 1, size=topology.size, lanes=shape.lanes)
+    }
+    blocks = [
+        lane_blocks(num_samples, loader.seed, lane, block=shape.block, lanes=shape.lanes)
+        for lane in sorted(lanes)
+    ]
+    per_block = shape.block // block_size
+    finest = np.concatenate(blocks)[:, None] * per_block + np.arange(per_block)
+    return finest[finest < -(-num_samples // block_size)]

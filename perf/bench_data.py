@@ -1,0 +1,238 @@
+"""Reading samples in random order: hpctrain beside a raw map, h5py, MosaicML and webdataset.
+
+    python perf/bench_data.py [--quick] [--json FILE] [--plot FILE] [--dir DIR]
+
+Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
+process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
+(user and system, all threads and children), which other work on the machine disturbs little. Cold
+rows read files that were dropped from the page cache, as mincore confirms. The ways take turns;
+figures are medians over the rounds. ``ours / way`` is the median of the ratio within a round,
+above 1 ours is faster: in warm rows MB per cpu-second of the second epoch, in cold rows MB per
+second of the window order.
+
+Every turn checks the label and a byte on every page of each sample; before that, each way has
+every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
+its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
+beside the page cache. Peers that are missing have a row that says so; they are installed by
+``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files take 6 GB of disk and
+page cache (``--quick``: 1 GB) and are removed at the end.
+"""
+
+import gc
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from data_memory import evict, file_system, peak_bytes, read_through
+from data_ours import First, FirstGlobal, FirstWindow, Second, Take
+from data_peers import Mosaic, Tars, installed
+from data_plot import draw
+from data_turns import Truth, Turn, check, take_turn
+from data_ways import Hdf5, Kind, Memmap, Stock, StockWorkers, Way
+from measure import arguments, report
+
+from hpctrain.units import MIB
+
+BIG = Kind("150 KB", (224, 224, 3), 7000)
+SMALL = Kind("3 KB", (32, 32, 3), 100_000)
+WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
+COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap)
+PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
+SEQUENTIAL = "sequential read of the same files"
+COLD_BATCH = 64
+NOT_MEASURED = "not measured"
+H5PY = f"h5py {h5py.__version__}"
+
+Turns = dict[str, list[Turn | None]]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured."""
+
+    batches: Mapping[Kind, tuple[int, ...]]
+    """Samples of each kind, and in which batches."""
+    rounds: int
+    limit_s: float
+    """Of an epoch of a slow way."""
+    at_least_s: float
+    """Of a turn on files in the page cache: as many epochs as that takes."""
+
+    @classmethod
+    def of(cls, options: Namespace) -> "Plan":
+        """Choose by the options."""
+        if options.quick:
+            kinds = Kind(BIG.name, BIG.shape, 1000), Kind(SMALL.name, SMALL.shape, 20_000)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, 2, 0.5, 0.15)
+        return cls({BIG: (64,), SMALL: (64, 256)}, options.rounds, 1.8, 0.3)
+
+
+def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
+    """Make the samples, then the files of every form."""
+    generator = np.random.default_rng(kind.sample_bytes)
+    with (folder / Memmap.form).open("wb") as raw:
+        for start in range(0, kind.num_bytes, 64 * MIB):
+            raw.write(generator.bytes(min(64 * MIB, kind.num_bytes - start)))
+    samples = kind.map(folder / Memmap.form)
+    for form, way in {way.form: way for way in ways}.items():
+        way.write(kind, samples, folder / form)
+    return Truth(kind, samples)
+
+
+def cache(folder: Path) -> None:
+    """Bring all files into the page cache by reading, as if they had lain on disk before.
+
+    Writing may leave larger pages there than reading does.
+    """
+    gc.collect()
+    evict(folder)
+    read_through(folder)
+
+
+def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
+    """Let the ways take turns on files in the page cache."""
+    samples = truth.kind.map(ways[0].path.with_name(Memmap.form))
+    for way in ways:
+        check(way, samples, plan.limit_s / 4)
+    turns: Turns = {way.name: [] for way in ways}
+    for _ in range(plan.rounds):
+        for way in ways:
+            turns[way.name].append(take_turn(way, truth, plan.limit_s, plan.at_least_s))
+    for way in ways:
+        way.close()
+    return turns
+
+
+def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan) -> Turns:
+    """Let the ways take turns on files that are not in the page cache; None where they are."""
+
+    def turn_of(way: type[Way]) -> Turn:
+        with closing(way(truth.kind, folder, COLD_BATCH)) as fresh:
+            return take_turn(fresh, truth, plan.limit_s)
+
+    works: dict[str, tuple[Path, Callable[[], Turn]]] = {
+        SEQUENTIAL: (folder / First.form, lambda: read_all(folder / First.form)),
+        **{way.name: (folder / way.form, partial(turn_of, way)) for way in ways},
+    }
+    turns: Turns = {name: [] for name in works}
+    for _ in range(plan.rounds):
+        for name, (path, work) in works.items():
+            gc.collect()  # what is still mapped stays in the page cache
+            turns[name].append(work() if evict(path) else None)
+    return turns
+
+
+def read_all(path: Path) -> Turn:
+    """Read the files of a folder from start to end."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    num_bytes = read_through(path)
+    return Turn(num_bytes, time.perf_counter() - start, time.process_time() - cpu_start, 1.0)
+
+
+def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
+    """Make the rows of one table part: ``rate`` names the figure that is compared."""
+    rows = []
+    for name, of_way in turns.items():
+        done = [turn for turn in of_way if turn]
+        pairs = [
+            getattr(mine, rate) / getattr(other, rate)
+            for mine, other in zip(turns[ours], of_way, strict=True)
+            if mine and other
+        ]
+        rows.append(
+            key
+            | {
+                "way": name,
+                "part": median(turn.part for turn in done) if done else NOT_MEASURED,
+                "MB/s": round(median(turn.rate for turn in done)) if done else NOT_MEASURED,
+                "MB/cpu-s": round(median(t.cpu_rate for t in done)) if done else NOT_MEASURED,
+                "ours / way": median(pairs) if pairs else NOT_MEASURED,
+                "peak MiB": "",
+            }
+        )
+    return rows
+
+
+def missing_rows(key: Row, missing: Sequence[type[Way]]) -> list[Row]:
+    """Make the rows of peers that are not installed."""
+    empty = dict.fromkeys(("part", "MB/s", "MB/cpu-s", "ours / way", "peak MiB"), "")
+    return [key | {"way": way.name} | empty | {"part": "not installed"} for way in missing]
+
+
+def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) -> list[Row]:
+    """Measure one kind of samples, warm and cold."""
+    missing = [way for way in PEERS if way not in peers]
+    truth = write(kind, folder, (*WARM, *peers))
+    cache(folder)
+    first, *_ = plan.batches[kind]
+    peaks = [peak_bytes(way(kind, folder, first), plan.limit_s / 3) for way in (*WARM, *peers)]
+    rows = []
+    for batch in plan.batches[kind]:
+        ways = [way(kind, folder, batch) for way in (*WARM, *peers)]
+        key = {"cache": "warm", "sample": kind.name, "batch": batch}
+        some = rows_of(key, warm(ways, truth, plan), Second.name, "cpu_rate")
+        for row, peak in zip(some, peaks if batch == first else (), strict=False):
+            row["peak MiB"] = NOT_MEASURED if peak is None else round(peak / MIB)
+        rows += some + missing_rows(key, missing)
+        del ways
+    key = {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
+    turns = cold((*COLD, *peers), truth, folder, plan)
+    return rows + rows_of(key, turns, FirstWindow.name, "rate") + missing_rows(key, missing)
+
+
+def promises(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the ratios that say whether this project keeps its word, with what it wants."""
+    wanted = {
+        ("warm", BIG.name): {Memmap.name: 0.80},
+        ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},
+        ("cold", BIG.name): {SEQUENTIAL: 0.80},
+        ("cold", SMALL.name): {SEQUENTIAL: 0.80},
+    }
+    ratios = {}
+    for row in rows:
+        least = wanted[row["cache"], row["sample"]].get(row["way"])
+        if least is not None and isinstance(row["ours / way"], float):
+            what = f"{row['cache']}, {row['sample']}, batch {row['batch']}"
+            ratios[f"{what}: ours / {row['way']} (at least {least:g})"] = row["ours / way"]
+    return ratios
+
+
+def main() -> None:
+    """Measure both kinds of samples, print the table, write the JSON file and the figure."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--quick", action="store_true", help="fewer samples, rounds and batches")
+    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
+    parser.add_argument("--dir", type=Path, help="where to make the files for the time of the run")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    plan = Plan.of(options)
+    versions = installed()
+    peers = [way for way, version in versions.items() if version]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench-data-", dir=options.dir) as made:
+        system = file_system(Path(made))
+        for index, kind in enumerate(plan.batches):
+            folder = Path(made, str(index))
+            folder.mkdir()
+            rows += measure(kind, folder, plan, peers)
+    names = [f"{way.name} {version}" for way, version in versions.items() if version]
+    title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
+    report(title, rows, promises(rows), options.json)
+    if options.plot:
+        draw(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

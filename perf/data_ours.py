@@ -1,0 +1,91 @@
+"""The ways of hpctrain: the loader's first and later epochs, its orders, and ``take`` alone."""
+
+from pathlib import Path
+
+import numpy as np
+from data_ways import SHARDS, Epoch, Kind, Way
+from numpy.typing import NDArray
+
+from hpctrain.data.loader import Loader
+from hpctrain.data.ordering import OrderName
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import ShardWriter
+from hpctrain.units import MIB
+
+WRITE_BYTES = 64 * MIB
+
+
+class First(Way):
+    """A data set just opened: the first epoch checks the crc32 of every block."""
+
+    name = "hpctrain, first epoch"
+    form = "hpctrain"
+    whole = True
+    order: OrderName = "global"
+    loader: Loader | None = None
+
+    @classmethod
+    def write(cls, kind: Kind, samples: NDArray[np.uint8], path: Path) -> None:
+        """Write the shards."""
+        fields = {"x": (kind.shape, "u1"), "y": ((), "i8")}
+        at_once = WRITE_BYTES // kind.sample_bytes
+        per_shard = -(-kind.num_samples // SHARDS)
+        with ShardWriter(path, fields, samples_per_shard=per_shard) as writer:
+            for start in range(0, kind.num_samples, at_once):
+                x = samples[start : start + at_once]
+                writer.append({"x": x, "y": np.arange(start, start + len(x))})
+
+    def epoch(self) -> Epoch:
+        """Open the data set and read an epoch."""
+        dataset = ShardedDataset(self.path, verify="first")
+        self.loader = Loader(dataset, global_batch=self.batch, order=self.order, seed=1)
+        yield from self.again()
+
+    def again(self) -> Epoch:
+        """Read an epoch of the data set that is open."""
+        assert self.loader
+        for batch in self.loader:
+            yield batch["x"], batch["y"]
+
+
+class FirstWindow(First):
+    """The first epoch in ``window`` order, which reads whole blocks."""
+
+    name = "hpctrain, window order"
+    order = "window"
+
+
+class FirstGlobal(First):
+    """The first epoch in ``global`` order."""
+
+    name = "hpctrain, global order"
+
+
+class Second(First):
+    """The epoch after the first one: what most of a training run is."""
+
+    name = "hpctrain, second epoch"
+
+    def prepare(self) -> None:
+        """Go through the first epoch, once."""
+        if self.loader is None:
+            for _ in super().epoch():
+                pass
+
+    def epoch(self) -> Epoch:
+        """Read the second epoch, or a later one."""
+        yield from self.again()
+
+
+class Take(Second):
+    """``ShardedDataset.take`` without the loader, every block checked before."""
+
+    name = "hpctrain, ds.take"
+
+    def epoch(self) -> Epoch:
+        """Read an epoch in numpy's random order."""
+        assert self.loader
+        dataset = self.loader.dataset
+        for rows in self.shuffled():
+            batch = dataset.take(rows)
+            yield batch["x"], batch["y"]

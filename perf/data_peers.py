@@ -1,0 +1,157 @@
+"""Loaders of other projects: MosaicML streaming and webdataset, where they are installed.
+
+They are looked for in the folder ``.venv-peers`` beside ``perf``, after all else:
+``pip install --no-deps --target .venv-peers -r perf/peers.txt``.
+
+MosaicML imports torchvision and transformers for data sets and batches that are not used here,
+and the torchvision of the package index does not fit every build of torch: empty modules with the
+imported names stand for the two.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from data_ways import SHARDS, Epoch, Kind, Pair, Way
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+FOLDER = Path(__file__).resolve().parents[1] / ".venv-peers"
+SHUFFLE_BUFFER = 1000
+"""Samples; webdataset's documentation uses this figure."""
+
+_NAMES = {
+    "torchvision.datasets": "VisionDataset",
+    "torchvision.transforms.functional": "to_tensor",
+    "transformers.feature_extraction_utils": "BatchFeature",
+    "transformers.tokenization_utils_base": "BatchEncoding",
+    "transformers.models.auto.tokenization_auto": "AutoTokenizer",
+}
+"""What MosaicML imports from packages that it does not need here."""
+
+
+class Mosaic(Way):
+    """MosaicML streaming: its own files and shuffle, torch's DataLoader in this process."""
+
+    name = "MosaicML streaming"
+    form = "mds"
+    _dataset: Any = None
+
+    @classmethod
+    def write(cls, kind: Kind, samples: NDArray[np.uint8], path: Path) -> None:
+        """Write MDS shards, not compressed."""
+        shape = ",".join(map(str, kind.shape))
+        columns = {"x": f"ndarray:uint8:{shape}", "y": "int"}
+        limit = kind.num_bytes // SHARDS
+        with streaming().MDSWriter(out=str(path), columns=columns, size_limit=limit) as writer:
+            for number, sample in enumerate(samples):
+                writer.write({"x": np.asarray(sample), "y": number})
+
+    def prepare(self) -> None:
+        """Open the data set; it counts its epochs."""
+        if self._dataset is None:
+            self._dataset = streaming().StreamingDataset(
+                local=str(self.path), shuffle=True, batch_size=self.batch
+            )
+
+    def close(self) -> None:
+        """Remove its shared memory: it outlives a process that was forked."""
+        if self._dataset is not None:
+            for memory in _shared_memory(self._dataset):
+                memory.cleanup()
+        self._dataset = None
+
+    def epoch(self) -> Epoch:
+        """Read an epoch."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            try:
+                for batch in DataLoader(self._dataset, batch_size=self.batch):
+                    yield batch["x"], batch["y"]
+            finally:
+                vars(self._dataset)["_iterator"].exit()  # or its threads go on by themselves
+
+
+class Tars(Way):
+    """webdataset: tar files in random order, a shuffle buffer behind them, in this process."""
+
+    name = "webdataset"
+    form = "tars"
+
+    @classmethod
+    def write(cls, kind: Kind, samples: NDArray[np.uint8], path: Path) -> None:
+        """Write tar files of raw bytes."""
+        path.mkdir()
+        per_shard = -(-kind.num_samples // SHARDS)
+        for shard in range(SHARDS):
+            first = shard * per_shard
+            with webdataset().TarWriter(str(path / f"{shard}.tar")) as writer:
+                for number, sample in enumerate(samples[first : first + per_shard], first):
+                    record = {"__key__": f"{number:08d}", "x": sample.tobytes()}
+                    writer.write(record | {"y": str(number).encode()})
+
+    def epoch(self) -> Epoch:
+        """Read an epoch."""
+        files = [str(path) for path in sorted(self.path.iterdir())]
+        opened = webdataset().WebDataset(files, shardshuffle=SHARDS)
+        chosen = opened.shuffle(SHUFFLE_BUFFER).map(self._decode)
+        yield from chosen.batched(self.batch, collation_fn=_stack)
+
+    def _decode(self, record: Mapping[str, bytes]) -> tuple[NDArray[np.uint8], int]:
+        return np.frombuffer(record["x"], np.uint8).reshape(self.kind.shape), int(record["y"])
+
+
+PEERS = {"mosaicml-streaming": Mosaic, "webdataset": Tars}
+"""Package and way."""
+
+
+def installed() -> dict[type[Way], str | None]:
+    """Return for each peer its version, None where it is missing."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    found: dict[type[Way], str | None] = {}
+    for package, way in PEERS.items():
+        try:
+            found[way] = version(package)
+        except PackageNotFoundError:
+            found[way] = None
+    return found
+
+
+@cache
+def streaming() -> Any:
+    """Import MosaicML streaming."""
+    for module, name in _NAMES.items():
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            empty = ModuleType(".".join(parts[:end]))
+            empty.__path__ = []
+            sys.modules.setdefault(empty.__name__, empty)
+        setattr(sys.modules[module], name, type(name, (), {}))
+    return importlib.import_module("streaming")
+
+
+def webdataset() -> Any:
+    """Import webdataset."""
+    return importlib.import_module("webdataset")
+
+
+def _shared_memory(owner: Any) -> Iterator[Any]:
+    for value in vars(owner).values():
+        if hasattr(value, "created_shms"):
+            yield value
+        elif type(value).__module__.startswith("streaming.base.shared"):
+            yield from _shared_memory(value)
+
+
+def _stack(samples: list[tuple[NDArray[np.uint8], int]]) -> Pair:
+    x, y = zip(*samples, strict=True)
+    return torch.from_numpy(np.stack(x)), torch.tensor(y)

@@ -1,0 +1,140 @@
+"""One turn of a way: an epoch, or the start of one, timed and checked."""
+
+import gc
+import resource
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from data_ways import Kind, Way
+from numpy.typing import NDArray
+
+TOUCH_BYTES = 4096
+"""Between the bytes of a sample that every turn reads: one on every page."""
+START = 0.25
+"""Part of the time limit that does not count where an epoch is not read to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What some epochs took, or as much of them as was read."""
+
+    num_bytes: int
+    seconds: float
+    cpu_seconds: float
+    """Of this process, all its threads, and its children."""
+    part: float
+    """Of an epoch that was read, 1 for all."""
+
+    def __add__(self, other: Self) -> Self:
+        """Put two turns together."""
+        return type(self)(
+            self.num_bytes + other.num_bytes,
+            self.seconds + other.seconds,
+            self.cpu_seconds + other.cpu_seconds,
+            min(self.part, other.part),
+        )
+
+    @property
+    def rate(self) -> float:
+        """MB per second."""
+        return self.num_bytes / self.seconds / 1e6
+
+    @property
+    def cpu_rate(self) -> float:
+        """MB per second of CPU time."""
+        return self.num_bytes / self.cpu_seconds / 1e6
+
+
+class Truth:
+    """Some bytes of every sample, to check what was delivered against."""
+
+    def __init__(self, kind: Kind, samples: NDArray[np.uint8]) -> None:
+        """Read one byte of every page."""
+        self.kind = kind
+        self.touched = np.ascontiguousarray(_touched(samples))
+
+
+def take_turn(way: Way, truth: Truth, limit_s: float, at_least_s: float = 0.0) -> Turn:
+    """Read epochs until ``at_least_s`` have passed, each at most for about ``limit_s``.
+
+    Raises:
+        ValueError: a sample came twice, or not at all, or is not what was written.
+    """
+    gc.collect()
+    turn = _read_epoch(way, truth, limit_s)
+    while turn.seconds < at_least_s:
+        turn += _read_epoch(way, truth, limit_s)
+    return turn
+
+
+def check(way: Way, samples: NDArray[np.uint8], limit_s: float) -> None:
+    """Compare every byte of an epoch with the samples, for at most about ``limit_s``.
+
+    Raises:
+        ValueError: a sample is not what was written.
+    """
+    way.prepare()
+    start = time.perf_counter()
+    with closing(way.epoch()) as batches:
+        for x, y in batches:
+            if not np.array_equal(x.numpy(), samples[y.numpy()]):
+                raise ValueError(f"{way.name} did not deliver what was written")
+            if time.perf_counter() - start > limit_s and not way.whole:
+                break
+
+
+def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
+    """Read an epoch, for about ``limit_s`` at most unless the way wants its epochs whole.
+
+    The clock covers all from the start of the epoch to the end of its workers, and a copy of the
+    labels and of one byte on every page of the samples. Of an epoch that is not read to its end,
+    the first part of the time is not counted: there a shuffle buffer is filled.
+    """
+    way.prepare()
+    labels = np.full(way.kind.num_samples, -1)
+    touched = np.empty_like(truth.touched)
+    limit_s = float("inf") if way.whole else limit_s
+    begin = middle = _Mark.now(0)
+    done = 0
+    with closing(way.epoch()) as batches:
+        for x, y in batches:
+            stop = done + len(y)
+            labels[done:stop] = y.numpy()
+            touched[done:stop] = _touched(x.numpy())
+            done = stop
+            elapsed_s = time.perf_counter() - begin.seconds
+            if elapsed_s > START * limit_s and middle is begin:
+                middle = _Mark.now(done)
+            elif elapsed_s > limit_s:
+                break
+    end = _Mark.now(done)
+    part = done / way.kind.num_samples
+    once = len(np.unique(labels[:done])) == done
+    same = np.array_equal(touched[:done], truth.touched[labels[:done]])
+    if not (once and same and (part == 1 or end.seconds - begin.seconds > limit_s)):
+        raise ValueError(f"{way.name} did not deliver what was written")
+    start = begin if part == 1 else middle
+    num_bytes = (end.done - start.done) * way.kind.sample_bytes
+    return Turn(num_bytes, end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds, part)
+
+
+def _touched(samples: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return samples.reshape(len(samples), -1)[:, ::TOUCH_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The clocks after some samples."""
+
+    done: int
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def now(cls, done: int) -> Self:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_seconds = time.process_time() + children.ru_utime + children.ru_stime
+        return cls(done, time.perf_counter(), cpu_seconds)

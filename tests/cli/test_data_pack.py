@@ -1,0 +1,124 @@
+"""``hpctrain data pack`` takes its options, tells what it made, and stops with one line."""
+
+import math
+import re
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import hpctrain
+from hpctrain.cli.data_pack import pack
+from hpctrain.cli.pack_bar import PackBar
+from hpctrain.data.layout import Manifest
+from hpctrain.errors import ConfigError, DataError, MismatchError
+from hpctrain.runtime.world import current
+from tests.data.sources.conftest import read
+
+app = typer.Typer()
+app.command()(pack)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
+    yield lambda *words: CliRunner().invoke(app, list(words))
+    hpctrain.shutdown()
+
+
+def test_it_tells_what_it_made(run):
+    result = run("a.npz", "set")
+    assert current().settings.timeout == math.inf
+    assert result.exit_code == 0
+    assert result.output.splitlines()[0].startswith("set: 20 samples in 1 shard, ")
+    assert [line.split(maxsplit=2) for line in result.output.splitlines()[1:]] == [
+        ["x", "f8", "(3)"],
+        ["y", "i8", "()"],
+    ]
+
+
+def test_options_reach_the_data_set(run, tmp_path):
+    words = "--field images=x --split test --samples-per-shard 6 --block-size 3 --shuffle 1"
+    assert run("a.npz", "set", *words.split()).exit_code == 0
+    manifest = Manifest.read(tmp_path / "set")
+    assert (manifest.split, manifest.block_size, len(manifest.shards)) == ("test", 3, 4)
+    images = np.array(read(tmp_path / "set")["images"])
+    assert sorted(images[:, 0]) == list(range(0, 60, 3))
+    assert images[0, 0] != 0 or images[1, 0] != 3
+    result = run("a.npz", "set", "--split", "test", "--shard-size", "512B", "--overwrite")
+    assert "20 samples in 2 shards" in result.output
+    (tmp_path / "t.log").write_text("one\ntwo\n\nthree\n")
+    result = run("t.log", "text", "--as", "text", "--per", "paragraph", "--compression", "zstd")
+    assert re.search(r"text +u1 \(length\)", result.output)
+    assert Manifest.read(tmp_path / "text").fields["text"].compression == "zstd"
+    assert run("t.log", "windows", "--as", "text", "--length", "4").exit_code == 0
+    assert Manifest.read(tmp_path / "windows").fields["text"].shape == (4,)
+
+
+def test_classes_are_counted(run, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        np.save(tmp_path / "root" / name / "1.npy", np.zeros(3))
+    assert "2 classes, named in classes.txt" in run("root", "set", "--ragged", "array").output
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "kind"),
+    [
+        (["--field", "x"], "--field is NAME=WHAT", ConfigError),
+        (["--field", "x=x", "--field", "x=y"], "given once", ConfigError),
+        (["--resize", "2by2"], "such as 224x224; got '2by2'", ConfigError),
+        (["--samples-per-shard", "2", "--shard-size", "1MB"], "leave one out", ConfigError),
+        (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
+        (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
+        (["--encoded"], "--encoded is for tar, folder", DataError),
+        (["--per", "word"], "got 'word'", DataError),
+    ],
+)
+def test_what_has_no_meaning_is_refused(run, words, text, kind):
+    result = run("a.npz", "set", *words)
+    assert isinstance(result.exception, kind)
+    assert text in str(result.exception)
+
+
+def test_the_help_shows_every_kind_of_source(run):
+    text = run("--help").output
+    for word in ("digits.npz", "big.h5", "photos/", "'shards/*.tar'", "table.csv", "my_code:"):
+        assert word in text
+
+
+def test_the_bar_shows_where_it_goes_on_from():
+    out = StringIO()
+    with PackBar(Console(file=out, force_terminal=True, width=100)) as bar:
+        bar.start(100, 40)
+        bar.advance(10)
+    assert "50 samples" in out.getvalue()
+    out = StringIO()
+    with PackBar(Console(file=out)) as bar:
+        bar.start(100, 40)
+    assert not out.getvalue()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_share_the_work_and_all_stop_at_an_error(tmp_path):
+    hpctrain.init(ranks_per_node=2)
+    comm = current().comm
+    folder = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        np.savez(folder / "a.npz", x=np.arange(101))
+    words = [str(folder / "a.npz"), str(folder / "set")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    made = f"set: 101 samples in {comm.size} shards, "
+    assert (made in result.output) == (comm.rank == 0)
+    assert read(folder / "set")["x"] == list(range(101))
+    # One rank prints this error; a DataError of one rank would end all others.
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, MismatchError)
+    assert "holds one already" in str(result.exception)
+    hpctrain.shutdown()

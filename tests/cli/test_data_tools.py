@@ -1,0 +1,132 @@
+"""``hpctrain data info, verify, repair, reshard, split`` on the command line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hpctrain
+from hpctrain.cli.main import app
+from hpctrain.data.layout import Manifest
+from hpctrain.errors import DataError, MismatchError
+from tests.data.mixed_set import flip, numbers_in, write_mixed
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("original") / "set"
+    write_mixed(directory, compression="zstd")
+    return directory
+
+
+@pytest.fixture
+def damaged(original, tmp_path):
+    directory = shutil.copytree(original, tmp_path / "set")
+    shard = Manifest.read(directory).shards[1]
+    flip(directory / shard.file, shard.places["number"].offset)
+    return directory
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["data", *map(str, words)])
+
+
+def test_info_shows_fields_shards_and_a_sample(original):
+    result = run("info", original, "--sample", 4)
+    assert result.exit_code == 0
+    assert "100 samples of the split train" in result.output
+    assert "(length, 4; mean length 1.0)" in result.output
+    assert result.output.count("here") == 3
+    assert "sample 4: text (4,) 4 4 4 4\n" in result.output
+
+
+def test_info_as_json_is_read_by_programs(original):
+    record = json.loads(run("info", original, "--json", "--sample", 1).output)
+    assert record["num_samples"] == 100
+    assert [field["name"] for field in record["fields"]][:2] == ["image", "number"]
+    assert record["sample"]["index"] == 1
+    assert "sample" not in json.loads(run("info", original, "--json").output)
+
+
+def test_verify_ends_with_0_1_or_2(original, damaged, tmp_path):
+    assert run("verify", original).exit_code == 0
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert "block 0 of field number have changed (samples 40-46)" in result.output
+    assert "not whole: 7 of 100 samples cannot be had" in result.output
+    assert f"hpctrain data repair {damaged} --from COPY" in result.output
+    command = [sys.executable, "-m", "hpctrain", "data", "verify", tmp_path / "none"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert run("verify").exit_code == 2
+
+
+def test_verify_as_json_is_read_by_programs(damaged):
+    record = json.loads(run("verify", damaged, "--json").output)
+    (fault,) = record["faults"]
+    assert (fault["shard"], fault["field"], fault["blocks"]) == (1, "number", [0])
+    assert fault["samples"] == [[40, 47]]
+
+
+def test_verify_loads_no_torch(original):
+    code = (
+        "import sys\n"
+        "from hpctrain.cli.main import app\n"
+        f"app(['data', 'verify', {str(original)!r}], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_repair_takes_from_a_copy_or_drops(original, damaged):
+    result = run("repair", damaged, "--from", original, "--dry-run")
+    assert "dry run, nothing is changed" in result.output
+    assert run("repair", damaged).exit_code == 1
+    result = run("repair", damaged, "--from", original)
+    assert result.exit_code == 0
+    assert "took train-" in result.output
+    assert "whole: 100 samples in 3 shards" in result.output
+    Manifest.read(damaged)
+    (damaged / "manifest.json").unlink()
+    assert run("repair", damaged, "--rebuild-manifest").exit_code == 0
+    (damaged / Manifest.read(damaged).shards[0].file).unlink()
+    assert "40 lost ones are dropped" in run("repair", damaged, "--drop").output
+    assert numbers_in(damaged) == list(range(40, 100))
+
+
+def test_reshard_and_split_tell_what_they_wrote(original, tmp_path):
+    result = run(
+        "reshard", original, tmp_path / "out", "--shard-size", "1KiB", "--compression", "none"
+    )
+    assert result.output.startswith(f"{tmp_path / 'out'}: 100 samples in ")
+    result = run("split", tmp_path / "out", tmp_path, "train=0.9", "test=0.1", "--by", "label")
+    assert f"{tmp_path / 'train'}: 90 samples in " in result.output
+    assert f"{tmp_path / 'test'}: 10 samples in 1 shard, " in result.output
+    assert isinstance(run("split", original, tmp_path / "x", "train=0.9").exception, DataError)
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "repair", "reshard", "split"])
+def test_each_command_has_help_with_examples(command):
+    assert f"hpctrain data {command} " in run(command, "--help").output
+
+
+@pytest.mark.ranks(2, 3)
+def test_of_many_ranks_one_speaks_and_all_end_alike(world, tmp_path_factory):
+    directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
+    if world.rank == 0:
+        write_mixed(directory / "set")
+        shard = Manifest.read(directory / "set").shards[1]
+        flip(directory / "set" / shard.file, shard.places["number"].offset)
+    world.Barrier()
+    result = run("verify", directory / "set")
+    assert result.exit_code == 1
+    assert ("not whole: 7 of 100 samples" in result.output) == (world.rank == 0)
+    result = run("reshard", directory / "set", directory / "out")
+    hpctrain.shutdown()
+    assert isinstance(result.exception, MismatchError)  # which main tells once
+    assert "block 0 of field number has the wrong crc32" in str(result.exception)
+    assert not (directory / "out" / "manifest.json").exists()

@@ -1,0 +1,120 @@
+"""``hpctrain guide`` shows what is true: every snippet and every command of a guide runs."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import hpctrain
+from hpctrain.cli import guide as guides
+from hpctrain.cli.main import app
+from hpctrain.errors import ConfigError
+
+TEXTS = guides._guides()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LAUNCH = re.compile(r"^hpctrain launch (.*?)-- ")
+
+
+def lines_of(code):
+    """The commands of a block of shell, without what starts ranks for them."""
+    for line in filter(None, code.replace("\\\n", " ").splitlines()):
+        if found := LAUNCH.match(line):
+            yield f"hpctrain launch --dry-run {found[1]}-- true"
+        yield LAUNCH.sub("", line)
+
+
+def run(line):
+    program, *words = shlex.split(line)
+    if [program, words[0]] == ["cp", "-r"]:
+        return str(shutil.copytree(*words[1:]))
+    assert program == "hpctrain", line
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, f"{line}: {result.output} {result.exception!r}"
+    return result.output
+
+
+def test_without_a_topic_every_guide_is_listed_with_its_title():
+    output = run("hpctrain guide")
+    assert len(output.splitlines()) == len(TEXTS)
+    assert "hpctrain guide data   Training data: make it, read it, keep it whole\n" in output
+
+
+def test_a_pipe_gets_the_text_as_it_is():
+    assert run("hpctrain guide data") == TEXTS["data"]
+
+
+def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    guides.guide("data")
+    shown = capsys.readouterr().out
+    assert "```" not in shown
+    assert "\x1b[" in shown
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert max(map(len, plain.splitlines())) <= guides.MAX_WIDTH
+    assert "hpctrain data verify data/toy" in plain
+
+
+@pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
+def test_another_topic_is_an_error_with_a_way_out(word, text):
+    with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
+        guides.guide(word)
+
+
+def test_a_guide_is_read_without_torch_and_mpi():
+    code = (
+        "import sys, hpctrain.cli.main as main\n"
+        "sys.argv = ['hpctrain', 'guide', 'data']\n"
+        "try: main.main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.decode() == TEXTS["data"]
+
+
+@pytest.mark.parametrize("topic", TEXTS)
+def test_commands_within_sentences_exist(topic):
+    prose = BLOCK.sub("", TEXTS[topic])
+    data = get_command(app).commands["data"].commands
+    for command, words in re.findall(r"`hpctrain data (\w+)([^`]*)`", prose):
+        options = {option for each in data[command].params for option in each.opts}
+        assert set(re.findall(r"--[\w-]+", words)) <= options | {"--help"}, (command, words)
+    every = {option for each in data.values() for one in each.params for option in one.opts}
+    assert set(re.findall(r"`(--[\w-]+)", prose)) <= every
+
+
+@pytest.mark.parametrize("topic", TEXTS)
+def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
+    """In one process: a snippet may use what those before it have made."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "guide"}
+    try:
+        for language, code in BLOCK.findall(TEXTS[topic]):
+            if language == "python":
+                exec(compile(code, f"guide {topic}", "exec"), names)
+            elif language == "sh":
+                for line in lines_of(code):
+                    run(line)
+    finally:
+        hpctrain.shutdown()
+
+
+@pytest.mark.parametrize("topic", TEXTS)
+def test_lines_of_code_are_short_enough_for_a_terminal(topic):
+    for _, code in BLOCK.findall(TEXTS[topic]):
+        assert max(map(len, code.splitlines())) <= guides.MAX_WIDTH - 4
+
+
+@pytest.mark.parametrize("topic", TEXTS)
+def test_files_of_the_project_that_a_guide_names_exist(topic):
+    root = Path(__file__).parents[2]
+    for name in re.findall(r"`((?:examples|perf)/[\w./]+)`", TEXTS[topic]):
+        assert (root / name).exists() or name == "perf/results", name

@@ -1,0 +1,106 @@
+"""Folders of images and arrays: samples sorted by name, classes numbered by name."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpctrain.data.classes import CLASSES
+from hpctrain.errors import DataError
+
+
+def picture(seed, height=6, width=4, mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    root = tmp_path / "photos"
+    for index, name in enumerate(["dog/b.png", "dog/a.png", "cat/deep/c.png", "cat/d.PNG"]):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(index).save(root / name, "png")
+    return root
+
+
+ORDER = ["cat/d.PNG", "cat/deep/c.png", "dog/a.png", "dog/b.png"]
+
+
+def test_images_of_one_size_are_pixels_and_folders_are_classes(photos, packed, tmp_path):
+    done, found = packed(photos)
+    assert done.classes == ("cat", "dog")
+    assert (tmp_path / "packed" / CLASSES).read_text() == "cat\ndog\n"
+    assert np.array_equal(found["label"], [0, 0, 1, 1])
+    for image, name in zip(found["image"], ORDER, strict=True):
+        assert np.array_equal(image, np.asarray(Image.open(photos / name)))
+    fields = done.manifest.fields
+    assert (fields["image"].shape, fields["image"].dtype) == ((6, 4, 3), "|u1")
+    assert (fields["label"].shape, fields["label"].dtype) == ((), "<i8")
+
+
+def test_images_of_different_sizes_stay_encoded_unless_they_are_resized(photos, packed):
+    picture(9, 8, 8, "L").save(photos / "dog/z.png")
+    done, found = packed(photos)
+    assert "--resize HxW" in done.notes[0]
+    names = [*ORDER, "dog/z.png"]
+    assert [bytes(data) for data in found["image"]] == [(photos / n).read_bytes() for n in names]
+    done, found = packed(photos, resize=(3, 5))
+    assert done.manifest.fields["image"].shape == (3, 5, 3)
+    small = Image.open(photos / "dog/z.png").convert("RGB").resize((5, 3), Image.BILINEAR)
+    assert np.array_equal(found["image"][4], np.asarray(small))
+
+
+def test_images_stay_encoded_when_asked(photos, packed):
+    done, found = packed(photos, encoded=True, fields={"x": "image"})
+    assert done.notes == ()
+    assert [bytes(data) for data in found["x"]] == [(photos / n).read_bytes() for n in ORDER]
+
+
+def test_an_image_that_is_not_examined_and_differs_is_named(tmp_path, packed):
+    for index in range(200):
+        picture(index).save(tmp_path / f"{index:03}.bmp")
+    _, found = packed(tmp_path)
+    assert len(found["image"]) == 200
+    picture(0, 2, 2).save(tmp_path / "001.bmp")
+    with pytest.raises(DataError, match=r"001.bmp has \(2, 2, 3\).*--resize HxW or --encoded"):
+        packed(tmp_path)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(photos, packed):
+    (photos / "dog/a.png").write_bytes((photos / "dog/a.png").read_bytes()[:60])
+    with pytest.raises(DataError, match=r"a.png cannot be read as an image"):
+        packed(photos)
+
+
+def test_arrays_by_class(tmp_path, packed):
+    root = tmp_path / "spectra"
+    for name in "ab":
+        (root / name).mkdir(parents=True)
+        for index in range(3):
+            np.save(root / name / f"{index}.npy", np.full((2, 3), index, "f4"))
+    (root / "readme.md").write_text("of another kind")
+    done, found = packed(root, fields={"x": "array", "y": "label"})
+    assert "1 files below" in done.notes[0]
+    assert [int(x[0, 0]) for x in found["x"]] == [0, 1, 2, 0, 1, 2]
+    assert np.array_equal(found["y"], [0, 0, 0, 1, 1, 1])
+    np.save(root / "b/2.npy", np.zeros((5, 3), "f4"))
+    _, found = packed(root)
+    assert [len(x) for x in found["array"]] == [2, 2, 2, 2, 2, 5]
+    with pytest.raises(DataError, match="for images"):
+        packed(root, resize=(2, 2))
+
+
+def test_a_set_without_classes_removes_the_names_of_the_one_before(photos, packed, tmp_path):
+    packed(photos)
+    done, found = packed(photos / "dog")
+    assert done.classes == ()
+    assert list(found) == ["image"]
+    assert not (tmp_path / "packed" / CLASSES).exists()
+
+
+def test_folders_that_are_not_clear_are_told(photos, packed):
+    picture(0).save(photos / "stray.png")
+    with pytest.raises(DataError, match=r"stray.png lies beside"):
+        packed(photos)
+    np.save(photos / "dog/a.npy", [1])
+    with pytest.raises(DataError, match="5 images and 1 arrays"):
+        packed(photos)

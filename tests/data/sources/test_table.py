@@ -1,0 +1,100 @@
+"""Columns of tables become fields: numbers as they are, texts and lists as ragged fields."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpctrain.errors import DataError
+
+N = 50
+COLUMNS = {
+    "a": pa.array(range(N), pa.int32()),
+    "flag": pa.array([i % 2 == 0 for i in range(N)]),
+    "text": pa.array(["é" * i for i in range(N)]),
+    "data": pa.array([bytes(range(i)) for i in range(N)]),
+    "kind": pa.array(["cat", "dog"] * (N // 2)).dictionary_encode(),
+    "tokens": pa.array([list(range(i)) for i in range(N)], pa.list_(pa.int16())),
+    "matrix": pa.array(
+        [[[i, 1.5], [2.5, 3.5]] for i in range(N)], pa.list_(pa.list_(pa.float32(), 2), 2)
+    ),
+}
+
+
+def check(found, order=range(N)):
+    assert np.array_equal(found["a"], list(order))
+    assert np.array_equal(found["flag"], [i % 2 == 0 for i in order])
+    assert [bytes(text).decode() for text in found["text"]] == ["é" * i for i in order]
+    assert [bytes(data) for data in found["data"]] == [bytes(range(i)) for i in order]
+    assert [bytes(kind) for kind in found["kind"]] == [[b"cat", b"dog"][i % 2] for i in order]
+    assert [row.tolist() for row in found["tokens"]] == [list(range(i)) for i in order]
+    assert np.array_equal(found["matrix"], [[[i, 1.5], [2.5, 3.5]] for i in order])
+
+
+def test_each_column_of_parquet_is_a_field(tmp_path, packed):
+    table = pa.table(COLUMNS)
+    pq.write_table(table.slice(0, 30), tmp_path / "0.parquet", row_group_size=7)
+    pq.write_table(table.slice(30), tmp_path / "1.parquet")
+    done, found = packed(tmp_path)
+    check(found)
+    fields = done.manifest.fields
+    assert (fields["a"].dtype, fields["tokens"].dtype, fields["flag"].dtype) == (
+        "<i4",
+        "<i2",
+        "|b1",
+    )
+    assert [name for name in fields if fields[name].ragged] == ["text", "data", "kind", "tokens"]
+
+
+def test_columns_of_csv_side_by_side(tmp_path, packed):
+    lines = [f'{i},{i / 4},{-i},"text, {i}"' for i in range(N)]
+    (tmp_path / "t.csv").write_text("\n".join(["id,width,height size,note", *lines]))
+    _, found = packed(tmp_path / "t.csv")
+    assert list(found) == ["id", "width", "height_size", "note"]
+    assert np.array_equal(found["width"], np.arange(N) / 4)
+    assert bytes(found["note"][3]) == b"text, 3"
+    _, found = packed(tmp_path / "t.csv", fields={"x": "width,height size", "y": "id"})
+    assert np.array_equal(found["x"], [[i / 4, -i] for i in range(N)])
+    assert np.array_equal(found["y"], np.arange(N))
+    with pytest.raises(DataError, match="one number a row, column note"):
+        packed(tmp_path / "t.csv", fields={"x": "width,note"})
+
+
+def test_tabs_and_several_files_of_the_types_of_the_first(tmp_path, packed):
+    (tmp_path / "0.tsv").write_text("a\tb\n1\t2.5\n")
+    (tmp_path / "1.tsv").write_text("a\tb\n2\t3\n")
+    _, found = packed(f"{tmp_path}/*.tsv")
+    assert np.array_equal(found["a"], [1, 2])
+    assert np.array_equal(found["b"], [2.5, 3.0])
+    (tmp_path / "1.tsv").write_text("a\tb\nx\t3\n")
+    with pytest.raises(DataError, match=r"1.tsv cannot be read"):
+        packed(f"{tmp_path}/*.tsv")
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (pa.array([1, None]), "lacks 1 of 2"),
+        (pa.array([1, 2], pa.timestamp("s")), "timestamp"),
+        (pa.array([[1], [None]]), "with gaps"),
+    ],
+)
+def test_what_cannot_be_packed_is_told(tmp_path, packed, column, words):
+    pq.write_table(pa.table({"odd": column, "good": pa.array([1, 2])}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=words) as caught:
+        packed(tmp_path / "t.parquet")
+    assert "column odd" in str(caught.value)
+    _, found = packed(tmp_path / "t.parquet", fields={"good": "good"})
+    assert np.array_equal(found["good"], [1, 2])
+
+
+def test_columns_that_are_not_there_and_empty_tables_are_told(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="has a, b, but no 'c'"):
+        packed(tmp_path / "t.csv", fields={"x": "a,c"})
+    (tmp_path / "t.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match="has no rows"):
+        packed(tmp_path / "t.csv")
+    (tmp_path / "t.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        packed(tmp_path / "t.parquet")

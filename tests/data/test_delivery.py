@@ -1,0 +1,160 @@
+"""What goes wrong on one rank goes wrong on all of them, at the same step."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.data.loader import Loader
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.window_shape import WindowShape
+from hpctrain.data.writer import write_arrays
+from hpctrain.errors import CorruptError, DataError
+from tests.data.conftest import numbered
+from tests.data.memory import InMemory
+
+NUM_SAMPLES, BLOCK = 120, 6
+
+
+@pytest.fixture
+def comm(world):
+    return MpiCommunicator(world)
+
+
+@pytest.fixture
+def damaged(tmp_path, world):
+    """A data set on all ranks whose samples 42 to 47 are damaged: one byte is wrong."""
+    folder = world.bcast(tmp_path) / "set"
+    if world.rank == 0:
+        write_arrays(folder, numbered(NUM_SAMPLES), samples_per_shard=60, block_size=BLOCK)
+        dataset = ShardedDataset(folder)
+        shard = dataset.manifest.shards[0]
+        place = shard.places["image"].offset
+        path = folder / shard.file
+        whole = bytearray(path.read_bytes())
+        whole[place + 44 * dataset.fields["image"].sample_bytes] ^= 1
+        path.write_bytes(whole)
+    world.barrier()
+    return ShardedDataset(folder)
+
+
+ORDERS = [
+    {"order": "global"},
+    {"order": "sequential"},
+    {"window": WindowShape(block=6, window=2, lanes=4)},
+]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_damage_on_one_rank_is_the_same_error_on_all(world, comm, damaged, order):
+    loader, steps = Loader(damaged, global_batch=10, comm=comm, **order), []
+    with pytest.raises(CorruptError, match="42 to 47") as error:
+        steps.extend(loader)
+    assert (error.value.start, error.value.stop) == (42, 48)
+    assert len(set(world.allgather((str(error.value), len(steps))))) == 1
+    assert loader.consumed == len(steps) * 10
+    # The step comes again, and fails again, on all ranks.
+    with pytest.raises(CorruptError):
+        next(iter(loader))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_all_ranks_leave_damaged_samples_out_together(world, comm, damaged, order, caplog):
+    loader = Loader(damaged, global_batch=10, comm=comm, on_corrupt="skip", **order)
+    whole = Loader(InMemory(NUM_SAMPLES), global_batch=10, **order)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            mine = [(batch.num_samples, batch.number.tolist()) for batch in loader]
+        assert all(count == len(found) for count, found in mine)
+        steps = zip(*world.allgather([found for _, found in mine]), strict=True)
+        good = [sorted(set(b.number.tolist()) - set(range(42, 48))) for b in whole]
+        assert [sorted(itertools.chain(*step)) for step in steps] == good
+    assert loader.num_skipped == 6
+    assert loader.state_dict()["skipped"] == [[42, 48]]
+    assert len([r for r in caplog.records if "left out" in r.message]) == (world.rank == 0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_state_carries_what_is_left_out(world, comm, damaged):
+    loader = Loader(damaged, global_batch=10, comm=comm, on_corrupt="skip")
+    for _ in loader:
+        pass
+    state = loader.state_dict()
+    assert len(set(world.allgather(str(state)))) == 1
+    alone = Loader(damaged, global_batch=7)
+    alone.load_state_dict(state)
+    assert sum(batch.num_samples for batch in alone) == NUM_SAMPLES - 6
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_different_damage_on_every_rank_is_left_out_by_all(world, comm):
+    """As with a copy of the data on each node: every rank meets other damage."""
+    mine = (10 * world.rank, 10 * world.rank + 3)
+    dataset = InMemory(NUM_SAMPLES, damaged=[mine])
+    loader = Loader(dataset, global_batch=24, comm=comm, on_corrupt="skip")
+    for _ in range(3):
+        found = [number for batch in loader for number in batch.number.tolist()]
+    every = sorted(itertools.chain(*world.allgather(found)))
+    skipped = {n for start, stop in loader.state_dict()["skipped"] for n in range(start, stop)}
+    assert len(set(world.allgather(loader.num_skipped))) == 1
+    assert every == sorted(set(range(NUM_SAMPLES)) - skipped)
+    assert all(n % 10 < 3 for n in skipped)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+        self.held = lambda: second
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", [KeyError, UnpicklableError])
+def test_an_error_of_a_transform_on_one_rank_is_raised_by_all(world, comm, kind):
+    def fail_on_sample_50(fields):
+        if 50 in fields["number"]:
+            raise kind("sample", 50)
+        return fields
+
+    loader = Loader(
+        InMemory(NUM_SAMPLES),
+        global_batch=10,
+        comm=comm,
+        order="sequential",
+        transform=fail_on_sample_50,
+        on_corrupt="skip",
+    )
+    steps = []
+    # Rank 0 has the sample. What cannot be sent is told in words.
+    with pytest.raises(kind if kind is KeyError or world.rank == 0 else DataError) as error:
+        steps.extend(loader)
+    assert len(steps) == 5
+    assert "50" in str(error.value)
+    assert error.value.__notes__ == ["(raised on rank 0)"] if world.rank else True
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_different_data_are_told(world, comm):
+    loader = Loader(InMemory(100 + (world.rank == 1)), global_batch=10, comm=comm)
+    with pytest.raises(DataError, match=r"rank 1: .*memory of 101"):
+        next(iter(loader))
+
+
+@pytest.mark.ranks(1)
+def test_damage_that_was_not_asked_for_ends_the_pass():
+    class Wrong(InMemory):
+        def take(self, _):
+            raise CorruptError("elsewhere", 500, 500)
+
+    loader = Loader(Wrong(20), global_batch=5, on_corrupt="skip")
+    with pytest.raises(CorruptError, match="elsewhere"):
+        next(iter(loader))
+
+
+@pytest.mark.ranks(2, 3)
+def test_rank_and_size_are_those_of_the_communicator(world, comm):
+    found = [n for b in Loader(InMemory(50), global_batch=9, comm=comm) for n in b.number.tolist()]
+    assert sorted(np.concatenate(world.allgather(found))) == list(range(50))

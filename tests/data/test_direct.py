@@ -1,0 +1,119 @@
+"""Pieces of a file arrive at their places, whatever their order and size."""
+
+import os
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from hpctrain.data import direct
+from hpctrain.data.ahead import runs_of
+from hpctrain.data.buffers import Buffers
+from hpctrain.data.chunks import ChunkCache
+from hpctrain.data.mapped import PAGE_BYTES, Space
+from hpctrain.data.residency import in_memory, on_memory_file_system
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Give an open file of 10 000 bytes, and what it holds."""
+    data = random.Random(0).randbytes(10_000)
+    (tmp_path / "file").write_bytes(data)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    yield descriptor, data
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("max_buffers", [1, 3, 512])
+def test_pieces_arrive_at_their_places(file, monkeypatch, max_buffers):
+    monkeypatch.setattr(direct, "_MAX_BUFFERS", max_buffers)
+    descriptor, data = file
+    dice = random.Random(1)
+    for _ in range(50):
+        cuts = sorted(dice.sample(range(10_000), 20))
+        pieces = [(a, b - a) for a, b in pairwise(cuts) if dice.random() < 0.8]
+        pieces += pieces[:2]
+        dice.shuffle(pieces)
+        expected = b"".join(data[at : at + size] for at, size in pieces)
+        places = np.cumsum([0, *(size for _, size in pieces)]).tolist()
+        out = bytearray(len(expected))
+        triples = [(*piece, place) for piece, place in zip(pieces, places, strict=False)]
+        direct.read_pieces(descriptor, triples, memoryview(out))
+        assert out == expected
+
+
+def test_a_call_that_reads_less_goes_on(file, monkeypatch):
+    descriptor, data = file
+    real = os.preadv
+
+    def read_little(number, buffers, offset):
+        return real(number, [next(b for b in buffers if len(b))[:700]], offset)
+
+    monkeypatch.setattr(os, "preadv", read_little)
+    out = bytearray(9000)
+    direct.read_pieces(descriptor, [(0, 4000, 5000), (4000, 5000, 0)], memoryview(out))
+    assert out == data[4000:9000] + data[:4000]
+
+
+def test_the_end_of_a_file_is_told(file):
+    with pytest.raises(OSError, match="ends before its data"):
+        direct.read_at(file[0], 9_990, 11)
+    assert direct.read_at(file[0], 9_990, 10).tobytes() == file[1][-10:]
+
+
+def test_a_file_in_a_space_is_its_bytes(file):
+    descriptor, data = file
+    space = Space(4 * PAGE_BYTES)
+    space.map_file(PAGE_BYTES, descriptor, 0, len(data))
+    space.put(0, b"before")
+    array = space.array(0, (PAGE_BYTES + 4000,), "|u1")
+    del space
+    assert array[:6].tobytes() == b"before"
+    assert array[PAGE_BYTES:].tobytes() == data[:4000]
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_more_addresses_than_there_are_is_an_error():
+    with pytest.raises(OSError, match="memory"):
+        Space(1 << 60)
+
+
+def test_a_file_in_memory_is_known():
+    memory = os.memfd_create("memory")
+    assert on_memory_file_system(memory)
+    assert in_memory(memory, 1)
+    os.close(memory)
+
+
+def test_runs_of_numbers():
+    starts, stops = runs_of(np.array([1, 2, 3, 7, 9, 10]))
+    assert list(zip(starts, stops, strict=True)) == [(1, 4), (7, 8), (9, 11)]
+
+
+def test_a_chunk_is_decoded_once_while_it_fits():
+    cache, decoded = ChunkCache(max_bytes=800), []
+
+    def get(home):
+        def decode():
+            decoded.append(home)
+            return np.full(50, home)
+
+        return cache.get((0, home), decode)[0]
+
+    assert [get(home) for home in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
+    assert decoded == [1, 2, 3, 2]
+
+
+def test_buffers_come_back_when_nobody_has_them():
+    buffers, dtype = Buffers(), np.dtype("f8")
+    first = buffers.empty((100, 100), dtype)
+    address = first.ctypes.data
+    second = buffers.empty((100, 100), dtype)
+    assert second.ctypes.data != address
+    part = first[3, 4:]
+    del first
+    assert buffers.empty((100, 100), dtype).ctypes.data != address
+    del part
+    assert buffers.empty((99, 100), dtype).ctypes.data == address

@@ -1,0 +1,248 @@
+"""Files that are damaged, lost or changed: right samples, or an error that says which are gone."""
+
+import ctypes
+import errno
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.data.layout import Manifest
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.shardfile import ShardFile
+from hpctrain.data.writer import write_arrays
+from hpctrain.errors import CorruptError, DataError
+from tests.data.conftest import numbered
+from tests.data.mixed_set import flip, write_mixed
+
+_CLONE_NEWNS = 0x00020000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND = 1, 32, 4096
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
+
+
+@pytest.fixture(params=["map", "read"])
+def io(request):
+    """Give each way to read plain bytes."""
+    return request.param
+
+
+def file_of(directory, index=0):
+    shard = Manifest.read(directory).shards[index]
+    return directory / shard.file, shard
+
+
+def numbers(dataset, indices):
+    return dataset.take(indices)["number"].tolist()
+
+
+def test_a_damaged_block_is_named_with_its_samples(directory, io):
+    path, shard = file_of(directory, 1)
+    flip(path, shard.places["number"].offset + 8 * 30)
+    dataset = ShardedDataset(directory, io=io)
+    words = rf"{shard.file} is damaged: block 4 of field number .*, samples 68 to 74 of"
+    for _ in range(2):
+        assert numbers(dataset, np.arange(0, 68)) == list(range(68))
+        with pytest.raises(CorruptError, match=words) as told:
+            dataset.take([3, 74])
+        assert (told.value.start, told.value.stop) == (68, 75)
+        assert pickle.loads(pickle.dumps(told.value)).stop == 75
+    assert numbers(dataset, [75, 99]) == [75, 99]
+
+
+def test_a_damaged_chunk_is_named_with_the_samples_of_a_block(tmp_path):
+    write_mixed(tmp_path, compression="zstd")
+    path, _ = file_of(tmp_path, 1)
+    with h5py.File(path) as file:
+        middle = file["data/image"].id.get_chunk_info(0).byte_offset + 100
+    flip(path, middle)
+    dataset = ShardedDataset(tmp_path)
+    with pytest.raises(CorruptError, match="block 2 of field image cannot be read") as told:
+        dataset.take([54])
+    assert (told.value.start, told.value.stop) == (54, 61)
+    assert numbers(dataset, [0, 99]) == [0, 99]
+
+
+def test_verify_says_when_a_block_is_checked(directory, io):
+    path, shard = file_of(directory)
+    first, always = (ShardedDataset(directory, verify=v, io=io) for v in ("first", "always"))
+    for dataset in (first, always):
+        dataset.take([0])
+    status = path.stat()
+    flip(path, shard.places["image"].offset)
+    # Without this, the change would be noticed, and the block checked anew.
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert numbers(first, [0]) == [0]
+    if io == "map":  # else the values of such small samples were kept, and are what they were
+        with pytest.raises(CorruptError, match="damaged"):
+            always.take([0])
+    assert np.array_equal(always.take([7])["image"][0], numbered(100)["image"][7])
+    assert numbers(ShardedDataset(directory, verify="off", io=io), [0]) == [0]
+
+
+def test_a_file_changed_while_open_is_checked_anew(directory, io):
+    path, shard = file_of(directory)
+    dataset = ShardedDataset(directory, io=io)
+    dataset.take(np.arange(100))
+    flip(path, shard.places["image"].offset)
+    os.utime(path)
+    with pytest.raises(CorruptError, match="block 0 of field image"):
+        take_three_times(dataset)
+    flip(path, shard.places["image"].offset)
+    os.utime(path)
+    for _ in range(3):
+        assert numbers(dataset, [0]) == [0]
+
+
+def test_a_read_that_went_wrong_is_done_again(directory, io, monkeypatch):
+    real, failures = ShardFile.problem, []
+
+    def problem(self, block):
+        if block == 2 and not failures:
+            failures.append(block)
+            return "read wrong"
+        return real(self, block)
+
+    monkeypatch.setattr(ShardFile, "problem", problem)
+    assert numbers(ShardedDataset(directory, io=io), range(100)) == list(range(100))
+    assert failures == [2]
+
+
+def test_a_good_copy_put_in_place_of_a_damaged_file_is_taken(directory, io):
+    path, shard = file_of(directory)
+    good = Path(shutil.copy(path, directory / "good"))
+    flip(path, shard.places["number"].offset)
+    dataset = ShardedDataset(directory, io=io)
+    with pytest.raises(CorruptError):
+        dataset.take([0])
+    good.rename(path)
+    assert numbers(dataset, [0]) == [0]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 12_000, -1])
+def test_a_truncated_shard_is_named_when_the_set_is_opened(directory, num_bytes):
+    path, shard = file_of(directory, 1)
+    os.truncate(path, num_bytes % shard.num_bytes)
+    with pytest.raises(
+        CorruptError, match=rf"{path.name}: it has {shard.num_bytes} bytes"
+    ) as told:
+        ShardedDataset(directory)
+    assert (told.value.start, told.value.stop) == (40, 80)
+
+
+@pytest.mark.parametrize("verify", ["first", "always", "off"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_shard_truncated_later_is_named_when_it_is_read(directory, io, verify, is_open):
+    dataset = ShardedDataset(directory, io=io, verify=verify)
+    if is_open:
+        dataset.take(range(100))
+    path, shard = file_of(directory, 1)
+    os.truncate(path, 5000)
+    assert numbers(dataset, [0, 99]) == [0, 99]
+    with pytest.raises(CorruptError, match=rf"{path.name}.* {shard.num_bytes} bytes") as told:
+        dataset.take([40])
+    assert (told.value.start, told.value.stop) == (40, 80)
+
+
+def test_a_missing_shard_is_named_when_the_set_is_opened(directory):
+    path, _ = file_of(directory, 2)
+    path.unlink()
+    with pytest.raises(CorruptError, match=rf"cannot read shard .*{path.name}: No such file"):
+        ShardedDataset(directory)
+
+
+def test_a_shard_removed_while_open_is_still_read(directory, io):
+    dataset = ShardedDataset(directory, io=io)
+    dataset.take([40])
+    path, _ = file_of(directory, 1)
+    path.unlink()
+    assert numbers(dataset, range(100)) == list(range(100))
+
+
+def take_three_times(dataset):
+    """Take sample 0 for each file: where they look like one array, one is looked at each time."""
+    for _ in dataset.manifest.shards:
+        dataset.take([0])
+
+
+def other_shard(directory, tmp_path):
+    """Return the first shard of another data set, of the same size."""
+    other = {name: array[::-1] for name, array in numbered(100).items()}
+    write_arrays(tmp_path / "other", other, samples_per_shard=40, block_size=7)
+    theirs, _ = file_of(tmp_path / "other")
+    assert theirs.stat().st_size == file_of(directory)[1].num_bytes
+    return theirs
+
+
+def test_a_shard_of_another_data_set_is_found(directory, tmp_path, io):
+    path, _ = file_of(directory)
+    other_shard(directory, tmp_path).rename(path)
+    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
+        ShardedDataset(directory, io=io).take([0])
+
+
+def test_a_shard_overwritten_while_open_is_found(directory, tmp_path, io):
+    dataset = ShardedDataset(directory, io=io)
+    dataset.take(range(100))
+    path, _ = file_of(directory)
+    path.write_bytes(other_shard(directory, tmp_path).read_bytes())
+    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
+        take_three_times(dataset)
+
+
+def test_a_filtered_shard_of_another_program_is_read(directory):
+    manifest = Manifest.read(directory)
+    path, shard = file_of(directory)
+    with h5py.File(path, "r+") as file:
+        for name in manifest.fields:
+            values = file[f"data/{name}"][:]
+            del file[f"data/{name}"]
+            file.create_dataset(f"data/{name}", data=values, compression="gzip", chunks=True)
+    places = {
+        name: replace(place, offset=None, crc_offset=None) for name, place in shard.places.items()
+    }
+    first = replace(shard, num_bytes=path.stat().st_size, places=places)
+    replace(manifest, shards=(first, *manifest.shards[1:])).write(directory)
+    assert numbers(ShardedDataset(directory), range(100)) == list(range(100))
+
+
+@pytest.fixture
+def read_only(directory):
+    """Give the data set on a mount that nobody can write to, which this thread alone sees."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
+    assert libc.unshare(_CLONE_NEWNS) == 0
+    try:
+        here = os.fsencode(directory)
+        assert libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+        assert libc.mount(here, here, None, _MS_BIND, None) == 0
+        assert libc.mount(b"none", here, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, None) == 0
+        yield directory
+    finally:
+        libc.setns(before, _CLONE_NEWNS)
+        os.close(before)
+
+
+@pytest.mark.requires("root")
+def test_a_mount_that_is_read_only_is_read(read_only, io):
+    with pytest.raises(OSError, match="Read-only"):
+        (read_only / "new").touch()
+    for verify in ("first", "always"):
+        dataset = ShardedDataset(read_only, io=io, verify=verify)
+        assert numbers(dataset, range(100)) == list(range(100))
+
+
+def test_what_only_its_owner_may_read_is_told(directory, monkeypatch):
+    path, _ = file_of(directory)
+
+    def refuse(name, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    dataset = ShardedDataset(directory)
+    monkeypatch.setattr("hpctrain.data.shardfile.os.open", refuse)
+    with pytest.raises(DataError, match=f"cannot read shard .*{path.name}: Permission denied"):
+        dataset.take([0])

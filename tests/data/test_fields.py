@@ -1,0 +1,147 @@
+"""Fields of every kind hold what was written, however it came in."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data import compression as zstd
+from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.writer import ShardWriter, write_arrays
+from hpctrain.errors import DataError
+from tests.data.plain import read_whole
+
+KINDS = {
+    "fixed": Field.of((2, 3), "f4"),
+    "number": Field.of((), "i8"),
+    "packed": Field.of((5,), "u2", compression="zstd"),
+    "text": Field.of((), "i4", ragged=True),
+    "boxes": Field.of((4,), "f4", ragged=True),
+    "packed_text": Field.of((), "u1", ragged=True, compression="zstd"),
+    "nothing": Field.of((0,), "f4", compression="zstd"),
+    "empty_rows": Field.of((0,), "f4", ragged=True, compression="zstd"),
+}
+
+
+def samples_of(field, num_samples, rng):
+    lengths = rng.integers(0, 6, num_samples) * rng.integers(0, 2)
+    shapes = [(length, *field.shape) if field.ragged else field.shape for length in lengths]
+    return [rng.integers(0, 200, shape).astype(field.dtype) for shape in shapes]
+
+
+def given_as(field, samples, rng):
+    """Each way in which a program may give them."""
+    if not field.ragged:
+        return np.array(samples, field.dtype).reshape(len(samples), *field.shape)
+    if samples and rng.integers(0, 2):
+        return Ragged.of([torch.from_numpy(sample) for sample in samples])
+    return samples
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
+    per_shard=st.integers(3, 40),
+    block_size=st.integers(1, 20),
+    chunk_bytes=st.sampled_from([1, 100, 2**21]),
+    seed=st.integers(0, 1000),
+)
+def test_all_kinds_of_fields_hold_what_was_written(
+    tmp_path_factory, lengths, per_shard, block_size, chunk_bytes, seed
+):
+    directory = tmp_path_factory.mktemp("set")
+    rng = np.random.default_rng(seed)
+    wanted = {name: samples_of(field, sum(lengths), rng) for name, field in KINDS.items()}
+    sizes = {"samples_per_shard": per_shard, "block_size": block_size}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zstd, "CHUNK_BYTES", chunk_bytes)
+        with ShardWriter(directory, KINDS, **sizes) as writer:
+            start = 0
+            for length in lengths:
+                some = slice(start, start + length)
+                writer.append({n: given_as(KINDS[n], v[some], rng) for n, v in wanted.items()})
+                start += length
+    read = read_whole(directory)
+    for name, samples in wanted.items():
+        assert len(read[name]) == len(samples)
+        assert all(map(np.array_equal, read[name], samples)), name
+
+
+def test_what_a_program_gave_it_may_change(tmp_path):
+    fields = {"text": KINDS["text"], "packed": KINDS["packed"]}
+    text, packed = np.arange(3, dtype="i4"), np.ones((1, 5), "u2")
+    with ShardWriter(tmp_path, fields, samples_per_shard=9) as writer:
+        for _ in range(2):
+            writer.append({"text": [text], "packed": packed})
+            text += 10
+            packed += 1
+    read = read_whole(tmp_path)
+    assert [sample.tolist() for sample in read["text"]] == [[0, 1, 2], [10, 11, 12]]
+    assert [sample.tolist() for sample in read["packed"]] == [[1] * 5, [2] * 5]
+
+
+def test_one_word_compresses_every_field(tmp_path):
+    arrays = {"x": np.zeros((9, 3), "f4"), "t": Ragged.of([torch.arange(n) for n in range(9)])}
+    manifest = write_arrays(tmp_path, arrays, samples_per_shard=4, compression="zstd")
+    assert manifest == Manifest.read(tmp_path)
+    assert {field.compression for field in manifest.fields.values()} == {"zstd"}
+    read = read_whole(tmp_path)
+    assert [len(sample) for sample in read["t"]] == list(range(9))
+    assert all(shard.places["t"].offset is None for shard in manifest.shards)
+
+
+def test_a_compressed_set_is_smaller(tmp_path):
+    arrays = {"x": np.zeros((1000, 100), "f4")}
+    (plain,) = write_arrays(tmp_path / "plain", arrays, samples_per_shard=1000).shards
+    (packed,) = write_arrays(
+        tmp_path / "packed", arrays, samples_per_shard=1000, compression="zstd"
+    ).shards
+    assert packed.num_bytes < plain.num_bytes / 5
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([np.zeros((2, 3), "f4")], r"shape \(length, \*\(4,\)\), got \(2, 3\)"),
+        ([np.zeros((2, 4), "f8")], "cannot hold every float64"),
+        (7, r"ragged: give a list of arrays \(length, \*\(4,\)\), got int"),
+        ([3], r"got \(\)"),
+        (Ragged(torch.zeros(3, 4), torch.tensor([0, 2, 1])), "offsets of field boxes grow"),
+        (Ragged(torch.zeros(3, 4), torch.tensor([0, 4])), "from 0 to 3"),
+        (Ragged(torch.zeros(3, 2), torch.tensor([0, 3])), r"\(num_rows, \*\(4,\)\)"),
+    ],
+)
+def test_ragged_samples_that_do_not_fit_are_told(tmp_path, samples, words):
+    fields = {"boxes": KINDS["boxes"]}
+    with (
+        pytest.raises(DataError, match=words),
+        ShardWriter(tmp_path, fields, samples_per_shard=3) as writer,
+    ):
+        writer.append({"boxes": samples})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_no_chunk_can_hold_is_told(tmp_path):
+    fields = {"x": ((2**20,), "f8")}
+    with pytest.raises(DataError, match="smaller block_size"):
+        ShardWriter(tmp_path, fields, samples_per_shard=9, block_size=512, compression="zstd")
+
+
+def test_a_missing_package_is_told_with_the_way_to_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "hdf5plugin", None)
+    with pytest.raises(DataError, match=r'pip install "hpctrain\[zstd\]"'):
+        write_arrays(tmp_path, {"x": [1]}, samples_per_shard=1, compression="zstd")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("dtype", ["?", "u1", "i2", "u4", "i8", "u8", "f2", "f4", "f8"])
+def test_ragged_samples_of_every_dtype_are_kept(tmp_path, dtype, compression):
+    text = [np.arange(3).astype(dtype), np.ones(2, dtype)[::-1], np.zeros(0, dtype)]
+    fields = {"text": Field.of((), dtype, ragged=True, compression=compression)}
+    with ShardWriter(tmp_path, fields, samples_per_shard=2) as writer:
+        writer.append({"text": text})
+    read = read_whole(tmp_path)["text"]
+    assert [sample.dtype for sample in read] == [np.dtype(dtype)] * 3
+    assert all(map(np.array_equal, read, text))

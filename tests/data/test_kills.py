@@ -1,0 +1,95 @@
+"""Killed at any instant, a writer leaves the old data set or the new one, whole.
+
+Here are a few kills of one process; ``HPCTRAIN_TEST_KILLS=200`` makes it 200. For kills of one
+rank among two see ``soak_kills.py``, which pytest runs when it is named.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.writer import write_arrays
+from tests.data.rewrite import NUM_SAMPLES, generation_in, samples
+
+KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "10"))
+NUM_RESUMES = max(2, KILLS // 20)
+
+pytestmark = pytest.mark.limit(60 + 2 * KILLS)
+
+
+class Server:
+    """Starts writers without the time that imports take."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.data.rewrite", "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def killed(self, kind, generation, folder, delay_s):
+        """Start a writer, kill it after a while; return the generations it had finished."""
+        self._say(f"{kind} {generation} {folder}")
+        time.sleep(delay_s)
+        self._say("kill")
+        return [int(line) for line in iter(self._process.stdout.readline, "\n")]
+
+    def close(self):
+        self._process.stdin.close()
+        assert self._process.wait() == 0
+
+    def _say(self, line):
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+
+def samples_as_arrays(generation):
+    rows = samples(generation, 0, NUM_SAMPLES)
+    return {**rows, "text": Ragged.of([torch.from_numpy(text) for text in rows["text"]])}
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+def test_a_writer_killed_at_any_instant_leaves_a_whole_data_set(folder, server):
+    random_ = random.Random(0)
+    write_arrays(folder, samples_as_arrays(1), samples_per_shard=20)
+    finished = 1
+    for _ in range(KILLS):
+        printed = server.killed("rewrite", finished + 1, folder, random_.uniform(0, 0.25))
+        found = generation_in(folder)
+        # Killed between the manifest and the word of it, one more is there.
+        assert found in {(printed or [finished])[-1] + more for more in (0, 1)}
+        finished = found
+    write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_killed_again_and_again_a_writer_that_goes_on_comes_to_the_end(folder, server):
+    random_ = random.Random(1)
+    write_arrays(folder, samples_as_arrays(1), samples_per_shard=20)
+    for generation in range(2, 2 + NUM_RESUMES):
+        for attempt in range(100):
+            delay_s = random_.uniform(0, 0.1 + attempt / 100)
+            printed = server.killed("resume", generation, folder, delay_s)
+            found = generation_in(folder)
+            if found == generation:
+                break
+            assert found == generation - 1
+            assert not printed
+        else:
+            pytest.fail("the writer did not get on")
+    write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
+    assert len(list(folder.iterdir())) == 2

@@ -1,0 +1,170 @@
+"""A state is a point on one line: training goes on there, with any number of ranks."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.loader import Loader
+from hpctrain.data.position import Position
+from hpctrain.data.window_shape import WindowShape
+from hpctrain.errors import DataError
+from tests.data.memory import InMemory, numbers
+
+ORDERS = st.sampled_from(
+    [
+        {"order": "global"},
+        {"order": "sequential"},
+        {"window": WindowShape(block=4, window=2, lanes=3)},
+        {"order": "auto"},
+    ]
+)
+PHASES = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 4)), min_size=1, max_size=4
+)
+
+
+def run(dataset, state, *, size, num_steps=None, **kwargs):
+    """Run all ranks for some steps; return the global batches and the state they agree on."""
+    ranks = []
+    for rank in range(size):
+        loader = Loader(dataset, rank=rank, size=size, **kwargs)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        ranks.append((loader, itertools.islice(loader, num_steps)))
+    steps = [
+        sorted(number for b in step for number in b.number.tolist())
+        for step in zip(*(batches for _, batches in ranks), strict=True)
+    ]
+    states = [loader.state_dict() for loader, _ in ranks]
+    assert all(other == states[0] for other in states)
+    return steps, states[0]
+
+
+@settings(max_examples=60)
+@given(n=st.integers(1, 120), phases=PHASES, order=ORDERS, epoch=st.integers(0, 2))
+def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch):
+    dataset, seen = InMemory(n), []
+    loader = Loader(dataset, global_batch=phases[0][1], **order)
+    loader.set_epoch(epoch)
+    # Only this one names its order: the state brings it to all others.
+    state = loader.state_dict()
+    for size, batch, num_steps in phases:
+        steps, state = run(dataset, state, size=size, global_batch=batch, num_steps=num_steps)
+        seen += itertools.chain(*steps)
+        if state["epoch"] > epoch:
+            break
+        assert state["consumed"] == len(seen)
+    else:
+        steps, state = run(dataset, state, size=2, global_batch=7)
+        seen += itertools.chain(*steps)
+    assert sorted(seen) == list(range(n))
+    assert (state["epoch"], state["consumed"]) == (epoch + 1, 0)
+
+
+@settings(max_examples=60)
+@given(
+    n=st.integers(1, 120),
+    batch=st.integers(1, 40),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    num_steps=st.integers(0, 10),
+    order=ORDERS,
+    tail=st.sampled_from(["short", "wrap"]),
+)
+def test_global_batches_are_those_of_a_run_without_interruption(
+    n, batch, sizes, num_steps, order, tail
+):
+    dataset, kwargs = InMemory(n), {"global_batch": batch, "tail": tail, **order}
+    whole, _ = run(dataset, None, size=1, **kwargs)
+    first, state = run(dataset, None, size=sizes[0], num_steps=num_steps, **kwargs)
+    if state["epoch"] == 0:
+        rest, _ = run(dataset, state, size=sizes[1], **kwargs)
+        assert first + rest == whole
+    else:
+        assert first == whole
+
+
+def test_seed_and_epoch_and_order_are_those_of_the_state():
+    loader = Loader(InMemory(60), global_batch=7, seed=5, order="global")
+    loader.set_epoch(3)
+    batches = iter(loader)
+    next(batches)
+    other = Loader(InMemory(60), global_batch=7, seed=1, order="sequential")
+    other.load_state_dict(loader.state_dict())
+    assert numbers(other) == [b.number.tolist() for b in batches]
+    assert numbers(other) == numbers(loader)
+
+
+def test_a_loop_that_was_left_goes_on_with_the_next_batch():
+    whole = numbers(Loader(InMemory(60), global_batch=7))
+    loader, found = Loader(InMemory(60), global_batch=7), []
+    while loader.epoch == 0:
+        for batch in loader:
+            found.append(batch.number.tolist())
+            break
+    assert found == whole
+
+
+def test_what_was_read_ahead_does_not_count():
+    loader = Loader(InMemory(60), global_batch=7, prefetch=5)
+    batches = iter(loader)
+    assert loader.consumed == 0
+    next(batches)
+    next(batches)
+    assert loader.state_dict()["consumed"] == 14
+
+
+def test_a_state_after_the_last_batch_is_the_end_of_the_epoch():
+    loader = Loader(InMemory(20), global_batch=7)
+    states = [loader.state_dict() for _ in loader]
+    assert (states[-1]["epoch"], states[-1]["consumed"]) == (0, 20)
+    loader.load_state_dict(states[-1])
+    assert numbers(loader) == []
+    assert (loader.epoch, loader.consumed) == (1, 0)
+
+
+def test_a_state_is_the_same_in_every_release():
+    loader = Loader(InMemory(60, uuid="u"), global_batch=7, seed=2, order="window")
+    next(iter(loader))
+    assert loader.state_dict() == {
+        "format": 1,
+        "uuid": "u",
+        "seed": 2,
+        "epoch": 0,
+        "consumed": 7,
+        "order": "window",
+        "block": 4,
+        "window": 1171,
+        "lanes": 7,
+        "skipped": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 2}, "format 1, got 2"),
+        ({"uuid": "other"}, "the same data set"),
+        ({"consumed": 61}, "0 to 60 samples"),
+        ({"epoch": -1}, "epoch -1"),
+        ({"order": "random"}, "no order 'random'"),
+        ({"order": "window"}, "not the state of a loader"),
+        ({"seed": None}, "not the state of a loader"),
+        ({"skipped": [3]}, "not the state of a loader"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_and_changes_nothing(change, words):
+    loader = Loader(InMemory(60), global_batch=7, order="global")
+    before = loader.state_dict()
+    with pytest.raises(DataError, match=words):
+        loader.load_state_dict({**before, **change})
+    assert loader.state_dict() == before
+
+
+def test_what_is_no_state_is_told():
+    with pytest.raises(DataError, match="got None"):
+        Position.of({}, InMemory(5))
+    with pytest.raises(DataError, match="KeyError"):
+        Position.of({"format": 1}, InMemory(5))

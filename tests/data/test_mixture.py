@@ -1,0 +1,147 @@
+"""A mixture holds its sources in fixed proportions, and each goes through epochs of its own."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.layout import Field
+from hpctrain.data.loader import Loader
+from hpctrain.data.mixture import PERIOD, Mixture
+from hpctrain.data.ragged import Ragged
+from hpctrain.errors import CorruptError, DataError
+from tests.data.memory import InMemory, numbers
+
+WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=5)
+
+
+def sets(count, size=40):
+    return [InMemory(size + number) for number in range(count)]
+
+
+@settings(max_examples=50)
+@given(weights=WEIGHTS, start=st.integers(0, 10**15), length=st.integers(1, 3000))
+def test_every_run_holds_the_sources_in_their_proportions(weights, start, length):
+    mixture = Mixture(zip(sets(len(weights)), weights, strict=True))
+    numbers, _ = mixture.locate(np.arange(start, start + length))
+    counts = np.bincount(numbers, minlength=len(weights))
+    shares = np.array(weights) / sum(weights)
+    assert np.abs(counts - shares * length).max() <= 4 + length / PERIOD
+
+
+@settings(max_examples=50)
+@given(weights=WEIGHTS, periods=st.integers(0, 3))
+def test_a_source_gives_its_samples_one_after_another(weights, periods):
+    mixture = Mixture(zip(sets(len(weights)), weights, strict=True))
+    start = periods * PERIOD + 65_000
+    numbers, draws = mixture.locate(np.arange(start, start + 2000))
+    for number in range(len(weights)):
+        mine = draws[numbers == number]
+        assert np.array_equal(mine, np.arange(mine[0], mine[0] + len(mine)) if len(mine) else [])
+
+
+@settings(max_examples=50)
+@given(size=st.integers(1, 4), batch=st.integers(1, 50))
+def test_every_source_goes_through_whole_epochs(size, batch):
+    a, b = InMemory(30), InMemory(90)
+    mixture = Mixture({a: 1, b: 1}, length=180)
+    for rank in range(size):
+        for _ in Loader(mixture, global_batch=batch, rank=rank, size=size):
+            pass
+    for source, times in ((a, 3), (b, 1)):
+        seen = Counter(np.concatenate(source.taken).tolist())
+        assert seen == dict.fromkeys(range(len(source)), times)
+
+
+def test_epochs_of_a_mixture_go_on_where_the_last_one_ended():
+    long = numbers(Loader(Mixture(zip(sets(3), (1, 2, 3), strict=True), 120), global_batch=20))
+    loader = Loader(Mixture(zip(sets(3), (1, 2, 3), strict=True), 60), global_batch=20)
+    assert numbers(loader) + numbers(loader) == long
+
+
+def test_a_mixture_resumes_where_it_stopped():
+    def loader():
+        return Loader(Mixture({InMemory(30): 3, InMemory(50): 1}, seed=4), global_batch=7)
+
+    whole, stopped = numbers(loader()), loader()
+    batches = iter(stopped)
+    found = [next(batches).number.tolist() for _ in range(4)]
+    other = loader()
+    other.load_state_dict(stopped.state_dict())
+    assert found + numbers(other) == whole
+
+
+def test_samples_keep_their_own_values():
+    mixture = Mixture(zip(sets(3), (1, 2, 3), strict=True))
+    batch = mixture.take(np.array([5, 3, 900, 4, 4]))
+    assert isinstance(batch["tokens"], Ragged)
+    for index, number in enumerate(batch["number"].tolist()):
+        assert batch["tokens"][index].tolist() == [number] * (number % 3)
+    assert len(mixture.take(np.array([], np.int64))["number"]) == 0
+
+
+def test_damage_in_one_source_is_left_out():
+    a, b = InMemory(30, damaged=[(3, 5)]), InMemory(50)
+    loader = Loader(Mixture({a: 30, b: 50}), global_batch=7, on_corrupt="skip")
+    steps = numbers(loader)
+    assert len(list(itertools.chain(*steps))) == 78
+    assert loader.num_skipped == 2
+    with pytest.raises(CorruptError) as error:
+        Mixture({a: 1}).take(np.arange(30))
+    assert error.value.stop == error.value.start + 1
+
+
+def test_what_is_needed_soon_is_told_to_its_source():
+    a, b = sets(2)
+    mixture = Mixture({a: 1, b: 1})
+    mixture.will_need(np.arange(10))
+    mixture.take(np.arange(10))
+    for source in (a, b):
+        assert np.array_equal(*source.asked, *source.taken)
+
+
+def test_what_comes_where_is_kept_for_ever():
+    mixture = Mixture({InMemory(30): 3, InMemory(50): 1}, seed=4)
+    assert mixture.take(np.arange(10**9, 10**9 + 12))["number"].tolist() == GOLDEN
+    uuids = {
+        mixture.uuid,
+        Mixture({InMemory(30): 3, InMemory(50): 1}).uuid,
+        Mixture({InMemory(30): 2, InMemory(50): 1}, seed=4).uuid,
+        Mixture({InMemory(30): 3, InMemory(50): 1}, 7, seed=4).uuid,
+    }
+    assert len(uuids) == 4
+
+
+GOLDEN = [23, 15, 4, 13, 39, 19, 16, 12, 5, 47, 10, 14]
+
+
+def other_fields():
+    other = InMemory(30)
+    other.fields = {"number": Field.of((2,), "i8")}
+    return other
+
+
+@pytest.mark.parametrize(
+    ("weights", "length", "words"),
+    [
+        ({}, None, "positive weights"),
+        ({InMemory(3): 0}, None, "positive weights"),
+        ({InMemory(3): -1, InMemory(4): 2}, None, "positive weights"),
+        ({InMemory(3): float("nan")}, None, "positive weights"),
+        ({InMemory(3): 1, InMemory(4): 1e-9}, None, "smallest weight"),
+        ({InMemory(3): 1}, 0, "at least 1 sample"),
+        ({InMemory(3): 1, InMemory(0): 1}, None, "with samples"),
+        ({InMemory(3): 1, other_fields(): 1}, None, "same fields"),
+    ],
+)
+def test_what_cannot_be_mixed_is_told(weights, length, words):
+    with pytest.raises(DataError, match=words):
+        Mixture(weights, length)
+
+
+def test_a_mixture_has_no_other_order():
+    with pytest.raises(DataError, match="order of its own"):
+        Loader(Mixture({InMemory(3): 1}), global_batch=1, order="global")

@@ -1,0 +1,232 @@
+"""Packing goes on after a kill, finds out what a source is, and refuses what it cannot do."""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpctrain.data.layout import Manifest
+from hpctrain.data.pack import PackConfig, pack
+from hpctrain.data.sources.kinds import kind_of
+from hpctrain.errors import DataError
+from tests.data.sources.conftest import read
+
+ROWS = np.arange(100)
+
+# Stops at item 60 until there is a file "go".
+CODE = """
+import time
+from pathlib import Path
+
+def rows():
+    for index in range(100):
+        yield item(index)
+
+def item(index):
+    while index == 60 and not Path("go").exists():
+        time.sleep(0.01)
+    return {"number": index, "row": list(range(index % 4))}
+
+class Items:
+    def __len__(self): return 100
+    def __getitem__(self, index): return item(index)
+"""
+
+PACK = """
+import sys
+from hpctrain.data.pack import PackConfig, pack
+
+class Watcher:
+    def start(self, total, done): pass
+    def advance(self, num_samples): print(num_samples, flush=True)
+
+config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
+import hpctrain.data.sources.samples as samples
+import hpctrain.data.sources.share as share
+samples._BATCH_SAMPLES = share._BATCH_SAMPLES = 4
+samples.NUM_EXAMINED = 10
+import hpctrain.data.sources.python as python
+python.NUM_EXAMINED = 10
+pack(sys.argv[1], "set", config, watcher=Watcher())
+"""
+
+
+class Watcher:
+    done = total = written = 0
+
+    def start(self, total, done):
+        self.total, self.done = total, done
+
+    def advance(self, num_samples):
+        self.written += num_samples
+
+
+@pytest.mark.limit(180)
+@pytest.mark.parametrize(("name", "seed"), [("rows", None), ("Items", 5)])
+def test_after_a_kill_it_goes_on_behind_the_finished_shards(tmp_path, monkeypatch, name, seed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"slow_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(CODE)
+    source = f"{module}:{name}"
+    line = [sys.executable, "-c", PACK, source, str(seed)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        written = 0
+        while written < 32:
+            written += int(process.stdout.readline())
+        process.kill()
+    assert not (tmp_path / "set/manifest.json").exists()
+    (tmp_path / "go").touch()
+    config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
+    watcher = Watcher()
+    pack(source, "set", config, watcher=watcher)
+    assert watcher.done >= 32
+    assert watcher.written == 100 - watcher.done
+    pack(source, "fresh", config)
+    found, fresh = read(tmp_path / "set"), read(tmp_path / "fresh")
+    assert np.array_equal(found["number"], fresh["number"])
+    assert sorted(found["number"]) == list(range(100))
+    assert [len(row) for row in found["row"]] == [number % 4 for number in found["number"]]
+
+
+@pytest.mark.parametrize("change", ["none", "source", "option", "object"])
+def test_what_was_written_is_kept_for_the_same_source_and_options_only(tmp_path, change):
+    source = tmp_path / "x.npy"
+    np.save(source, ROWS)
+
+    given = ROWS_OBJECT if change == "object" else source
+    config = {"samples_per_shard": 10}
+    watcher = Watcher()
+    watcher.advance = Mock(side_effect=RuntimeError("stop"))
+    with pytest.raises(RuntimeError, match="stop"):
+        pack(given, tmp_path / "set", PackConfig(**config), watcher=watcher)
+    if change == "source":
+        np.save(source, ROWS[::-1])
+    if change == "option":
+        config["block_size"] = 5
+    watcher = Watcher()
+    pack(given, tmp_path / "set", PackConfig(**config), watcher=watcher)
+    assert watcher.done == (100 if change == "none" else 0)
+    assert watcher.done + watcher.written == watcher.total == 100
+
+
+ROWS_OBJECT = [{"x": row} for row in ROWS]
+
+
+def test_a_data_set_is_replaced_only_when_that_is_said(tmp_path):
+    np.save(tmp_path / "x.npy", ROWS)
+    pack(tmp_path / "x.npy", tmp_path / "set")
+    with pytest.raises(DataError, match="replace it with --overwrite"):
+        pack(tmp_path / "x.npy", tmp_path / "set")
+    np.save(tmp_path / "x.npy", ROWS[:3])
+    pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
+    assert read(tmp_path / "set")["x"] == [0, 1, 2]
+    with pytest.raises(DataError, match="already; to cut it"):
+        pack(tmp_path / "set", tmp_path / "other")
+
+
+def test_shards_hold_so_many_samples_or_bytes_and_may_be_compressed(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((100, 10), "f4"))
+
+    def sizes(**config):
+        pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True, **config))
+        return [shard.num_samples for shard in Manifest.read(tmp_path / "set").shards]
+
+    assert sizes() == [100]
+    assert sizes(samples_per_shard=30) == [30, 30, 30, 10]
+    assert sizes(shard_bytes=2000) == [48, 48, 4]
+    assert sizes(shard_bytes=1, block_size=50) == [50, 50]
+    assert sizes(compression="zstd") == [100]
+    assert Manifest.read(tmp_path / "set").fields["x"].compression == "zstd"
+    pack(tmp_path / "x.npy", tmp_path / "test", PackConfig(split="test"))
+    assert Manifest.read(tmp_path / "test").split == "test"
+
+
+def test_the_kind_follows_from_the_source(tmp_path, monkeypatch):
+    for name in ("a.npy", "a.npz", "a.hdf5", "a.tar.gz", "a.tsv", "a.pq", "a.txt", "a.jpg"):
+        (tmp_path / name).touch()
+    kinds = ["arrays", "arrays", "hdf5", "tar", "csv", "parquet", "text"]
+    names = ["a.npy", "a.npz", "a.hdf5", "a.tar.gz", "a.tsv", "a.pq", "a.txt"]
+    assert [kind_of(str(tmp_path / name)) for name in names] == kinds
+    assert kind_of("package.module:function") == "python"
+    for name in ("x/1.tar", "y/1/2.png", "y/table.csv", "z/1.tar", "z/1.csv", "w/1.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert [kind_of("x"), kind_of("y"), kind_of("*/*.tar")] == ["tar", "folder", "tar"]
+    for source, words in [
+        ("z", "1 of csv, 1 of tar"),
+        ("w", "none of them"),
+        ("a.jpg", "does not say what it is"),
+        ("nothing", "there is no nothing"),
+        ("*.bin", r"there is no \*.bin"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            kind_of(source)
+    with pytest.raises(DataError, match=r"files that end in .npy, .npz, .*w has none"):
+        pack("w", "set", PackConfig(kind="arrays"))
+    assert not Path("set").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"kind": "zip"}, "one of arrays, hdf5"),
+        ({"resize": (2, 2)}, "--resize is for tar, folder, this source is arrays"),
+        ({"tokenizer": "a:b"}, "--tokenizer is for text"),
+        ({"kind": "folder"}, "must be a folder"),
+        ({"split": "a/b"}, "a split is a word"),
+        ({"fields": {"a b": "x.npy"}}, "name of a Python variable"),
+        ({"fields": {"a": "y.npy"}}, "No such file"),
+        ({"compression": "gzip"}, "zstd"),
+    ],
+)
+def test_what_does_not_fit_is_told_and_leaves_nothing(tmp_path, config, words):
+    np.save(tmp_path / "x.npy", ROWS)
+    with pytest.raises(DataError, match=words):
+        pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(**config))
+    assert not list(tmp_path.glob("set/*"))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"block_size": 0}, "block_size must be positive, got 0"),
+        ({"length": -1}, "length must be positive"),
+        ({"per": "word"}, "got 'word'"),
+        ({"per": "file", "length": 3}, "not both"),
+        ({"resize": (0, 3)}, "--resize 0x3"),
+        ({"resize": (3, 3), "encoded": True}, "and --encoded"),
+    ],
+)
+def test_options_that_cannot_be_are_told(config, words):
+    with pytest.raises(DataError, match=words):
+        PackConfig(**config)
+
+
+def test_streams_keep_their_order(tmp_path):
+    (tmp_path / "t.csv").write_text("a\n1\n2\n")
+    with pytest.raises(DataError, match="leave out --shuffle"):
+        pack(tmp_path / "t.csv", tmp_path / "set", PackConfig(shuffle=0))
+
+
+def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
+    for index in range(70):
+        Image.new("RGB", (2, 2)).save(tmp_path / f"{index:02}.png")
+
+    watcher = Watcher()
+    watcher.start = lambda *_: (tmp_path / "33.png").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*33.png: No such file"):
+        pack(tmp_path, tmp_path / "set", watcher=watcher)
+
+
+def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    (tmp_path / "t.csv").write_text("a\n1\n")
+    with pytest.raises(DataError, match=r'pip install "hpctrain\[pack\]"'):
+        pack(tmp_path / "t.csv", tmp_path / "set")

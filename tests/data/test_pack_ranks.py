@@ -1,0 +1,144 @@
+"""Ranks pack together what one rank packs alone, and all of them meet an error of one."""
+
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import hpctrain
+from hpctrain.data.pack import PackConfig, pack
+from hpctrain.errors import DataError
+from hpctrain.runtime.world import current
+from tests.data.sources.conftest import read
+
+SIZES = pytest.mark.ranks(2, 3)
+N = 101
+
+CODE = """
+from pathlib import Path
+
+class Items:
+    def __len__(self): return 101
+    def __getitem__(self, index):
+        if index == 90 and Path("fail").exists():
+            raise RuntimeError("item 90")
+        return {"x": index}
+
+def rows():
+    return ({"x": index} for index in range(101))
+"""
+
+
+@pytest.fixture
+def comm():
+    hpctrain.init(ranks_per_node=2)
+    yield current().comm
+    hpctrain.shutdown()
+
+
+@pytest.fixture
+def folder(comm, tmp_path, monkeypatch):
+    """Give a folder that all ranks see, and in which they are."""
+    shared = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        write(shared)
+    comm.barrier()
+    monkeypatch.chdir(shared)
+    monkeypatch.syspath_prepend(shared)
+    yield shared
+    comm.barrier()
+
+
+def write(shared):
+    (shared / "many_rows.py").write_text(CODE)
+    with h5py.File(shared / "a.h5", "w") as file:
+        file["x"] = np.random.default_rng(0).random((N, 3))
+        file["n"] = np.arange(N)
+    table = pa.table({"n": pa.array(range(N)), "t": pa.array(["a" * i for i in range(N)])})
+    pq.write_table(table, shared / "t.parquet", row_group_size=20)
+    (shared / "tars").mkdir()
+    for part in range(2):
+        with tarfile.open(shared / f"tars/{part}.tar", "w") as archive:
+            for index in range(1 + 20 * part):
+                info = tarfile.TarInfo(f"{index}.cls")
+                info.size = 2
+                archive.addfile(info, BytesIO(b"%2d" % index))
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("source", "config"),
+    [
+        ("a.h5", {"shuffle": 4, "samples_per_shard": 9}),
+        ("t.parquet", {"samples_per_shard": 9}),
+        ("tars", {}),
+        ("many_rows:Items", {}),
+        ("many_rows:rows", {}),
+    ],
+)
+def test_many_ranks_pack_what_one_packs(comm, folder, source, config):
+    done = pack(source, "many", PackConfig(**config), comm=comm)
+    assert [note for note in done.notes if "ranks pack" in note] == (
+        [f"the source has 1 part only: 1 of {comm.size} ranks packs"] * (source[-4:] == "rows")
+        or ["the source has 2 parts only: 2 of 3 ranks pack"]
+        * (source == "tars" and comm.size > 2)
+    )
+    if comm.rank == 0:
+        pack(source, "one", PackConfig(**config))
+        many, one = read(folder / "many"), read(folder / "one")
+        assert many.keys() == one.keys()
+        for name in one:
+            assert len(many[name]) == len(one[name])
+            assert all(map(np.array_equal, many[name], one[name]))
+    manifest = comm.allgather_object(done.manifest)
+    assert all(other == done.manifest for other in manifest)
+
+
+@SIZES
+def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
+    if comm.rank == 0:
+        (folder / "fail").touch()
+    comm.barrier()
+    config = PackConfig(samples_per_shard=5)
+    own = comm.rank == comm.size - 1  # has item 90
+    with pytest.raises(RuntimeError if own else DataError, match="item 90"):
+        pack("many_rows:Items", "set", config, comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        assert not (folder / "set/manifest.json").exists()
+        (folder / "fail").unlink()
+    comm.barrier()
+
+    class Watcher:
+        done = 0
+
+        def start(self, _, done):
+            self.done = done
+
+        def advance(self, _):
+            pass
+
+    watcher = Watcher()
+    pack("many_rows:Items", "set", config, comm=comm, watcher=watcher)
+    assert (watcher.done > 0) == (not own)
+    if comm.rank == 0:
+        assert read(folder / "set")["x"] == list(range(N))
+
+
+@SIZES
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("source", ["nothing.npz", "many_rows:nothing", "tars/0.tar"])
+def test_an_error_of_the_source_is_one_of_all_ranks(comm, source):
+    config = PackConfig(fields={"x": "png"} if source.startswith("tars") else {})
+    messages = []
+    try:
+        pack(source, "set", config, comm=comm)
+    except DataError as error:
+        messages = comm.allgather_object(str(error))
+    assert len(messages) == comm.size
+    assert len(set(messages)) == 1

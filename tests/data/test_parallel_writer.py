@@ -1,0 +1,218 @@
+"""Ranks write side by side: one data set, in the order of the ranks, or none."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.writer import ShardWriter, write_arrays
+from hpctrain.errors import DataError
+from tests.data.plain import read_whole
+from tests.full_disk import largest_file
+
+FIELDS = {"number": ((), "i8"), "text": Field.of((2,), "u1", ragged=True)}
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+def samples(start, stop):
+    numbers = np.arange(start, stop)
+    return {"number": numbers, "text": [np.full((n % 3, 2), n % 251) for n in numbers]}
+
+
+def as_bytes(rows):
+    return {**rows, "text": [text.astype("u1") for text in rows["text"]]}
+
+
+def write(folder, comm, counts, **options):
+    """Write so many samples from each rank, numbered in the order of the ranks."""
+    start = sum(counts[: comm.rank])
+    with ShardWriter(folder, FIELDS, samples_per_shard=4, comm=comm, **options) as writer:
+        for first in range(start, start + counts[comm.rank], 3):
+            stop = min(first + 3, start + counts[comm.rank])
+            writer.append(as_bytes(samples(first, stop)))
+    return writer.manifest
+
+
+def numbers_in(folder):
+    return [int(number) for number in read_whole(folder)["number"]]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+COUNTS = {
+    "even": lambda _: 9,
+    "uneven": lambda rank: 3 + 5 * rank,
+    "first rank has none": lambda rank: 7 * (rank > 0),
+    "last rank alone": lambda rank: 6 * (rank == 3),
+}
+
+
+@SIZES
+@pytest.mark.parametrize("of_rank", COUNTS.values(), ids=COUNTS)
+def test_a_set_holds_the_samples_in_the_order_of_the_ranks(comm, folder, of_rank):
+    counts = [of_rank(rank) for rank in range(comm.size)]
+    counts[-1] = counts[-1] or 6
+    manifest = write(folder, comm, counts)
+    assert manifest == Manifest.read(folder)
+    assert len(manifest.shards) == sum(-(-count // 4) for count in counts)
+    comm.barrier()
+    if comm.rank == 0:
+        read, wanted = read_whole(folder), samples(0, sum(counts))
+        assert np.array_equal(read["number"], wanted["number"])
+        assert all(map(np.array_equal, read["text"], wanted["text"]))
+        assert len(names(folder)) == len(manifest.shards) + 1
+
+
+@SIZES
+def test_one_rank_and_many_write_the_same_samples(comm, folder):
+    counts = [5] * comm.size
+    write(folder, comm, counts)
+    comm.barrier()
+    if comm.rank == 0:
+        whole = samples(0, sum(counts))
+        with ShardWriter(folder.with_name("serial"), FIELDS, samples_per_shard=4) as writer:
+            writer.append(as_bytes(whole))
+        assert numbers_in(folder) == numbers_in(folder.with_name("serial"))
+
+
+@SIZES
+def test_no_samples_on_any_rank_is_an_error_on_all(comm, folder):
+    with pytest.raises(DataError, match="at least one sample"):
+        write(folder, comm, [0] * comm.size)
+    comm.barrier()
+    assert not names(folder)
+
+
+@pytest.fixture
+def old(comm, folder):
+    """A data set that is there before, in ``folder``; gives its file names."""
+    if comm.rank == 0:
+        write_arrays(folder, {"number": np.arange(5)}, samples_per_shard=3)
+    comm.barrier()
+    return names(folder)
+
+
+@pytest.fixture
+def readable(comm):
+    """A directory that everyone may enter, and root change."""
+    path = Path(tempfile.mkdtemp()) if comm.rank == 0 else None
+    path = comm.broadcast_object(path)
+    if comm.rank == 0:
+        path.chmod(0o755)
+    comm.barrier()
+    yield path
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+@contextmanager
+def nobody():
+    """Be a user without rights, for whom a directory of root is read-only."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def check_old(comm, folder, old):
+    comm.barrier()
+    assert names(folder) == old
+    assert numbers_in(folder) == [0, 1, 2, 3, 4]
+
+
+@SIZES
+def test_an_error_on_one_rank_is_one_on_all_and_the_old_set_stays(comm, folder, old):
+    last = comm.size - 1
+
+    def fail_half_way():
+        with ShardWriter(folder, FIELDS, samples_per_shard=4, comm=comm) as writer:
+            writer.append(as_bytes(samples(0, 11)))
+            if comm.rank == last:
+                raise KeyError("program of one rank")
+
+    error = KeyError if comm.rank == last else DataError
+    with pytest.raises(error, match="program of one rank"):
+        fail_half_way()
+    check_old(comm, folder, old)
+
+
+@SIZES
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_set_stays(comm, folder, old):
+    full = 2000 if comm.rank == comm.size - 1 else 10**9
+    with largest_file(full), pytest.raises(DataError, match="File too large"):
+        write(folder, comm, [9] * comm.size)
+    check_old(comm, folder, old)
+
+
+@SIZES
+def test_a_manifest_that_cannot_be_written_is_an_error_on_all(comm, folder, old, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Manifest, "write", refuse)
+    with pytest.raises(DataError, match="No space left on device; make room"):
+        write(folder, comm, [9] * comm.size)
+    check_old(comm, folder, old)
+
+
+@SIZES
+@pytest.mark.usefixtures("old")
+def test_a_set_whose_manifest_took_its_place_stays_whole(comm, folder, monkeypatch):
+    def write_and_fail(self, directory, write_it=Manifest.write):
+        write_it(self, directory)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Manifest, "write", write_and_fail)
+    with pytest.raises(DataError, match="Input/output error"):
+        write(folder, comm, [3] * comm.size)
+    comm.barrier()
+    assert numbers_in(folder) == list(range(3 * comm.size))
+
+
+@SIZES
+@pytest.mark.requires("root")
+def test_a_directory_that_is_read_only_is_an_error_on_all(comm, readable):
+    if comm.rank == 0:
+        write_arrays(readable, {"number": np.arange(5)}, samples_per_shard=3)
+    comm.barrier()
+    old = names(readable)
+    with nobody(), pytest.raises(DataError, match="Permission denied; make room or choose"):
+        write(readable, comm, [9] * comm.size)
+    check_old(comm, readable, old)
+
+
+@SIZES
+def test_a_new_set_replaces_the_old_one(comm, folder, old):
+    write(folder, comm, [9] * comm.size)
+    comm.barrier()
+    assert not {*old} & {*names(folder)} - {"manifest.json"}
+    assert numbers_in(folder) == list(range(9 * comm.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_different_arguments_are_told_on_every_rank(comm, folder):
+    with pytest.raises(DataError, match=r"same arguments.*'x1'.*|same arguments"):
+        ShardWriter(folder, {f"x{comm.rank}": ((), "i8")}, samples_per_shard=1, comm=comm)
+    with pytest.raises(DataError, match=r"samples_per_shard must be positive, got 0"):
+        ShardWriter(folder, FIELDS, samples_per_shard=comm.rank, comm=comm)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_directory_that_is_not_shared_is_told(comm, tmp_path):
+    """Every rank has its own, as on nodes without a common file system."""
+    mine = tmp_path / str(comm.rank)
+    mine.mkdir()
+    with pytest.raises(DataError, match=r"rank 0 does not see .*; choose a directory"):
+        write(mine, comm, [3] * comm.size)
+    assert not names(mine)
+    with pytest.raises(DataError, match="this rank does not see"):
+        write(tmp_path / f"missing-{comm.rank}", comm, [3] * comm.size)

@@ -1,0 +1,300 @@
+"""A decode pool gives what threads give, and tells what went wrong in it."""
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data.parcel import Inbox, Outbox
+from hpctrain.data.pool import DecodePool, _pickled, _Task
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.transform import PerSample
+from hpctrain.errors import CorruptError, DataError
+from hpctrain.launch import mpiexec
+from tests.runtime.victims import is_alive, wait_until
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30.0
+
+
+def make_numbers():
+    """Return a data set that tells the numbers that are asked of it."""
+
+    class Numbers:  # goes by value: the workers know nothing of this file
+        def take(self, indices):
+            if (indices == 13).any():
+                raise CorruptError("number 13 is damaged", 13, 14)
+            return {"number": torch.from_numpy(indices.copy())}
+
+    return Numbers()
+
+
+def make_transform():
+    def transform(columns):
+        number = columns["number"]
+        for unlucky in number[number >= 900].tolist():
+            if unlucky == 900:
+                raise ValueError("bad luck")
+            if unlucky == 901:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if unlucky == 902:
+
+                class LocalError(Exception):
+                    def __init__(self, a, b):
+                        super().__init__(a + b)
+
+                raise LocalError("not to be ", "made again")
+        return {
+            "number": number,
+            "pid": os.getpid(),
+            "server_threads": len([*Path(f"/proc/{os.getppid()}/task").iterdir()]),
+            "large": number.repeat(1000).double(),
+            "bfloat": number.bfloat16(),
+            "turned": number.repeat(2, 3).T,
+            "scalar": torch.tensor(3),
+            "empty": torch.empty(0, 3),
+            "array": number.numpy() * 2,
+            "ragged": Ragged.of([torch.full((n % 4,), n) for n in number.tolist()]),
+            "random": [torch.rand(2), np.random.random(2)],  # noqa: NPY002 - as users do
+            "text": "text",
+        }
+
+    return transform
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with DecodePool(make_numbers(), make_transform(), 2) as made:
+        yield made
+
+
+def ask(pool, *indices, epoch=0, seed=0):
+    return pool.submit(indices, epoch, seed).result(LIMIT_S)
+
+
+def test_everything_comes_back_as_it_was_made(pool):
+    found, expected = ask(pool, 3, 1, 2), make_transform()({"number": torch.tensor([3, 1, 2])})
+    for name in ("number", "large", "bfloat", "turned", "scalar", "empty"):
+        assert found[name].dtype == expected[name].dtype
+        assert torch.equal(found[name], expected[name]), name
+    assert found["array"].tolist() == [6, 2, 4]
+    assert torch.equal(found["ragged"].values, expected["ragged"].values)
+    assert torch.equal(found["ragged"].offsets, expected["ragged"].offsets)
+    assert found["text"] == "text"
+    assert found["pid"] != os.getpid()
+    found["number"] += 1  # the caller's own
+
+
+def test_the_process_that_forks_workers_has_no_threads_of_libraries(pool):
+    assert ask(pool, 1)["server_threads"] == 2  # its own two, the second one after the forks
+
+
+def test_batches_stay_as_they_are_while_others_come(pool):
+    futures = [pool.submit(range(start, start + 8), 0, 0) for start in range(100, 500, 8)]
+    batches = [future.result(LIMIT_S) for future in futures]
+    for _ in range(20):
+        ask(pool, *range(500, 508))
+    for start, batch in zip(range(100, 500, 8), batches, strict=True):
+        assert batch["number"].tolist() == list(range(start, start + 8))
+        assert (batch["large"].view(1000, 8) == torch.arange(start, start + 8)).all()
+    assert len({batch["pid"] for batch in batches}) == 2
+
+
+def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
+    def numbers(*indices, **when):
+        torch_s, numpy_s = ask(pool, *indices, **when)["random"]
+        return (*torch_s.tolist(), *numpy_s.tolist())
+
+    first = numbers(1, 2)
+    assert {numbers(1, 2) for _ in range(8)} == {first}
+    others = [numbers(2, 1), numbers(1, 2, epoch=1), numbers(1, 2, seed=1)]
+    assert len({first, *others}) == 4
+
+
+def test_an_error_comes_back_with_its_traceback(pool):
+    with pytest.raises(ValueError, match="bad luck") as caught:
+        ask(pool, 900)
+    assert "in transform" in str(caught.value.__cause__)
+    assert ask(pool, 1)["text"] == "text"
+
+
+def test_an_error_that_does_not_pickle_comes_back_as_text(pool):
+    with pytest.raises(DataError, match=r"(?s)Traceback.*LocalError: not to be made again"):
+        ask(pool, 902)
+
+
+def test_damaged_samples_are_named_across_processes(pool):
+    with pytest.raises(CorruptError, match="number 13 is damaged") as caught:
+        ask(pool, 12, 13)
+    assert (caught.value.start, caught.value.stop) == (13, 14)
+
+
+def test_a_function_of_samples_gets_the_generator_of_the_sample():
+    def jitter(sample, generator):
+        return {"value": sample["number"] + generator.random()}
+
+    transform = PerSample(jitter, random=True)
+    indices = np.array([5, 3])
+    expected = transform.at(make_numbers().take(indices), indices, 4, 2)
+    task = pickle.loads(_pickled(_Task(make_numbers(), transform)))
+    found = task(indices, 4, 2)
+    assert torch.equal(found["value"], expected["value"])
+
+
+def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
+    lock = threading.Lock()
+    with pytest.raises(DataError, match=r"must pickle, but: .*lock.*workers=0"):
+        DecodePool(make_numbers(), lambda columns: lock and columns, 1)
+    with pytest.raises(DataError, match="at least 1 worker, got 0"):
+        DecodePool(make_numbers(), None, 0)
+
+
+def test_what_a_worker_cannot_load_is_told_by_every_batch():
+    class Unloadable:
+        def __call__(self, columns):
+            return columns
+
+        def __reduce__(self):
+            return exec, ("raise RuntimeError('not here')",)
+
+    with DecodePool(make_numbers(), Unloadable(), 2) as pool:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="not here"):
+                ask(pool, 1)
+
+
+def test_a_killed_worker_is_an_error_that_names_it_and_close_ends_the_others():
+    pool = DecodePool(make_numbers(), make_transform(), 2)
+    pids = {ask(pool, 1)["pid"] for _ in range(8)}
+    failed = [pool.submit([901 if n == 5 else n], 0, 0) for n in range(20)]
+    story = r"decode worker [01] of 2 \(process \d+\) was killed by SIGKILL"
+    with pytest.raises(DataError, match=story):
+        failed[5].result(LIMIT_S)
+    for _ in range(4):  # not only by the worker that is gone
+        with pytest.raises(DataError, match=story):
+            ask(pool, 1)
+    pool.close()
+    pool.close()
+    assert not any(map(is_alive, pids))
+    with pytest.raises(DataError, match="was closed"):
+        pool.submit([1], 0, 0)
+
+
+def test_close_ends_work_that_is_not_done():
+    def sleep(columns):
+        time.sleep(1e6)
+        return columns
+
+    pool = DecodePool(make_numbers(), sleep, 1)
+    futures = [pool.submit([n], 0, 0) for n in range(3)]
+    time.sleep(0.1)
+    pool.close()
+    for future in futures:
+        with pytest.raises(DataError, match="was closed"):
+            future.result(LIMIT_S)
+
+
+def test_segments_are_used_again_and_too_many_are_given_back():
+    outbox, inbox = Outbox(), Inbox()
+
+    def send(value):
+        offered, surplus = inbox.offer()
+        outbox.forget(surplus)
+        parcel, descriptor = outbox.pack(value, offered)
+        found = inbox.unpack(pickle.loads(pickle.dumps(parcel)), offered, descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+        return found
+
+    def same_segments():
+        return outbox._segments.keys() == inbox._segments.keys()
+
+    for size in (10, 1000, 5000, 5000, 0, 10):
+        assert (send([torch.full((size,), 7)])[0] == 7).all()
+    gc.collect()
+    assert len(outbox._segments) == 1
+    kept = [send(torch.full((100,), n)) for n in range(20)]
+    assert len(outbox._segments) == 20
+    assert [batch[0].item() for batch in kept] == list(range(20))
+    view = kept[3][5:]
+    del kept
+    assert send("no tensor") == "no tensor"
+    for _ in range(3):
+        send(torch.ones(3))
+    assert len(outbox._segments) <= 6
+    assert same_segments()
+    assert (view == 3).all()
+
+
+RANK = """
+import os, sys
+from hpctrain.data.pool import DecodePool, _pickled, _Task
+class Pids:
+    def take(self, indices):
+        return {"pid": os.getpid(), "server": os.getppid()}
+pool = DecodePool(Pids(), None, 2)
+found = [pool.submit([n], 0, 0).result() for n in range(8)]
+print(*{pid for one in found for pid in one.values()}, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def rank():
+    """Run a process with a pool; give it and the processes of its pool."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        try:
+            yield process, [int(pid) for pid in process.stdout.readline().split()]
+        finally:
+            process.kill()
+
+
+def test_nothing_is_left_of_a_pool_whose_rank_is_killed():
+    with rank() as (process, pids):
+        assert len(pids) >= 2
+        assert all(map(is_alive, pids))
+        process.kill()
+        process.wait()
+        assert wait_until(lambda: not any(map(is_alive, pids)), LIMIT_S)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("mpi", "num_ranks"),
+    [("openmpi", 4), pytest.param("mpich", 2, marks=pytest.mark.requires("mpich"))],
+)
+def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
+    dataset_of, mpi, num_ranks
+):
+    python = str(ROOT / ".venv-mpich/bin/python") if mpi == "mpich" else sys.executable
+    job = [python, "-W", "error::DeprecationWarning:multiprocessing", "-X", "faulthandler"]
+    script = [str(ROOT / "tests/data/jobs/decode.py"), str(dataset_of(100).path)]
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    launch = [python, "-m", "hpctrain", "launch", "-n", str(num_ranks), "--timeout", "90", "--"]
+    done = subprocess.run(
+        [*launch, *job, *script],
+        env=mpiexec.environment() | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert sorted(done.stdout.split()) == [f"<{n}>" for n in range(num_ranks)], done.stderr
+    assert done.returncode == 0, done.stderr
+    for word in ("fork", "Segmentation", "Traceback", "DeprecationWarning"):
+        assert word not in done.stderr

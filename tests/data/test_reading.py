@@ -1,0 +1,165 @@
+"""Reading ahead: in order, within bounds, with transforms, and without a thread left behind."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.data.loader import Loader
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.transform import PerSample
+from hpctrain.errors import DataError
+from tests.data.memory import InMemory
+
+
+def test_a_transform_makes_the_fields_of_a_batch():
+    loader = Loader(
+        InMemory(31), global_batch=8, transform=lambda fields: {"twice": 2 * fields["number"]}
+    )
+    (twice,) = next(iter(loader))
+    assert (twice % 2 == 0).all()
+
+
+def test_a_function_of_a_sample_may_return_any_lengths():
+    def repeated(sample):
+        return {"copies": sample["number"].repeat(int(sample["number"]))}
+
+    loader = Loader(InMemory(4), global_batch=4, order="sequential", transform=PerSample(repeated))
+    (copies,) = next(iter(loader))
+    assert isinstance(copies, Ragged)
+    assert copies.values.tolist() == [1, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda sample: {"x": torch.zeros(1, int(sample["number"]))}, "first dimension only"),
+        (lambda sample: {f"x{sample['number']}": 1}, "the same fields"),
+    ],
+)
+def test_samples_that_do_not_go_into_a_batch_are_told(function, words):
+    loader = Loader(InMemory(4), global_batch=4, transform=PerSample(function))
+    with pytest.raises(DataError, match=words):
+        next(iter(loader))
+
+
+def test_random_numbers_without_a_loader_are_told():
+    with pytest.raises(DataError, match="give it to a Loader"):
+        PerSample(noisy, random=True)(InMemory(4).take([1]))
+
+
+def noisy(sample, generator):
+    return {"number": sample["number"], "noise": generator.standard_normal(2)}
+
+
+@settings(max_examples=50)
+@given(size=st.integers(1, 5), batch=st.integers(1, 40), epoch=st.integers(0, 2))
+def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_only(size, batch, epoch):
+    def drawn(size, batch):
+        found = {}
+        for rank in range(size):
+            loader = Loader(
+                InMemory(31),
+                global_batch=batch,
+                rank=rank,
+                size=size,
+                seed=3,
+                transform=PerSample(noisy, random=True),
+            )
+            loader.set_epoch(epoch)
+            for b in loader:
+                if b.num_samples:
+                    found |= zip(b.number.tolist(), map(tuple, b.noise.tolist()), strict=True)
+        return found
+
+    alone = drawn(1, 31)
+    assert drawn(size, batch) == alone
+    assert len(set(alone.values())) == 31
+
+
+def readers():
+    return [t for t in threading.enumerate() if t.name.startswith("hpctrain-loader")]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_failure_while_reading_is_raised_at_its_step(threads):
+    def fail_on_sample_20(fields):
+        if 20 in fields["number"]:
+            raise KeyError("sample 20")
+        return fields
+
+    loader = Loader(
+        InMemory(31),
+        global_batch=8,
+        order="sequential",
+        transform=fail_on_sample_20,
+        threads=threads,
+    )
+    batches = iter(loader)
+    assert [next(batches).number[0].item() for _ in range(2)] == [0, 8]
+    with pytest.raises(KeyError, match="sample 20"):
+        next(batches)
+    assert not readers()
+    assert loader.consumed == 16
+    with pytest.raises(KeyError, match="sample 20"):
+        next(iter(loader))
+
+
+def test_a_transform_that_returns_no_fields_is_told():
+    loader = Loader(InMemory(31), global_batch=8, transform=lambda fields: fields["number"])
+    with pytest.raises(DataError, match="tensors by field"):
+        next(iter(loader))
+
+
+def test_reading_ahead_is_bounded_and_ends_with_its_consumer():
+    reads = []
+    loader = Loader(
+        InMemory(97),
+        global_batch=1,
+        prefetch=3,
+        threads=2,
+        transform=lambda fields: reads.append(1) or fields,
+    )
+    batches = iter(loader)
+    next(batches)
+    assert len(readers()) == 2
+    deadline = time.monotonic() + 10
+    while len(reads) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(reads) == 4
+    batches.close()
+    assert not readers()
+
+
+def test_another_pass_ends_the_one_before():
+    loader = Loader(InMemory(97), global_batch=10)
+    first = iter(loader)
+    next(first)
+    assert next(iter(loader)).num_samples == 10
+    with pytest.raises(DataError, match="when another one begins"):
+        next(first)
+    state = loader.state_dict()
+    for change in (lambda: loader.set_epoch(3), lambda: loader.load_state_dict(state)):
+        batches = iter(loader)
+        next(batches)
+        change()
+        with pytest.raises(DataError, match="set_epoch"):
+            next(batches)
+    assert not readers()
+
+
+def test_worker_processes_give_the_same_batches(dataset_of):
+    def batches(**kwargs):
+        loader = Loader(dataset_of(31), global_batch=8, transform=PerSample(seen), **kwargs)
+        with loader:
+            return [b.number.tolist() for _ in range(2) for b in loader]
+
+    assert batches(workers=1) == batches()
+
+
+def seen(sample):
+    return {"number": 2 * sample["number"]}

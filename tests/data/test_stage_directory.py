@@ -1,0 +1,124 @@
+"""The folder of a job on a node: there while a process holds it, gone after any end of all."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.data import stage_directory
+from hpctrain.data.stage_directory import LOCK, PREFIX, StageDirectory, sweep
+from tests.runtime.victims import wait_until
+
+LIMIT_S = 20.0
+
+JOB = """
+import os, sys, time
+from pathlib import Path
+from hpctrain.data import stage_directory
+def refuse(path):
+    raise OSError
+if sys.argv[2] == "alone":
+    stage_directory._keep = refuse
+held = stage_directory.StageDirectory.create(Path(sys.argv[1]), "test")
+(held.path / "file").write_text("content")
+if not os.fork():
+    sys.exit()  # with all exit handlers
+os.wait()
+print(held.path, (held.path / "file").exists(), flush=True)
+end = sys.stdin.readline().strip()
+if end == "exception":
+    raise ValueError("bad luck")
+if end == "held":
+    time.sleep(1e9)
+"""
+
+
+@contextlib.contextmanager
+def job(parent, kept="kept"):
+    """Run a process that holds a directory of its own below ``parent``."""
+    script = [sys.executable, "-c", JOB, str(parent), kept]
+    process = subprocess.Popen(
+        script,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    try:
+        path, survives_fork = process.stdout.readline().split()
+        assert survives_fork == "True"
+        yield process, Path(path)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("end", ["", "exception"])
+def test_it_goes_with_the_process(tmp_path, end):
+    with job(tmp_path) as (process, path):
+        process.communicate(end + "\n")
+        assert process.returncode == bool(end)
+        assert not path.exists()
+
+
+def test_it_goes_when_the_process_is_killed(tmp_path):
+    with job(tmp_path) as (process, path):
+        process.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not path.exists(), LIMIT_S)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_job_leaves_is_swept_and_what_is_held_is_not(tmp_path):
+    with job(tmp_path, "alone") as (process, path), job(tmp_path) as (_, other):
+        assert sweep(tmp_path) == []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert path.exists()
+        assert sweep(tmp_path) == [path]
+        assert other.exists()
+        assert not path.exists()
+
+
+def test_nothing_else_is_swept(tmp_path):
+    for name in (f"{PREFIX}mine", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / LOCK).touch()
+    (tmp_path / f"{PREFIX}file").touch()
+    assert sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+    assert sweep(tmp_path / "nowhere") == []
+
+
+def test_a_directory_that_was_never_locked_goes_when_it_is_old(tmp_path, monkeypatch):
+    young = tmp_path / f"{PREFIX}young"
+    young.mkdir()
+    (young / f"{LOCK}.part").touch()
+    assert sweep(tmp_path) == []
+    monkeypatch.setattr(stage_directory, "YOUNG_S", -1.0)
+    assert sweep(tmp_path) == [young]
+
+
+def test_the_last_one_who_lets_go_removes_it(tmp_path):
+    first = StageDirectory.create(tmp_path, "test")
+    second = StageDirectory.join(first.path)
+    first.close()
+    first.close()
+    assert second.path.exists()
+    assert sweep(tmp_path) == []
+    del second
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_locked_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks")
+
+    monkeypatch.setattr(stage_directory.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks"):
+        StageDirectory.create(tmp_path, "test")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,286 @@
+"""Whatever is wrong with a data set is found, and what is said of it is exact."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import pytest
+
+import hpctrain
+from hpctrain.data import pieces, salvage
+from hpctrain.data.crc import combine
+from hpctrain.data.faults import merged
+from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.verify import verify
+from hpctrain.errors import DataError
+from hpctrain.runtime.world import current
+from tests.data.mixed_set import IN_MEMORY, files_of, flip, write_mixed
+
+
+@pytest.fixture
+def comm():
+    hpctrain.init(ranks_per_node=2)
+    yield current().comm
+    hpctrain.shutdown()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("verify") / "set"
+    write_mixed(directory)
+    return directory
+
+
+@pytest.fixture
+def damaged(original, tmp_path):
+    """Give a copy to be damaged."""
+    shutil.copytree(original, tmp_path / "set")
+    return tmp_path / "set"
+
+
+def shard(directory, index=1):
+    found = Manifest.read(directory).shards[index]
+    return directory / found.file, found
+
+
+def only_fault(directory):
+    (fault,) = verify(directory).faults
+    return fault
+
+
+def test_a_crc32_of_pieces_is_that_of_the_whole():
+    rng = random.Random(0)
+    for sizes in [(0, 0), (0, 5), (5, 0), (1, 1), (3, 4096), (10_000, 77_777)]:
+        first, second = map(rng.randbytes, sizes)
+        whole = combine(zlib.crc32(first), zlib.crc32(second), len(second))
+        assert whole == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_whole_data_set_is_whole_and_verify_changes_nothing(tmp_path, compression):
+    manifest = write_mixed(tmp_path, compression=compression)
+    before = files_of(tmp_path)
+    report = verify(tmp_path)
+    assert report.is_whole
+    assert (report.num_samples, report.num_shards, report.num_lost) == (100, 3, 0)
+    assert report.uuid == manifest.uuid
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(("compression", "num_flips"), [(None, 800), ("zstd", 200)])
+def test_each_of_1000_flipped_bits_is_found(compression, num_flips):
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        directory = Path(folder)
+        write_mixed(directory, 12, compression=compression, samples_per_shard=8)
+        files = sorted(directory.iterdir())
+        assert len(files) == 3
+        for _ in range(num_flips):
+            path = rng.choice(files)
+            where = rng.randrange(path.stat().st_size), rng.randrange(8)
+            flip(path, *where)
+            report = verify(directory, threads=1)
+            assert [fault.file for fault in report.faults[:1]] == [path.name], where
+            flip(path, *where)
+        assert verify(directory).is_whole
+
+
+def test_a_flipped_bit_of_a_sample_is_found_in_its_block_and_nowhere_else(damaged):
+    path, found = shard(damaged)
+    for name, row_bytes in (("image", 24), ("number", 8), ("label", 1)):
+        for row in (0, 6, 7, 39):
+            position = found.places[name].offset + row * row_bytes + row_bytes - 1
+            flip(path, position)
+            fault = only_fault(damaged)
+            block = row // 7
+            assert (fault.file, fault.shard, fault.field) == (path.name, 1, name)
+            assert fault.blocks == (block,)
+            assert fault.samples == ((40 + 7 * block, min(40 + 7 * block + 7, 80)),)
+            flip(path, position)
+
+
+def test_a_flipped_bit_of_a_ragged_sample_is_found_in_its_block(damaged):
+    path, found = shard(damaged)
+    with h5py.File(path) as file:
+        offsets = file["index/text"][:].astype(int)
+    flip(path, found.places["text"].offset + 4 * offsets[24])
+    assert only_fault(damaged).blocks == (3,)
+    assert verify(damaged).lost == ((61, 68),)
+
+
+def test_damage_beside_the_samples_costs_none(damaged):
+    path, found = shard(damaged)
+    flip(path, found.places["image"].crc_offset)
+    assert (
+        only_fault(damaged).what == "has damaged checksums of field image; its samples are whole"
+    )
+    flip(path, found.places["image"].crc_offset)
+    flip(path, 0)
+    assert "metadata" in only_fault(damaged).what
+    assert verify(damaged).num_lost == 0
+
+
+def test_a_damaged_index_costs_all_samples_of_the_shard(damaged):
+    path, found = shard(damaged)
+    flip(path, found.places["boxes"].index_offset + 8)
+    assert verify(damaged).lost == ((40, 80),)
+    assert "index of field boxes" in only_fault(damaged).what
+
+
+def test_of_a_shard_that_was_cut_off_the_first_blocks_are_whole(directory):
+    path, found = shard(directory)
+    first, last = sorted(found.places, key=lambda name: found.places[name].offset)
+    row_bytes = {"image": 24, "number": 8}[last]
+    with path.open("r+b") as file:
+        file.truncate(found.places[last].offset + 20 * row_bytes)
+    report = verify(directory)
+    assert report.faults[0].what.startswith("was cut off: it has ")
+    assert {fault.field for fault in report.faults} == {None, first, last}
+    assert report.lost == ((54, 80),)
+
+
+def test_a_shard_that_has_grown_is_told(damaged):
+    path, _ = shard(damaged)
+    with path.open("ab") as file:
+        file.write(b"more")
+    assert only_fault(damaged).what.startswith("has grown: it has ")
+    assert verify(damaged).num_lost == 0
+
+
+def test_a_missing_shard_costs_its_samples(damaged):
+    shard(damaged)[0].unlink()
+    fault = only_fault(damaged)
+    assert fault.what == "cannot be opened: No such file or directory"
+    assert fault.samples == ((40, 80),)
+    assert fault.blocks == tuple(range(6))
+
+
+def test_a_directory_in_place_of_a_shard_is_a_fault(damaged):
+    path, _ = shard(damaged)
+    path.unlink()
+    path.mkdir()
+    assert verify(damaged).lost == ((40, 80),)
+
+
+def test_a_shard_of_another_data_set_is_a_fault(damaged, tmp_path):
+    other = write_mixed(tmp_path / "other", 101)
+    shutil.copy(tmp_path / "other" / other.shards[1].file, shard(damaged)[0])
+    assert not verify(damaged).is_whole
+    assert {fault.shard for fault in verify(damaged).faults} == {1}
+
+
+def test_two_shards_that_changed_places_are_told_by_their_attributes(damaged):
+    manifest = Manifest.read(damaged)
+    first, second, third = manifest.shards
+    swapped = (
+        replace(second, file=first.file),
+        replace(first, file=second.file),
+        third,
+    )
+    (damaged / first.file).rename(damaged / "kept")
+    (damaged / second.file).rename(damaged / first.file)
+    (damaged / "kept").rename(damaged / second.file)
+    replace(manifest, shards=swapped).write(damaged)
+    texts = [str(fault) for fault in verify(damaged).faults]
+    assert any("says other than its manifest: shard is 1, by the manifest 0" in t for t in texts)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b"\xff\xfe", b'{"format": 1}'])
+def test_a_lost_or_damaged_manifest_is_a_fault(damaged, content):
+    (damaged / MANIFEST).unlink()
+    if content is not None:
+        (damaged / MANIFEST).write_bytes(content)
+    assert only_fault(damaged).file == MANIFEST
+    assert "--rebuild-manifest" in verify(damaged).lines()[-1]
+
+
+def test_leftovers_are_told_and_no_fault(damaged):
+    names = ["train-0123abcd-00000-of-00001.h5", "train-0123abcd-r00001-00003.h5.part"]
+    names += [f"{MANIFEST}.part", "train-r00000.journal"]
+    for name in [*names, "notes.txt"]:
+        (damaged / name).touch()
+    report = verify(damaged)
+    assert report.is_whole
+    assert report.leftovers == tuple(sorted(names))
+
+
+def test_where_there_is_no_directory_nothing_can_be_checked(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"a data set is a directory, .* is none"):
+        verify(tmp_path / "file")
+    for name in ("none", "file/none"):
+        with pytest.raises(DataError, match=r"cannot see the data set .*; check path and mount"):
+            verify(tmp_path / name)
+
+
+def test_what_the_disk_cannot_read_is_a_fault(damaged, monkeypatch):
+    path, found = shard(damaged)
+    bad = found.places["number"].offset + 8 * 7
+    preadv = os.preadv
+
+    def broken(descriptor, buffers, offset):
+        if offset <= bad < offset + len(buffers[0]) and os.fstat(descriptor).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, buffers, offset)
+
+    inode = path.stat().st_ino
+    monkeypatch.setattr(os, "preadv", broken)
+    assert only_fault(damaged).what == "is damaged: block 1 of field number cannot be read"
+    assert verify(damaged).lost == ((47, 54),)
+
+
+def test_progress_ends_at_all_bytes_also_of_a_missing_shard(damaged):
+    shard(damaged)[0].unlink()
+    totals, steps = [], []
+
+    def start(total):
+        totals.append(total)
+        return steps.append
+
+    report = verify(damaged, start=start)
+    assert totals == [report.num_bytes]
+    assert sum(steps) == report.num_bytes
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1000])
+def test_the_pieces_and_the_threads_that_read_them_play_no_role(damaged, monkeypatch, piece_bytes):
+    path, found = shard(damaged)
+    flip(path, found.places["image"].offset + 7 * 24)
+    expected = verify(damaged, threads=1)
+    assert expected.lost == ((47, 54),)
+    monkeypatch.setattr(salvage, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes * 100)
+    monkeypatch.setattr(pieces, "_WORTH_COMBINING", 100)
+    for threads in (1, 3):
+        assert verify(damaged, threads=threads) == expected
+
+
+def test_ranges_are_merged():
+    assert merged([(5, 7), (0, 2), (2, 3), (6, 9), (20, 21)]) == ((0, 3), (5, 9), (20, 21))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_all_ranks_get_the_report_of_one(world, comm, tmp_path_factory):
+    directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
+    if world.rank == 0:
+        write_mixed(directory)
+        path, found = shard(directory, 2)
+        flip(path, found.places["number"].offset)
+        shard(directory, 0)[0].unlink()
+    world.Barrier()
+    report = verify(directory, comm)
+    assert report.lost == ((0, 40), (80, 87))
+    assert world.allgather(report) == [verify(directory)] * world.size
+    world.Barrier()
+    if world.rank == 0:
+        (directory / MANIFEST).write_text("{")
+    world.Barrier()
+    assert world.allgather(verify(directory, comm)) == [verify(directory)] * world.size
+    with pytest.raises(DataError, match="cannot see"):
+        verify(directory / "none", comm)
