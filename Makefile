@@ -48,6 +48,15 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	  > "$$(packages .venv-mpich/bin/python)/venv.pth"
 	touch $@
 
+# What perf/bench_data.py compares with lies in a folder of its own: nothing else may use it.
+.PHONY: .venv-peers
+.venv-peers: .venv-peers/stamp ## install the data loaders that perf/bench_data.py compares with
+
+.venv-peers/stamp: .venv/stamp perf/peers.txt
+	rm -rf .venv-peers
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv-peers -r perf/peers.txt
+	touch $@
+
 # --- the main job -------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -110,6 +119,10 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	shellcheck $(SHELL_FILES)
 	python -m pytest -q tests/test_size.py
 
+.PHONY: soak
+soak: .venv/stamp ## kill writers of data sets some hundred times; about ten minutes
+	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py
+
 .PHONY: bench
 bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	@mkdir -p perf/results
@@ -117,6 +130,9 @@ bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 	python perf/bench_start.py --json perf/results/start-4.json
+	python perf/bench_order.py --json perf/results/order.json
+	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
+	python perf/bench_data.py --json perf/results/data.json --plot perf/results/data.png
 	@if python -m tests.cluster.vcluster check; then \
 	  python perf/bench_network.py --json perf/results/network-openmpi.json \
 	    --plot perf/results/network-openmpi.png; \
@@ -134,4 +150,4 @@ dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empt
 
 .PHONY: clean
 clean: ## remove all that the targets made, but no runs
-	rm -rf .venv .venv-mpich build dist ./*.egg-info .*_cache .hypothesis .coverage*
+	rm -rf .venv .venv-mpich .venv-peers build dist ./*.egg-info .*_cache .hypothesis .coverage*

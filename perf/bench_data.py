@@ -73,8 +73,8 @@ class Plan:
     def of(cls, options: Namespace) -> "Plan":
         """Choose by the options."""
         if options.quick:
-            kinds = Kind(BIG.name, BIG.shape, 1000), Kind(SMALL.name, SMALL.shape, 20_000)
-            return cls({kinds[0]: (64,), kinds[1]: (64,)}, 2, 0.5, 0.15)
+            kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, 2, 0.35, 0.1)
         return cls({BIG: (64,), SMALL: (64, 256)}, options.rounds, 1.8, 0.3)
 
 

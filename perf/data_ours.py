@@ -45,7 +45,9 @@ class First(Way):
         """Read an epoch of the data set that is open."""
         assert self.loader
         for batch in self.loader:
-            yield batch["x"], batch["y"]
+            pair = [(batch["x"], batch["y"])]
+            del batch  # its memory is used again once nobody refers to it
+            yield pair.pop()
 
 
 class FirstWindow(First):
@@ -87,5 +89,5 @@ class Take(Second):
         assert self.loader
         dataset = self.loader.dataset
         for rows in self.shuffled():
-            batch = dataset.take(rows)
-            yield batch["x"], batch["y"]
+            pair = [tuple(dataset.take(rows).values())]
+            yield pair.pop()

@@ -105,6 +105,7 @@ def _read_epoch(way: Way, truth: Truth, limit_s: float) -> Turn:
             labels[done:stop] = y.numpy()
             touched[done:stop] = _touched(x.numpy())
             done = stop
+            del x, y  # whoever can use their memory again may do so
             elapsed_s = time.perf_counter() - begin.seconds
             if elapsed_s > START * limit_s and middle is begin:
                 middle = _Mark.now(done)

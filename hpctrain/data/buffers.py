@@ -1,9 +1,10 @@
 """Batch memory that is used again: the page faults of fresh memory cost more than its copy."""
 
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ _SMALL_BYTES = 64 * KIB
 _MAX_PER_SIZE = 16
 _MAX_SIZES = 8
 
-# The local name and the argument of getrefcount: nothing else knows the buffer.
+# The list and the argument of getrefcount: nothing else knows the buffer.
 _REFERENCES_OF_FREE = 2
 
 
@@ -28,7 +29,8 @@ class Buffers:
 
     def __init__(self) -> None:
         """Start without memory."""
-        self._by_size: OrderedDict[int, deque[NDArray[np.uint8]]] = OrderedDict()
+        self._by_size: OrderedDict[int, list[NDArray[np.uint8]]] = OrderedDict()
+        self._lock = Lock()
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return an array to be filled; small ones are always new."""
@@ -45,21 +47,18 @@ class Buffers:
         if buffers is None:
             if len(self._by_size) >= _MAX_SIZES:
                 self._forget_oldest()
-            buffers = self._by_size.setdefault(size, deque())
-        for _ in range(len(buffers)):
-            # While it is out of the deque, no other thread can take the same one.
-            try:
-                buffer = buffers.popleft()
-            except IndexError:
-                break
-            free = sys.getrefcount(buffer) == _REFERENCES_OF_FREE
-            buffers.append(buffer)
-            if free:
-                return buffer
-        buffer = np.empty(size, np.uint8)
-        if len(buffers) < _MAX_PER_SIZE:
-            buffers.append(buffer)
-        return buffer
+            buffers = self._by_size.setdefault(size, [])
+        with self._lock:
+            # The one that became free last is the likeliest to lie in a cache.
+            for place in range(len(buffers) - 1, -1, -1):
+                if sys.getrefcount(buffers[place]) == _REFERENCES_OF_FREE:
+                    buffer = buffers.pop(place)
+                    buffers.append(buffer)
+                    return buffer
+            buffer = np.empty(size, np.uint8)
+            if len(buffers) < _MAX_PER_SIZE:
+                buffers.append(buffer)
+            return buffer
 
     def _forget_oldest(self) -> None:
         try:

@@ -26,12 +26,12 @@ def read_pieces(descriptor: int, pieces: Iterable[tuple[int, int, int]], out: me
     for offset, size, place in sorted(pieces):
         if offset != stop or len(run) == _MAX_BUFFERS or stop - start > _MAX_BYTES:
             if run:
-                _read(descriptor, run, start, stop - start)
+                read_into(descriptor, run, start, stop - start)
             run, start = [], offset
         run.append(out[place : place + size])
         stop = offset + size
     if run:
-        _read(descriptor, run, start, stop - start)
+        read_into(descriptor, run, start, stop - start)
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -42,11 +42,16 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """
     out = np.empty(num_bytes, np.uint8)
     if num_bytes:
-        _read(descriptor, [out.data], offset, num_bytes)
+        read_into(descriptor, [out.data], offset, num_bytes)
     return out
 
 
-def _read(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
+def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
+    """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file.
+
+    Raises:
+        OSError: the file cannot be read, or ends before (EIO).
+    """
     done = os.preadv(descriptor, buffers, offset)
     while done < num_bytes:
         # Rare: a signal, or more than 2 GiB at once.

@@ -65,6 +65,8 @@ class Handles:
         self.pid = os.getpid()
         self.buffers = Buffers()
         self.stitched: Stitched | None = None
+        self.is_in_memory = False
+        """What ``look_in_memory`` has seen."""
         self._manifest = manifest
         self._open_shard = open_shard
         self._shards: OrderedDict[int, ReadableShard] = OrderedDict()
@@ -92,13 +94,8 @@ class Handles:
                     self._shards.popitem(last=False)
         return found
 
-    def rows_of(self, wanted: Array, *, checked: bool) -> tuple[Stitched, Array] | None:
-        """Return the array of all shards and the rows of samples in it, if it can be read.
-
-        Args:
-            wanted: samples of the data set.
-            checked: whether the crc32 of their blocks must have been right.
-        """
+    def rows_of(self, wanted: Array) -> tuple[Stitched, Array] | None:
+        """Return the array of all shards and the rows of samples in it, if there is one."""
         stitched = self.stitched
         if stitched is None:
             self._stitch()
@@ -107,7 +104,13 @@ class Handles:
         if rows is None:
             self.stitched = None
             return None
-        return (stitched, rows) if not checked or stitched.is_checked(rows) else None
+        return stitched, rows
+
+    def look_in_memory(self) -> bool:
+        """Look whether all shards lie in memory and are mapped; once they do, that is that."""
+        if self.stitched is not None and not self.is_in_memory:
+            self.is_in_memory = self.stitched.is_in_memory()
+        return self.stitched is not None and self.is_in_memory
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Do some work in a thread of its own, one piece after another."""

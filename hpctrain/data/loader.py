@@ -164,7 +164,11 @@ class Loader:
                         break
                     assert isinstance(batch, Batch)
                     self.consumed = min(self.consumed + self.global_batch, len(self.dataset))
-                    yield batch
+                    # Nothing here keeps it: once the consumer drops it, its memory is free for
+                    # the next one.
+                    given = [batch]
+                    del batch
+                    yield given.pop()
         if self._pass is current:
             self.epoch, self.consumed = self.epoch + 1, 0
 
@@ -204,6 +208,10 @@ class Loader:
             # A thread waits for a worker; each worker has its next batch waiting.
             together, threads = 1, max(self.prefetch, 2 * self.workers)
             depth = threads
+        elif self.dataset.in_memory and not (self.transform or self.pin_memory):
+            # A thread costs more than the copy that it would hide, and more buffers than one
+            # fall out of the caches.
+            depth = 0
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(
             dataset=self.dataset,

@@ -78,6 +78,11 @@ class Mixture:
         return 1
 
     @property
+    def in_memory(self) -> bool:
+        """Whether all of it lies in memory."""
+        return all(source.in_memory for source in self.sources)
+
+    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample."""
         sizes = [source.sample_bytes for source in self.sources]

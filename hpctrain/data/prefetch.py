@@ -14,11 +14,14 @@ T = TypeVar("T")
 def prefetched(
     work: Callable[[int], T], numbers: Iterable[int], *, threads: int, depth: int
 ) -> Iterator[Iterator[T]]:
-    """Give the results of ``work(number)`` in order; at most ``depth`` are ahead.
+    """Give the results of ``work(number)`` in order; at most ``depth`` are ahead, 0 for none.
 
     At the end of the block, however it ends, work in progress is waited for, what has not begun
     is dropped, and no thread is left.
     """
+    if not depth:
+        yield map(work, numbers)
+        return
     pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="hpctrain-loader")
     pending = (pool.submit(work, number) for number in numbers)
     try:
@@ -30,8 +33,7 @@ def prefetched(
 def _in_order(pending: Iterator[Future[T]], depth: int) -> Iterator[T]:
     ahead = deque(islice(pending, depth))
     while ahead:
-        result = ahead.popleft().result()
+        # The consumer alone shall have it: its memory is used again once he drops it.
+        given = [ahead.popleft().result()]
         ahead.extend(islice(pending, 1))
-        yield result
-        # The consumer has it now; nothing here may keep its memory from being used again.
-        del result
+        yield given.pop()

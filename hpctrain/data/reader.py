@@ -21,6 +21,7 @@ from hpctrain.data.picked import Picked
 from hpctrain.data.ragged import Values
 from hpctrain.data.shard import OpenShard, check_file
 from hpctrain.data.shardfile import IO, UNREADABLE
+from hpctrain.data.stitched import Stitched
 from hpctrain.data.values import Array
 from hpctrain.errors import DataError, MismatchError
 
@@ -52,7 +53,9 @@ class ShardedDataset:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
             io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map those that
-                lie in memory. A mapped page that the disk cannot read ends the process.
+                lie in memory, and small samples on a local disk. A mapped page that the disk
+                cannot read ends the process; the blocks of a shard that does not lie in memory
+                are read before, to be checked, so that it seldom comes to that.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
@@ -138,6 +141,11 @@ class ShardedDataset:
             field.sample_bytes * self._num_rows(name) for name, field in self.fields.items()
         ) / max(1, len(self))
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all of it lies in memory and is mapped, as seen once all shards are open."""
+        return self._own is not None and self._own.look_in_memory()
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return self._num_samples
@@ -166,12 +174,13 @@ class ShardedDataset:
         wanted = self._in_range(indices)
         handles = self._handles()
         empty = handles.buffers.empty
-        found = None
-        if self._verify != "always":
-            found = handles.rows_of(wanted, checked=self._verify == "first")
-        parts = None if found and not self._is_ragged else self._parts(handles, wanted)
-        if parts is not None and not found:
+        found = handles.rows_of(wanted)
+        is_checked = found and (self._verify == "off" or self._is_checked(*found))
+        parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
+        if parts is not None and not is_checked:
             self._check(parts)
+            # What is wrong may have been healed by opening the file anew.
+            found = handles.rows_of(wanted)
         batch: dict[str, Values] = {}
         for name, shape, dtype, is_ragged in self._fields:
             if is_ragged:
@@ -197,8 +206,7 @@ class ShardedDataset:
             DataError: an index is out of range.
         """
         handles = self._handles()
-        if handles.stitched is None:
-            # All is in memory otherwise.
+        if not handles.is_in_memory:
             wanted = self._in_range(indices).copy()
             handles.in_background(lambda: self._bring(handles, wanted))
 
@@ -224,6 +232,9 @@ class ShardedDataset:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
         return {**self.__dict__, "_own": None, "_inherited": []}
+
+    def _is_checked(self, stitched: Stitched, rows: Array) -> bool:
+        return self._verify == "first" and stitched.is_checked(rows)
 
     def _in_range(self, indices: ArrayLike) -> Array:
         wanted = np.asarray(indices, np.int64)

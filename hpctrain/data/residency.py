@@ -5,6 +5,8 @@ import os
 
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """The magic numbers of tmpfs and ramfs, by statfs(2)."""
+_LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
+"""Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
 _NUM_PROBES = 32
 
 
@@ -19,12 +21,20 @@ def in_memory(descriptor: int, num_bytes: int) -> bool:
 
 def on_memory_file_system(descriptor: int) -> bool:
     """Return whether a file has no other place than memory."""
+    return _file_system(descriptor) in _MEMORY_FILE_SYSTEMS
+
+
+def on_local_disk(descriptor: int) -> bool:
+    """Return whether a file lies on a disk of this node, as far as that is known."""
+    return _file_system(descriptor) in _LOCAL_FILE_SYSTEMS
+
+
+def _file_system(descriptor: int) -> int:
     # struct statfs begins with f_type, a long; the rest is less than this on any machine.
     record = ctypes.create_string_buffer(1024)
     if ctypes.CDLL(None).fstatfs(descriptor, record):
-        return False
-    kind = ctypes.c_ulong.from_buffer(record).value
-    return kind & 0xFFFFFFFF in _MEMORY_FILE_SYSTEMS
+        return 0
+    return ctypes.c_ulong.from_buffer(record).value & 0xFFFFFFFF
 
 
 def _is_cached(descriptor: int, num_bytes: int) -> bool:

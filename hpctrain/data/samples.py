@@ -35,6 +35,10 @@ class Samples(Protocol):
     def sample_bytes(self) -> float:
         """Mean bytes of a sample, over all fields."""
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether taking samples is a copy in memory, with no wait for a disk."""
+
     def __len__(self) -> int:
         """Return the number of samples."""
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from hpctrain.data.ahead import advise, runs_of
 from hpctrain.data.chunks import ChunkCache
 from hpctrain.data.layout import Manifest
-from hpctrain.data.residency import in_memory
 from hpctrain.data.shardfile import IO, UNREADABLE, ShardFile
 from hpctrain.data.values import Array
 from hpctrain.errors import CorruptError
@@ -92,7 +91,11 @@ class OpenShard:
         if file.all_checked and not again:
             return
         blocks = np.unique(rows // self._manifest.block_size)
-        for block in (blocks if again else blocks[~file.checked[blocks]]).tolist():
+        blocks = blocks if again else blocks[~file.checked[blocks]]
+        wrong = file.wrong_blocks(blocks)
+        file.checked[blocks] = True
+        file.checked[wrong] = False
+        for block in wrong:
             self._check_block(block)
         self.file.all_checked = bool(self.file.checked.all())
 
@@ -185,8 +188,7 @@ class OpenShard:
         if self._num_taken > self._shard.num_samples:
             self._num_taken = 0
             file = self.file
-            lies_there = in_memory(file.descriptor, self._shard.num_bytes)
-            if self._io == "auto" and lies_there != file.is_mapped:
+            if self._io == "auto" and file.wants_map() != file.is_mapped:
                 self._reopened(file)
         return self.file
 

@@ -16,8 +16,10 @@ from hpctrain.data.direct import read_at
 from hpctrain.data.hdf5 import HDF5Values, open_hdf5
 from hpctrain.data.layout import Field, Manifest, Place
 from hpctrain.data.mapped import Space
-from hpctrain.data.residency import in_memory
+from hpctrain.data.plain_blocks import PlainBlocks, from_file, from_memory
+from hpctrain.data.residency import in_memory, on_local_disk
 from hpctrain.data.values import Array, DirectValues, MappedValues, Values
+from hpctrain.units import KIB, MIB
 
 IO = Literal["map", "read", "auto"]
 
@@ -25,6 +27,8 @@ UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
 """What a file that is not the shard of its manifest leads to, here and in HDF5."""
 
 _SMALL_ROW_BYTES = 64
+_SMALL_FIELD_BYTES = 16 * MIB
+_SMALL_SAMPLE_BYTES = 16 * KIB
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -52,7 +56,7 @@ class ShardFile:
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
         self._check_size()
         self.in_memory = in_memory(self.descriptor, self.shard.num_bytes)
-        self.is_mapped = self.in_memory if io == "auto" else io == "map"
+        self.is_mapped = self.wants_map() if io == "auto" else io == "map"
         self.space = self._mapping() if self.is_mapped else None
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
@@ -64,10 +68,34 @@ class ShardFile:
         self.values = {
             name: self._values(name, field, chunks) for name, field in manifest.fields.items()
         }
+        self._has_filters = any(field.compression for field in manifest.fields.values())
+        self._plain_blocks = [
+            self._blocks_of(name, place.offset)
+            for name, place in self.shard.places.items()
+            if place.offset is not None
+        ]
 
     def is_changed(self) -> bool:
         """Return whether the file was written to or truncated since it was opened."""
         return self._identity() != self.identity
+
+    def wants_map(self) -> bool:
+        """Return whether the file is better mapped than read.
+
+        Where it lies in memory; and on a local disk, samples so small that a call for each of
+        them costs more than to bring in its page. Their blocks are checked by reading first.
+        """
+        if in_memory(self.descriptor, self.shard.num_bytes):
+            return True
+        mean_bytes = self.shard.num_bytes / self.shard.num_samples
+        return mean_bytes <= _SMALL_SAMPLE_BYTES and on_local_disk(self.descriptor)
+
+    def wrong_blocks(self, blocks: Array) -> list[int]:
+        """Return which of these blocks are not as they were written; ``problem`` says why."""
+        wrong = {block for field in self._plain_blocks for block in field.wrong(blocks)}
+        if self._has_filters:
+            wrong.update(block for block in blocks.tolist() if self.problem(block))
+        return sorted(wrong)
 
     def rows_of(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
         """Return which rows of a field are the samples ``[starts[i], stops[i])``."""
@@ -124,6 +152,22 @@ class ShardFile:
             return self.space.array(offset, shape, dtype)
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         return read_at(self.descriptor, offset, num_bytes).view(dtype).reshape(shape)
+
+    def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
+        size, num_samples = self._manifest.fields[name].sample_bytes, self.shard.num_samples
+        edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
+        edges[-1] = num_samples
+        if name in self.indices:
+            edges = self.indices[name][edges]
+        edges *= size
+        num_bytes = int(edges[-1])
+        is_small = size <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
+        if is_small or (self.space is not None and self.in_memory):
+            # Labels are read at once: a call for each of their blocks costs more.
+            read = from_memory(self._plain(offset, (num_bytes,), "|u1"))
+        else:
+            read = from_file(self.descriptor, offset)
+        return PlainBlocks(edges, self.crcs[name], read)
 
     def _table(self, name: str) -> NDArray[Any]:
         place = self.shard.places[name]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.layout import Manifest
 from hpctrain.data.mapped import HUGE_BYTES, PAGE_BYTES, Space
+from hpctrain.data.residency import in_memory
 from hpctrain.data.shardfile import ShardFile
 from hpctrain.data.values import Array
 from hpctrain.units import KIB
@@ -89,6 +90,10 @@ class Stitched:
         if not self._all_checked:
             self._all_checked = all(file.all_checked for file in self._files)
         return self._all_checked or bool(self._checked[rows // self._block_size].all())
+
+    def is_in_memory(self) -> bool:
+        """Return whether all files lie in memory, as far as probes tell."""
+        return all(in_memory(file.descriptor, file.shard.num_bytes) for file in self._files)
 
     def take(self, name: str, rows: Array, out: NDArray[Any]) -> None:
         """Copy rows of a field to ``out``."""

@@ -56,6 +56,11 @@ class Subset:
         return self.dataset.block_size
 
     @property
+    def in_memory(self) -> bool:
+        """Whether all of it lies in memory."""
+        return self.dataset.in_memory
+
+    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample of the whole data set."""
         return self.dataset.sample_bytes

@@ -23,6 +23,7 @@ class InMemory:
         }
         self.uuid = uuid or f"memory of {num_samples}"
         self.sample_bytes = sample_bytes
+        self.in_memory = False  # threads are what is tested
         self.damaged = list(damaged)
         self.asked = []
         self.taken = []
