@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.layout import MANIFEST
+from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import DataError

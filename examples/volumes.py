@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.layout import MANIFEST
+from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter
 

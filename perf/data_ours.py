@@ -7,7 +7,7 @@ from data_ways import SHARDS, Epoch, Kind, Way
 from numpy.typing import NDArray
 
 from hpctrain.data.loader import Loader
-from hpctrain.data.ordering import OrderName
+from hpctrain.data.orders.ordering import OrderName
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter
 from hpctrain.units import MIB

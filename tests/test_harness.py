@@ -246,4 +246,6 @@ def test_a_missing_feature_skips_unless_it_is_required(launch, require, outcome)
 def test_an_unknown_feature_is_refused(launch):
     done = launch("def test_one(): pass", ranks=1, HPCTRAIN_REQUIRE="abacus")
     assert done.code != 0
-    assert "HPCTRAIN_REQUIRE names abacus, known are cluster, mpich, root, slurm" in done.text
+    assert (
+        "HPCTRAIN_REQUIRE names abacus, known are cluster, h5dump, mpich, root, slurm" in done.text
+    )

@@ -245,7 +245,7 @@ def _run(source: str, directory: Path, config: "PackConfig") -> None:
 
 
 def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
-    from hpctrain.data.classes import CLASSES  # noqa: PLC0415
+    from hpctrain.data.format.classes import CLASSES  # noqa: PLC0415
     from hpctrain.units import format_bytes  # noqa: PLC0415
 
     manifest = packed.manifest

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.layout import Manifest
-    from hpctrain.data.peek import Shown
+    from hpctrain.data.copying.peek import Shown
+    from hpctrain.data.format.layout import Manifest
 
 FAULT = 1
 """Exit code when a data set is not whole."""
@@ -102,7 +102,7 @@ def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -
     found = info_of(directory)
     shown: Sequence[Shown] = ()
     if sample is not None:
-        from hpctrain.data.peek import peek  # noqa: PLC0415 - loads torch
+        from hpctrain.data.copying.peek import peek  # noqa: PLC0415 - loads torch
 
         shown = peek(directory, sample)
     if json:
@@ -229,7 +229,7 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.parts import parse_shares  # noqa: PLC0415
+    from hpctrain.data.copying.parts import parse_shares  # noqa: PLC0415
     from hpctrain.data.split import split as write  # noqa: PLC0415
 
     shares = parse_shares(parts)

@@ -6,8 +6,8 @@ from typing import Any
 
 import h5py
 
-from hpctrain.data.classes import read_classes
-from hpctrain.data.layout import Manifest, Shard
+from hpctrain.data.format.classes import read_classes
+from hpctrain.data.format.layout import Manifest, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

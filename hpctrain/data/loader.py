@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hpctrain.data.batch import Batch
-from hpctrain.data.delivery import failures, raise_first, require_same
-from hpctrain.data.ordering import Ordering, OrderName
+from hpctrain.data.loading.batches import MOST_TOGETHER, Reading, num_together
+from hpctrain.data.loading.delivery import failures, raise_first, require_same
+from hpctrain.data.loading.position import Position
+from hpctrain.data.loading.prefetch import prefetched
+from hpctrain.data.loading.skipped import Skipped
+from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
+from hpctrain.data.orders.ordering import Ordering, OrderName
+from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.pool import DecodePool
-from hpctrain.data.position import Position
-from hpctrain.data.prefetch import prefetched
-from hpctrain.data.reading import MOST_TOGETHER, Reading, num_together
 from hpctrain.data.samples import Samples
-from hpctrain.data.skipped import Skipped
-from hpctrain.data.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.transform import Transform
-from hpctrain.data.window_shape import WindowShape
 from hpctrain.errors import CorruptError, DataError
 
 if TYPE_CHECKING:

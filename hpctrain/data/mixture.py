@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.data.layout import Field
-from hpctrain.data.order import Order, global_order
+from hpctrain.data.format.layout import Field
+from hpctrain.data.orders.order import Order, global_order
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Samples, Values
 from hpctrain.errors import CorruptError, DataError

@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from hpctrain.data.classes import CLASSES
-from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.format.classes import CLASSES
+from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.sources.files import fingerprint
 from hpctrain.data.sources.kinds import open_source
 from hpctrain.data.sources.share import Share, note_of, share_of

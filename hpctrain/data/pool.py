@@ -17,8 +17,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.data.parcel import Inbox, Parcel
-from hpctrain.data.pool_processes import Processes
+from hpctrain.data.decode.parcel import Inbox, Parcel
+from hpctrain.data.decode.processes import Processes
 from hpctrain.data.transform import Transform, apply
 from hpctrain.errors import DataError
 

@@ -12,17 +12,16 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from hpctrain.data.chunks import ChunkCache
-from hpctrain.data.compression import rows_per_chunk
-from hpctrain.data.gathering import Part, gather, gather_ragged, split
-from hpctrain.data.handles import Handles, Opener
-from hpctrain.data.layout import Field, Manifest
-from hpctrain.data.picked import Picked
+from hpctrain.data.format.compression import rows_per_chunk
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.ragged import Values
-from hpctrain.data.shard import OpenShard, check_file
-from hpctrain.data.shardfile import IO, UNREADABLE
-from hpctrain.data.stitched import Stitched
-from hpctrain.data.values import Array
+from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.gathering import Part, gather, gather_ragged, split
+from hpctrain.data.reading.handles import Handles, Opener
+from hpctrain.data.reading.picked import Picked
+from hpctrain.data.reading.shard import OpenShard, check_file
+from hpctrain.data.reading.shardfile import IO, UNREADABLE
+from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError, MismatchError
 
 if TYPE_CHECKING:
@@ -175,7 +174,9 @@ class ShardedDataset:
         handles = self._handles()
         empty = handles.buffers.empty
         found = handles.rows_of(wanted)
-        is_checked = found and (self._verify == "off" or self._is_checked(*found))
+        is_checked = found and self._verify != "always"
+        if found and self._verify == "first":
+            is_checked = found[0].is_checked(found[1])
         parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
         if parts is not None and not is_checked:
             self._check(parts)
@@ -232,9 +233,6 @@ class ShardedDataset:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
         return {**self.__dict__, "_own": None, "_inherited": []}
-
-    def _is_checked(self, stitched: Stitched, rows: Array) -> bool:
-        return self._verify == "first" and stitched.is_checked(rows)
 
     def _in_range(self, indices: ArrayLike) -> Array:
         wanted = np.asarray(indices, np.int64)

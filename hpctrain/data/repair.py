@@ -9,13 +9,13 @@ from typing import Self
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.data.classes import carry_classes
-from hpctrain.data.copying import in_turns
-from hpctrain.data.drop import drop
-from hpctrain.data.faults import Report
-from hpctrain.data.layout import MANIFEST, Manifest, Shard
-from hpctrain.data.rebuild import rebuild
-from hpctrain.data.together import together
+from hpctrain.data.copying.copy import in_turns
+from hpctrain.data.format.classes import carry_classes
+from hpctrain.data.format.layout import MANIFEST, Manifest, Shard
+from hpctrain.data.format.together import together
+from hpctrain.data.health.drop import drop
+from hpctrain.data.health.faults import Report
+from hpctrain.data.health.rebuild import rebuild
 from hpctrain.data.verify import Start, check_directory, verify
 from hpctrain.errors import DataError
 from hpctrain.files import crc32_of, publishing, reason_of

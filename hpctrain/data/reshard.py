@@ -6,17 +6,17 @@ from pathlib import Path
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.data.classes import carry_classes
-from hpctrain.data.copying import (
+from hpctrain.data.copying.copy import (
     as_samples,
     in_turns,
     read_manifest,
     share,
     stream,
 )
-from hpctrain.data.layout import MANIFEST, Field, Manifest
-from hpctrain.data.rows import count
-from hpctrain.data.together import together
+from hpctrain.data.format.classes import carry_classes
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.rows import count
+from hpctrain.data.format.together import together
 from hpctrain.data.verify import Start
 from hpctrain.data.writer import ShardWriter
 from hpctrain.errors import DataError

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
 
 Indices = NDArray[np.int64]

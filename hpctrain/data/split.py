@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.data.classes import carry_classes
-from hpctrain.data.copying import (
+from hpctrain.data.copying.copy import (
     as_samples,
     in_turns,
     read_manifest,
     share,
     stream,
 )
-from hpctrain.data.deal import Deal
-from hpctrain.data.layout import Manifest
-from hpctrain.data.parts import Shares
+from hpctrain.data.copying.deal import Deal
+from hpctrain.data.copying.parts import Shares
+from hpctrain.data.format.classes import carry_classes
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.reshard import refuse_data_set
-from hpctrain.data.rows import RaggedRows, Rows, count
 from hpctrain.data.verify import Start
 from hpctrain.data.writer import ShardWriter
 

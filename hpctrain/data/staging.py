@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hpctrain.cluster import env
-from hpctrain.data.crc import combine
+from hpctrain.data.format.crc import combine
+from hpctrain.data.health.salvage import UNREADABLE
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.salvage import UNREADABLE
-from hpctrain.data.stage_copy import Copied, Copier, Share, damaged, rank_of
-from hpctrain.data.stage_directory import StageDirectory, sweep
-from hpctrain.data.stage_place import folders, sites
-from hpctrain.data.stage_plan import Chosen, ShardPlan, plan_of, wanted_blocks
-from hpctrain.data.staged_shard import StagedOpener
+from hpctrain.data.stage.copy import Copied, Copier, Share, damaged, rank_of
+from hpctrain.data.stage.directory import StageDirectory, sweep
+from hpctrain.data.stage.place import folders, sites
+from hpctrain.data.stage.plan import Chosen, ShardPlan, plan_of, wanted_blocks
+from hpctrain.data.stage.shard import StagedOpener
 from hpctrain.errors import DataError, HpctrainError
 from hpctrain.files import PART, reason_of
 from hpctrain.logs import logger

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hpctrain.data.ordering import Ordering, OrderName
-from hpctrain.data.picked import Picked
+from hpctrain.data.loading.steps import Cut, Steps, Tail
+from hpctrain.data.orders.ordering import Ordering, OrderName
+from hpctrain.data.reading.picked import Picked
 from hpctrain.data.samples import Columns, Samples
-from hpctrain.data.steps import Cut, Steps, Tail
 from hpctrain.data.transform import Transform, apply
 from hpctrain.errors import DataError
 

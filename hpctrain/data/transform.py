@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.data.feistel import key_of
+from hpctrain.data.orders.feistel import key_of
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Values
 from hpctrain.errors import DataError

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.data.compression import load_filters
-from hpctrain.data.faults import Fault, Report
-from hpctrain.data.inspection import Advance, inspect
-from hpctrain.data.layout import MANIFEST, Manifest
-from hpctrain.data.leftovers import leftovers
+from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.health.faults import Fault, Report
+from hpctrain.data.health.inspection import Advance, inspect
+from hpctrain.data.health.leftovers import leftovers
 from hpctrain.errors import DataError, MismatchError
 from hpctrain.files import reason_of
 

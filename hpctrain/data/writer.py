@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.data.compression import load_filters, rows_per_chunk
-from hpctrain.data.journal import Journal, remove_journals
-from hpctrain.data.layout import MANIFEST, Field, Manifest
-from hpctrain.data.names import shard_part
-from hpctrain.data.part import ShardPart
-from hpctrain.data.publication import Publication, names_shards_of, remove_shards
+from hpctrain.data.format.compression import load_filters, rows_per_chunk
+from hpctrain.data.format.journal import Journal, remove_journals
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.names import shard_part
+from hpctrain.data.format.part import ShardPart
+from hpctrain.data.format.publication import Publication, names_shards_of, remove_shards
+from hpctrain.data.format.rows import Samples, checked_rows, count, cut
+from hpctrain.data.format.together import explained, tell, together
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.rows import Samples, checked_rows, count, cut
-from hpctrain.data.together import explained, tell, together
 from hpctrain.errors import DataError
 from hpctrain.files import PART
 

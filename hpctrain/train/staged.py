@@ -4,8 +4,8 @@ import numpy as np
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.lanes import lane_blocks, rank_lanes
 from hpctrain.data.loader import Loader
+from hpctrain.data.orders.lanes import lane_blocks, rank_lanes
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Indices
 from hpctrain.data.staging import stage

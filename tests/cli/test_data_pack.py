@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli.data_pack import pack
 from hpctrain.cli.pack_bar import PackBar
-from hpctrain.data.layout import Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.errors import ConfigError, DataError, MismatchError
 from hpctrain.runtime.world import current
 from tests.data.sources.conftest import read

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import app
-from hpctrain.data.layout import Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.errors import DataError, MismatchError
 from tests.data.mixed_set import flip, numbers_in, write_mixed
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import torch
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
 from hpctrain.errors import CorruptError
 

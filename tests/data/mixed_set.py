@@ -7,7 +7,7 @@ import h5py
 import hdf5plugin  # noqa: F401 - registers its filters
 import numpy as np
 
-from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.writer import ShardWriter
 
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None

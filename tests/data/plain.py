@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import hdf5plugin  # noqa: F401 - lets HDF5 find zstd
 
-from hpctrain.data.layout import Field, Manifest, Place
+from hpctrain.data.format.layout import Field, Manifest, Place
 from hpctrain.files import crc32_of
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.data.loader import Loader
+from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.window_shape import WindowShape
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter
 from hpctrain.errors import CorruptError, DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data.layout import VERSION, Manifest
+from hpctrain.data.format.layout import VERSION, Manifest
 from hpctrain.data.reader import ShardedDataset
 from tests.data.plain import read_whole
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.layout import Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.writer import write_arrays
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hpctrain.data.copying.peek import peek
+from hpctrain.data.format.layout import Manifest
 from hpctrain.data.info import info
-from hpctrain.data.layout import Manifest
-from hpctrain.data.peek import peek
 from hpctrain.errors import DataError
 from tests.data.mixed_set import mixed, write_mixed
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.data.layout import MANIFEST, Field, Manifest, Place, Shard
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, Shard
 from hpctrain.errors import DataError
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.loader import Loader
+from hpctrain.data.loading.steps import share
+from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.steps import share
-from hpctrain.data.window_shape import WindowShape
 from hpctrain.errors import DataError
 from tests.data.memory import InMemory, numbers
 

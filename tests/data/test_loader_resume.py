@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.loader import Loader
-from hpctrain.data.position import Position
-from hpctrain.data.window_shape import WindowShape
+from hpctrain.data.loading.position import Position
+from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.errors import DataError
 from tests.data.memory import InMemory, numbers
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import PERIOD, Mixture
 from hpctrain.data.ragged import Ragged

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.numbering import number
+from hpctrain.data.format.numbering import number
 from hpctrain.data.writer import write_arrays
 from hpctrain.files import crc32_of
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.feistel import Feistel, splitmix64_
-from hpctrain.data.order import SMALL, FisherYates, Sequential, Shuffled, global_order
+from hpctrain.data.orders.feistel import Feistel, splitmix64_
+from hpctrain.data.orders.order import SMALL, FisherYates, Sequential, Shuffled, global_order
 from hpctrain.errors import DataError
 
 words = st.integers(0, 2**64 - 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.layout import Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.data.pack import PackConfig, pack
 from hpctrain.data.sources.kinds import kind_of
 from hpctrain.errors import DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data.layout import Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
 from hpctrain.errors import DataError
 from tests.data.plain import read_whole

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.part import raw_offset
+from hpctrain.data.format.part import raw_offset
 
 
 @pytest.fixture

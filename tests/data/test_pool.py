@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.parcel import Inbox, Outbox
+from hpctrain.data.decode.parcel import Inbox, Outbox
 from hpctrain.data.pool import DecodePool, _pickled, _Task
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.transform import PerSample

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.shard import OpenShard
+from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered

@@ -8,8 +8,8 @@ import h5py
 import pytest
 
 import hpctrain
-from hpctrain.data.drop import kept
-from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.health.drop import kept
 from hpctrain.data.repair import Plan, repair
 from hpctrain.data.verify import verify
 from hpctrain.errors import DataError

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.data import copying, reshard, salvage
-from hpctrain.data.copying import share, stream
-from hpctrain.data.layout import Manifest
+from hpctrain.data import reshard
+from hpctrain.data.copying import copy as copying
+from hpctrain.data.copying.copy import share, stream
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.health import salvage
 from hpctrain.data.reshard import Shape
 from hpctrain.data.verify import verify
 from hpctrain.data.writer import ShardWriter

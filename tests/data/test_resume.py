@@ -6,7 +6,7 @@ What a kill leaves is made here by a failing program; kills are in ``test_kills`
 import numpy as np
 import pytest
 
-from hpctrain.data.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
 from hpctrain.errors import DataError
 from hpctrain.files import PART
@@ -159,7 +159,7 @@ def test_a_publication_that_was_cut_short_is_gone_on_with(
         if instant == "before the manifest":
             patch.setattr(Manifest, "write", refuse)
         elif comm.rank == comm.size - 1:
-            patch.setattr("hpctrain.data.publication.sync", refuse)
+            patch.setattr("hpctrain.data.format.publication.sync", refuse)
         with pytest.raises(DataError, match="No space left"):
             write(folder, start, start + 6, comm=comm)
     comm.barrier()

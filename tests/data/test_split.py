@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain
-from hpctrain.data import salvage
-from hpctrain.data.layout import Manifest
-from hpctrain.data.parts import Group, parse_shares, sizes_of
+from hpctrain.data.copying.parts import Group, parse_shares, sizes_of
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.health import salvage
 from hpctrain.data.split import split
 from hpctrain.data.verify import verify
 from hpctrain.data.writer import write_arrays

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data import stage_directory
-from hpctrain.data.stage_directory import LOCK, PREFIX, StageDirectory, sweep
+from hpctrain.data.stage import directory as stage_directory
+from hpctrain.data.stage.directory import LOCK, PREFIX, StageDirectory, sweep
 from tests.runtime.victims import wait_until
 
 LIMIT_S = 20.0
@@ -18,7 +18,7 @@ LIMIT_S = 20.0
 JOB = """
 import os, sys, time
 from pathlib import Path
-from hpctrain.data import stage_directory
+from hpctrain.data.stage import directory as stage_directory
 def refuse(path):
     raise OSError
 if sys.argv[2] == "alone":

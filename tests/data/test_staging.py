@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.data import stage_copy, staging
+from hpctrain.data import staging
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.stage_place import Site
-from hpctrain.data.staged_shard import StagedOpener
+from hpctrain.data.stage import copy as stage_copy
+from hpctrain.data.stage.place import Site
+from hpctrain.data.stage.shard import StagedOpener
 from hpctrain.data.staging import stage
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import CorruptError, DataError

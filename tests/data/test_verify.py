@@ -13,10 +13,10 @@ import h5py
 import pytest
 
 import hpctrain
-from hpctrain.data import pieces, salvage
-from hpctrain.data.crc import combine
-from hpctrain.data.faults import merged
-from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.format.crc import combine
+from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.health import pieces, salvage
+from hpctrain.data.health.faults import merged
 from hpctrain.data.verify import verify
 from hpctrain.errors import DataError
 from hpctrain.runtime.world import current

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.lanes import lane_blocks, rank_lanes
-from hpctrain.data.window import window_order
-from hpctrain.data.window_shape import WindowShape
+from hpctrain.data.orders.lanes import lane_blocks, rank_lanes
+from hpctrain.data.orders.window import window_order
+from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.errors import DataError
 from hpctrain.units import KIB
 

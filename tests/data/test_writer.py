@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from hpctrain.errors import DataError

@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.layout import Field
-from hpctrain.data.part import raw_offset
+from hpctrain.data.format.layout import Field
+from hpctrain.data.format.part import raw_offset
 from hpctrain.data.sources.images import raw
 from hpctrain.data.sources.source import Array, Batch, Indexed, Wanted, chosen, field_of
 from hpctrain.errors import DataError

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from hpctrain.data.layout import MANIFEST
+from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.sources import images
 from hpctrain.data.sources.arrays import open_arrays
 from hpctrain.data.sources.files import ending_of, files_below

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.data.sources.source import Array, Batch, field_of
 from hpctrain.errors import DataError
 from hpctrain.units import MIB

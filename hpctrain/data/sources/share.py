@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order import Sequential, global_order
+from hpctrain.data.orders.order import Sequential, global_order
 from hpctrain.data.sources.source import Batch, Indexed, Source, Streamed
 from hpctrain.errors import DataError
 from hpctrain.units import MIB

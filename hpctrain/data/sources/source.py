@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.errors import DataError
 
 Array = NDArray[Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.layout import Field
+from hpctrain.data.format.layout import Field
 from hpctrain.data.sources.columns import values_of
 from hpctrain.data.sources.source import (
     Batch,

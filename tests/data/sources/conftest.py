@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import pytest
 
-from hpctrain.data.layout import Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.data.pack import PackConfig, Packed, pack
 
 

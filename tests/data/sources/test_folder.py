@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.classes import CLASSES
+from hpctrain.data.format.classes import CLASSES
 from hpctrain.errors import DataError
 
 

@@ -1,0 +1,35 @@
+"""The names of classes, in a file beside the manifest."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.files import publishing
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+CLASSES = "classes.txt"
+"""The name of label 0 in the first line, and so on."""
+
+
+def read_classes(directory: Path) -> tuple[str, ...]:
+    """Return the names of the labels 0, 1, ...; none where there is no such file."""
+    try:
+        return tuple((directory / CLASSES).read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return ()
+
+
+def carry_classes(source: Path, target: Path, comm: "Communicator") -> None:
+    """Copy the names of classes to a data set that has none. Collective.
+
+    Raises:
+        DataError: the disk refuses; on every rank.
+    """
+    from hpctrain.data.format.together import explained, together  # noqa: PLC0415 - loads torch
+
+    with together(comm), explained(target):
+        is_wanted = (source / CLASSES).exists() and not (target / CLASSES).exists()
+        if comm.rank == 0 and is_wanted:
+            with publishing(target / CLASSES) as part:
+                part.write_bytes((source / CLASSES).read_bytes())

@@ -1,0 +1,184 @@
+"""How the values of one field get into a shard while it grows: three ways, one shape.
+
+A field that lies in the file as plain bytes needs its full size at once: known for samples of
+one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered
+field grows chunk by chunk (``ChunkedColumn``).
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.format.compression import filters, rows_per_chunk
+from hpctrain.data.format.layout import Field
+from hpctrain.units import MIB
+
+_COPY_BYTES = 4 * MIB
+
+
+class Column(Protocol):
+    """The values of one field in one file, ``/data/<field>``."""
+
+    capacity: int | None
+    """Rows that the file has room for, None for any number."""
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Add rows ``(num_rows, *shape)``, in the dtype of the field."""
+
+    def move(self, file: h5py.File) -> None:
+        """Go on in another file, which has no more room than is needed."""
+
+    def finish(self) -> None:
+        """Bring everything to the file."""
+
+
+def new_column(path: Path, name: str, field: Field, block_size: int, capacity: int) -> Column:
+    """Return what writes a field.
+
+    Args:
+        path: of the shard; temporary files go to the same directory.
+        name: of the field.
+        field: its shape, dtype and filter.
+        block_size: of the data set.
+        capacity: samples of the shard.
+    """
+    if field.compression and field.sample_bytes:
+        return ChunkedColumn(name, field, block_size)
+    if field.ragged:
+        return SpooledColumn(name, field, path.parent)
+    return FixedColumn(name, field, capacity)
+
+
+class FixedColumn:
+    """A contiguous dataset that has its full size from the start."""
+
+    def __init__(self, name: str, field: Field, capacity: int) -> None:
+        """Take the size of the dataset; ``move`` makes it."""
+        self.capacity: int | None = capacity
+        self._name, self._field = name, field
+        self._num_rows = 0
+        self._dataset: Any = None
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows to their place."""
+        self._dataset[self._num_rows : self._num_rows + len(rows)] = rows
+        self._num_rows += len(rows)
+
+    def move(self, file: h5py.File) -> None:
+        """Copy what is there to a dataset of just that size."""
+        old = self._dataset
+        if old is not None:
+            self.capacity = self._num_rows
+        self._dataset = _contiguous(file, self._name, self._field, self.capacity or 0)
+        step = max(1, _COPY_BYTES // max(1, self._field.sample_bytes))
+        for start in range(0, self._num_rows, step):
+            some = slice(start, min(start + step, self._num_rows))
+            self._dataset[some] = old[some]
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
+
+
+class SpooledColumn:
+    """A contiguous dataset whose values wait in a temporary file until their number is known.
+
+    The temporary file has no name, so that nothing of it is left after a kill.
+    """
+
+    capacity: int | None = None
+
+    def __init__(self, name: str, field: Field, directory: Path) -> None:
+        """Make the temporary file."""
+        self._name, self._field = name, field
+        self._num_rows = 0
+        self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed at the end
+        self._file: Any = None
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Keep rows for the end."""
+        self._spool.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
+        self._num_rows += len(rows)
+
+    def move(self, file: h5py.File) -> None:
+        """Nothing is in the file yet."""
+        self._file = file
+
+    def finish(self) -> None:
+        """Copy the temporary file to the dataset."""
+        dataset = _contiguous(self._file, self._name, self._field, self._num_rows)
+        row_bytes = self._field.sample_bytes
+        if row_bytes:
+            step = max(1, _COPY_BYTES // row_bytes)
+            self._spool.seek(0)
+            for start in range(0, self._num_rows, step):
+                stop = min(start + step, self._num_rows)
+                piece = self._spool.read((stop - start) * row_bytes)
+                rows = np.frombuffer(piece, self._field.dtype)
+                dataset[start:stop] = rows.reshape(stop - start, *self._field.shape)
+        self._spool.close()
+
+
+class ChunkedColumn:
+    """A filtered dataset, to which only whole chunks are written, but for the last."""
+
+    capacity: int | None = None
+
+    def __init__(self, name: str, field: Field, block_size: int) -> None:
+        """Take memory for one chunk; a dataset that does not fill it gets a smaller one."""
+        self._name, self._field = name, field
+        self._step = 1 if field.ragged else block_size
+        num_rows = rows_per_chunk(field, block_size)
+        self._chunk = np.empty((num_rows, *field.shape), field.dtype)
+        self._num_waiting = 0
+        self._num_written = 0
+        self._file: Any = None
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Fill the chunk; write it when it is full."""
+        while len(rows):
+            some = rows[: len(self._chunk) - self._num_waiting]
+            self._chunk[self._num_waiting : self._num_waiting + len(some)] = some
+            self._num_waiting += len(some)
+            rows = rows[len(some) :]
+            if self._num_waiting == len(self._chunk):
+                self._write()
+
+    def move(self, file: h5py.File) -> None:
+        """Copy the chunks as they are."""
+        old, self._file = self._file, file
+        if self._num_written:
+            file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)
+
+    def finish(self) -> None:
+        """Write the last chunk."""
+        if self._num_waiting or not self._num_written:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._num_written:
+            self._create()
+        dataset, start = self._file[f"data/{self._name}"], self._num_written
+        self._num_written += self._num_waiting
+        dataset.resize(self._num_written, axis=0)
+        dataset[start:] = self._chunk[: self._num_waiting]
+        self._num_waiting = 0
+
+    def _create(self) -> None:
+        num_steps = max(1, -(-self._num_waiting // self._step))
+        self._file.create_dataset(
+            f"data/{self._name}",
+            (0, *self._field.shape),
+            self._field.dtype,
+            maxshape=(None, *self._field.shape),
+            chunks=(num_steps * self._step, *self._field.shape),
+            **filters(),
+        )
+
+
+def _contiguous(file: h5py.File, name: str, field: Field, num_rows: int) -> Any:
+    shape = (num_rows, *field.shape)
+    return file.create_dataset(f"data/{name}", shape, field.dtype, fill_time="never")

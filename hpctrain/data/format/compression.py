@@ -1,0 +1,54 @@
+"""Filtered fields: zstd as a filter of HDF5, in chunks of whole blocks."""
+
+from typing import Any
+
+from hpctrain.data.format.layout import Field
+from hpctrain.errors import DataError
+from hpctrain.units import MIB
+
+CHUNK_BYTES = 2 * MIB
+"""Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""
+
+_LEVEL = 3
+_MOST_BYTES = 2**32 - 1
+
+
+def load_filters() -> None:
+    """Let HDF5 find zstd.
+
+    Raises:
+        DataError: the package that brings it is not installed.
+    """
+    try:
+        import hdf5plugin  # noqa: F401, PLC0415 - registers its filters; an extra
+    except ImportError:
+        raise DataError(
+            "fields compressed with zstd need the package hdf5plugin; "
+            'install it: pip install "hpctrain[zstd]"'
+        ) from None
+
+
+def filters() -> dict[str, Any]:
+    """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
+    import hdf5plugin  # noqa: PLC0415 - an extra
+
+    return {**hdf5plugin.Zstd(clevel=_LEVEL), "fletcher32": True}
+
+
+def rows_per_chunk(field: Field, block_size: int) -> int:
+    """Return how many rows of a field are compressed together.
+
+    Returns:
+        A multiple of ``block_size`` for a field that is not ragged; 1 at least.
+
+    Raises:
+        DataError: a chunk would be larger than HDF5 can store.
+    """
+    step = 1 if field.ragged else block_size
+    step_bytes = max(1, step * field.sample_bytes)
+    if step_bytes > _MOST_BYTES:
+        raise DataError(
+            f"a chunk of HDF5 holds less than 4 GiB, but a block of {block_size} samples needs "
+            f"{step_bytes} bytes; take a smaller block_size, or no compression"
+        )
+    return step * max(1, CHUNK_BYTES // step_bytes)

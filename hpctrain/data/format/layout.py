@@ -1,0 +1,295 @@
+"""What a data set looks like on disk: names, and the manifest that describes all shards.
+
+A data set is a directory of HDF5 shards and ``manifest.json``, which is written last: without it
+there is no data set. A shard holds ``/data/<field>`` with shape ``(n, ...)``, ``/crc/<field>``
+with the crc32 of each block of samples, and attributes that tell the same as the manifest.
+
+Samples of a ragged field lie one after another in ``/data/<field>``, with shape ``(rows, ...)``;
+``/index/<field>``, uint64 of shape ``(n + 1,)``, tells between which rows each one lies.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from hpctrain.data.format.names import PLAIN_NAME, check_names
+from hpctrain.errors import DataError
+from hpctrain.files import publishing, reason_of
+
+FORMAT = "hpctrain-h5"
+VERSION = 1
+MANIFEST = "manifest.json"
+COMPRESSIONS = (None, "zstd")
+
+_KINDS = "biuf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One named array of a data set."""
+
+    shape: tuple[int, ...]
+    """Shape of one sample, ``()`` for a number; of a ragged field, of one of its rows."""
+    dtype: str
+    """numpy's name with the byte order, little-endian: ``<f4``, ``|u1``."""
+    ragged: bool = False
+    """A sample is ``(length, *shape)``, and the lengths differ."""
+    compression: str | None = None
+    """None or ``zstd``: smaller on disk, several times the work of a processor to read."""
+
+    def __post_init__(self) -> None:
+        """Check the shape and the dtype."""
+        if any(extent < 0 for extent in self.shape):
+            raise DataError(f"a sample's shape has no negative extent, got {self.shape}")
+        try:
+            dtype = np.dtype(self.dtype)
+        except TypeError:
+            raise DataError(f"{self.dtype!r} is not a dtype of numpy") from None
+        if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != _little(dtype).str:
+            raise DataError(
+                f"a field holds little-endian booleans, integers or floats of at most 8 bytes, "
+                f"got dtype {self.dtype}; convert it first"
+            )
+        if self.compression not in COMPRESSIONS:
+            raise DataError(f"compression is None or zstd, got {self.compression!r}")
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        dtype: str | np.dtype[Any],
+        ragged: bool = False,  # noqa: FBT001, FBT002 - a field is (shape, dtype, ragged, ...)
+        compression: str | None = None,
+    ) -> Self:
+        """Make a field from any numpy dtype; the byte order becomes little-endian."""
+        return cls(
+            shape=tuple(map(int, shape)),
+            dtype=_little(np.dtype(dtype)).str,
+            ragged=ragged,
+            compression=compression,
+        )
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample; of a ragged field, of one of its rows."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a field lies in a shard."""
+
+    offset: int | None
+    """First byte of ``/data/<field>``, None where only HDF5 can read it."""
+    crc_offset: int | None
+    """First byte of ``/crc/<field>``, None where only HDF5 can read it."""
+    crc32: int
+    """Of the bytes of ``/crc/<field>``: tells a shard of another data set."""
+    index_offset: int | None = None
+    """First byte of ``/index/<field>`` of a ragged field."""
+    index_crc32: int | None = None
+    """Of all bytes of ``/index/<field>``."""
+    num_rows: int | None = None
+    """Rows of ``/data/<field>`` of a ragged field: the sum of the lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One HDF5 file of a data set."""
+
+    file: str
+    """Name in the directory of the data set."""
+    num_samples: int
+    num_bytes: int
+    crc32: int
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """All that a reader must know before it opens a shard."""
+
+    uuid: str
+    split: str
+    block_size: int
+    """Samples per crc32, counted from the start of each shard."""
+    fields: Mapping[str, Field]
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        """Check that names are plain and places lie inside their files."""
+        check_names(self.split, self.fields)
+        if self.block_size < 1:
+            raise DataError(f"block_size must be positive, got {self.block_size}")
+        for shard in self.shards:
+            self._check_shard(shard)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all shards."""
+        return sum(shard.num_samples for shard in self.shards)
+
+    def num_blocks(self, shard: Shard) -> int:
+        """Blocks of a shard; the last one may be short."""
+        return -(-shard.num_samples // self.block_size)
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read and check the manifest of a data set.
+
+        Raises:
+            DataError: there is none, it was changed or damaged, or it is of a later version.
+        """
+        path = directory / MANIFEST
+        try:
+            return cls._from_record(json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise DataError(
+                f"a data set is a directory with {MANIFEST}, there is none in {directory}; "
+                f"write it with hpctrain.data.writer, or give the right directory"
+            ) from None
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
+        except (DataError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = error if isinstance(error, (DataError, ValueError)) else repr(error)
+            raise DataError(
+                f"{path} must be the manifest of a data set, but: {why}; write the data set again"
+            ) from None
+
+    def write(self, directory: Path) -> None:
+        """Publish the manifest: from here on the data set exists.
+
+        Raises:
+            OSError: the file system refuses; an older manifest is still there.
+        """
+        record = self._to_record()
+        with publishing(directory / MANIFEST) as part:
+            part.write_text(json.dumps({"crc32": _crc32(record), **record}, indent=1) + "\n")
+
+    def fields_record(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, here and in the attributes of a shard."""
+        return {
+            name: {
+                "shape": field.shape,
+                "dtype": field.dtype,
+                "ragged": field.ragged,
+                "filter": field.compression,
+            }
+            for name, field in self.fields.items()
+        }
+
+    def _to_record(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "uuid": self.uuid,
+            "split": self.split,
+            "n": self.num_samples,
+            "block_size": self.block_size,
+            "fields": self.fields_record(),
+            "shards": [shard_record(shard) for shard in self.shards],
+        }
+
+    @classmethod
+    def _from_record(cls, record: dict[str, Any]) -> Self:
+        if record["format"] != FORMAT:
+            raise DataError(f"its format is {record['format']!r}, not {FORMAT!r}")
+        if record["version"] > VERSION:
+            raise DataError(
+                f"its version is {record['version']}, and this hpctrain reads up to {VERSION}; "
+                f"update hpctrain"
+            )
+        # Whoever passes this was written by us: the types need no check.
+        if record.pop("crc32", None) != _crc32(record):
+            raise DataError("its crc32 is wrong, so it was changed or damaged")
+        return cls(
+            uuid=record["uuid"],
+            split=record["split"],
+            block_size=record["block_size"],
+            fields={name: _field(value) for name, value in record["fields"].items()},
+            shards=tuple(map(shard_of, record["shards"])),
+        )
+
+    def _check_shard(self, shard: Shard) -> None:
+        if not PLAIN_NAME.fullmatch(shard.file):
+            raise DataError(f"a shard is a plain file name, got {shard.file!r}")
+        if shard.num_samples < 1:
+            raise DataError(f"shard {shard.file} must have samples, got {shard.num_samples}")
+        if shard.places.keys() != self.fields.keys():
+            raise DataError(
+                f"shard {shard.file} must have the fields {sorted(self.fields)}, "
+                f"got {sorted(shard.places)}"
+            )
+        for name, place in shard.places.items():
+            field = self.fields[name]
+            index = (place.index_crc32, place.num_rows)
+            if (None not in index) != field.ragged:
+                raise DataError(
+                    f"a ragged field has an index, and no other: field {name} of shard "
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index is {index}"
+                )
+            num_rows = shard.num_samples if place.num_rows is None else place.num_rows
+            for offset, size in (
+                (place.offset, num_rows * field.sample_bytes),
+                (place.crc_offset, 4 * self.num_blocks(shard)),
+                (place.index_offset, 8 * (shard.num_samples + 1)),
+            ):
+                if offset is not None and not 0 <= offset <= shard.num_bytes - size:
+                    raise DataError(
+                        f"field {name} needs {size} bytes from byte {offset}, "
+                        f"but shard {shard.file} has {shard.num_bytes}"
+                    )
+
+
+def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype.newbyteorder("<")
+
+
+def _crc32(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _field(record: dict[str, Any]) -> Field:
+    return Field(
+        shape=tuple(record["shape"]),
+        dtype=record["dtype"],
+        ragged=record["ragged"],
+        compression=record["filter"],
+    )
+
+
+def shard_of(record: dict[str, Any]) -> Shard:
+    """Return a shard from what JSON has of it."""
+    return Shard(
+        file=record["file"],
+        num_samples=record["n"],
+        num_bytes=record["bytes"],
+        crc32=record["crc32"],
+        places={name: Place(**place) for name, place in record["fields"].items()},
+    )
+
+
+def shard_record(shard: Shard) -> dict[str, Any]:
+    """Return a shard as JSON has it."""
+    return {
+        "file": shard.file,
+        "n": shard.num_samples,
+        "bytes": shard.num_bytes,
+        "crc32": shard.crc32,
+        "fields": {name: _place_record(place) for name, place in shard.places.items()},
+    }
+
+
+def _place_record(place: Place) -> dict[str, Any]:
+    # An earlier hpctrain knows no index, and refuses what it does not know.
+    record = asdict(place)
+    if place.num_rows is None:
+        for key in ("index_offset", "index_crc32", "num_rows"):
+            del record[key]
+    return record

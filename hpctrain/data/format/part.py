@@ -1,0 +1,188 @@
+"""One HDF5 shard while it is written, and where its bytes lie afterwards."""
+
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from hpctrain import __version__
+from hpctrain.data.format.checksums import BlockCrcs
+from hpctrain.data.format.columns import new_column
+from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, Shard
+from hpctrain.data.format.rows import RaggedRows, Rows, count
+from hpctrain.data.format.storage import PartFile
+from hpctrain.files import PART, crc32_of, sync
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_PAGE_BYTES = 4096
+
+
+class ShardPart:
+    """A shard that grows to at most ``capacity`` samples.
+
+    Fields whose samples have one shape are contiguous, so that a reader can map them. Such a
+    field has its full size from the start, hence a shard that was not filled is copied at the end.
+    """
+
+    def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
+        """Create the file.
+
+        Args:
+            path: of the file to write.
+            draft: uuid, split, block size and fields of the data set, and the shards before.
+            capacity: samples that fit.
+        """
+        self.path = path
+        self.num_samples = 0
+        self._draft = draft
+        self._capacity = capacity
+        self._crcs = {name: BlockCrcs(draft.block_size) for name in draft.fields}
+        self._lengths: dict[str, list[NDArray[np.int64]]] = {
+            name: [] for name, field in draft.fields.items() if field.ragged
+        }
+        self._columns = {
+            name: new_column(path, name, field, draft.block_size, capacity)
+            for name, field in draft.fields.items()
+        }
+        self._file = self._create()
+        self._storage.check()
+
+    @property
+    def num_free(self) -> int:
+        """Samples that still fit."""
+        return self._capacity - self.num_samples
+
+    def append(self, rows: Rows) -> None:
+        """Add at most ``num_free`` samples, whose shapes and dtypes are those of the fields."""
+        for name, some in rows.items():
+            self._crcs[name].extend(some)
+            if isinstance(some, RaggedRows):
+                self._lengths[name].append(np.diff(some.offsets))
+                self._columns[name].append(some.values[some.offsets[0] : some.offsets[-1]])
+            else:
+                self._columns[name].append(some)
+        self.num_samples += count(rows)
+        self._storage.check()
+
+    def finish(self) -> Shard:
+        """Complete the file, put it on disk and tell what is in it."""
+        if self.num_free and any(column.capacity for column in self._columns.values()):
+            self._shorten()
+        for column in self._columns.values():
+            column.finish()
+        places = {name: self._finish_tables(name) for name in self._columns}
+        self._file.attrs.modify("n", self.num_samples)
+        self._file.attrs.modify("complete", 1)
+        self._close()
+        self._storage.check()
+        sync(self.path)
+        return Shard(
+            file=self.path.name,
+            num_samples=self.num_samples,
+            num_bytes=self.path.stat().st_size,
+            crc32=crc32_of(self.path),
+            places=self._with_offsets(places),
+        )
+
+    def abandon(self) -> None:
+        """Close and remove the file."""
+        self._close()
+        self.path.unlink(missing_ok=True)
+
+    def _create(self) -> h5py.File:
+        # HDF5 1.10 must read the file, so never libver="latest"; on a page boundary, direct
+        # reads that bypass the page cache are possible.
+        self._storage = PartFile(self.path, "w+b")
+        file = h5py.File(
+            self._storage,
+            "w",
+            libver=("earliest", "v110"),
+            locking=False,
+            alignment_threshold=_PAGE_BYTES,
+            alignment_interval=_PAGE_BYTES,
+        )
+        draft = self._draft
+        file.attrs.update(
+            format=FORMAT,
+            version=VERSION,
+            dataset_uuid=draft.uuid,
+            split=draft.split,
+            shard=len(draft.shards),
+            n=0,
+            first_index=draft.num_samples,
+            block_size=draft.block_size,
+            fields=json.dumps(draft.fields_record()),
+            created_by=f"hpctrain {__version__}, h5py {h5py.__version__}, "
+            f"HDF5 {h5py.version.hdf5_version}",
+            complete=0,
+        )
+        for column in self._columns.values():
+            column.move(file)
+        return file
+
+    def _shorten(self) -> None:
+        """Copy what was written to a file of just that size."""
+        old, old_storage, old_path = self._file, self._storage, self.path
+        self.path = old_path.with_suffix(f".short{PART}")
+        self._file = self._create()
+        old.close()
+        old_storage.close()
+        old_path.unlink()
+
+    def _close(self) -> None:
+        self._file.close()
+        self._storage.close()
+
+    def _finish_tables(self, name: str) -> Place:
+        crcs = self._crcs[name].table
+        self._file.create_dataset(f"crc/{name}", data=crcs)
+        place = Place(offset=None, crc_offset=None, crc32=zlib.crc32(crcs.data))
+        if name not in self._lengths:
+            return place
+        none = np.zeros(1, np.int64)
+        index = np.cumsum(np.concatenate([none, *self._lengths[name]])).astype("<u8")
+        self._file.create_dataset(f"index/{name}", data=index)
+        return replace(place, index_crc32=zlib.crc32(index.data), num_rows=int(index[-1]))
+
+    def _with_offsets(self, places: dict[str, Place]) -> dict[str, Place]:
+        num_bytes = self.path.stat().st_size
+        with h5py.File(self.path, "r", locking=False) as file:
+
+            def offset(path: str) -> int | None:
+                return raw_offset(file[path], num_bytes) if path in file else None
+
+            return {
+                name: replace(
+                    place,
+                    offset=offset(f"data/{name}"),
+                    crc_offset=offset(f"crc/{name}"),
+                    index_offset=offset(f"index/{name}"),
+                )
+                for name, place in places.items()
+            }
+
+
+def raw_offset(dataset: Any, file_bytes: int) -> int | None:
+    """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
+
+    Returns:
+        The first byte, or None where only HDF5 can read them: chunked, compact, virtual,
+        filtered or external storage, another byte order, or no storage at all.
+    """
+    properties = dataset.id.get_create_plist()
+    offset = dataset.id.get_offset()
+    plain = (
+        properties.get_layout() == h5py.h5d.CONTIGUOUS
+        and properties.get_nfilters() == 0
+        and properties.get_external_count() == 0
+        and dataset.dtype.newbyteorder("<") == dataset.dtype
+    )
+    if not plain or offset is None or offset + dataset.nbytes > file_bytes:
+        return None
+    return int(offset)

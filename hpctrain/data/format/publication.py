@@ -1,0 +1,138 @@
+"""The end of writing: the shards of all ranks get their names, then the manifest names them."""
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.data.format.journal import Journal, remove_journals
+from hpctrain.data.format.layout import Manifest, Shard
+from hpctrain.data.format.names import SHARD_FILE, shard_file
+from hpctrain.data.format.numbering import number
+from hpctrain.data.format.together import explained, together
+from hpctrain.errors import DataError
+from hpctrain.files import reason_of, sync
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+
+class Publication:
+    """Makes one data set of the finished shards of all ranks; used once."""
+
+    named = False
+    """A manifest may name the shards of this rank: they must not be removed."""
+
+    def __init__(self, directory: Path, comm: "Communicator", journal: Journal | None) -> None:
+        """Take what the writer has; ``journal`` learns the names of the shards."""
+        self._directory, self._comm, self._journal = directory, comm, journal
+
+    def publish(self, draft: Manifest) -> Manifest:
+        """Replace the data set in the directory at once. Collective.
+
+        Args:
+            draft: holds the finished shards of this rank, under the names of parts.
+
+        Returns:
+            The manifest, the same on every rank: the shards of rank 0, then of rank 1, ...
+
+        Raises:
+            DataError: no rank has samples, the disk refuses, or rank 0 does not see a shard.
+        """
+        sizes = self._comm.allgather_object((len(draft.shards), draft.num_samples))
+        num_shards = sum(some for some, _ in sizes)
+        if not num_shards:
+            raise DataError("a data set needs at least one sample, got none")
+        before = sizes[: self._comm.rank]
+        first = sum(some for some, _ in before)
+        names = [
+            shard_file(draft.split, draft.uuid, first + index, num_shards)
+            for index in range(len(draft.shards))
+        ]
+        try:
+            with together(self._comm):
+                with explained(self._directory):
+                    shards = self._rename(draft, names, first, sum(n for _, n in before))
+                self.named = True
+        except DataError:
+            # Every rank knows that one has failed, so nobody goes on to the manifest.
+            self.named = False
+            raise
+        all_shards = [shard for some in self._comm.allgather_object(shards) for shard in some]
+        manifest = replace(draft, shards=tuple(all_shards))
+        self._write(manifest)
+        return manifest
+
+    def _rename(
+        self, draft: Manifest, names: list[str], first: int, first_index: int
+    ) -> list[Shard]:
+        if self._journal:
+            self._journal.write(draft.uuid, draft.shards, published_as=names)
+        shards: list[Shard] = []
+        for index, (shard, name) in enumerate(zip(draft.shards, names, strict=True)):
+            path = self._directory / shard.file
+            # The shards of the first ranks have their place from the start.
+            named = (
+                number(path, shard, index=first + index, first_index=first_index)
+                if first
+                else shard
+            )
+            path.rename(self._directory / name)
+            shards.append(replace(named, file=name))
+            first_index += shard.num_samples
+        sync(self._directory)
+        return shards
+
+    def _write(self, manifest: Manifest) -> None:
+        message, published = "", False
+        if self._comm.rank == 0:
+            try:
+                with explained(self._directory):
+                    self._check_seen(manifest)
+                    manifest.write(self._directory)
+            except DataError as error:
+                message = str(error)
+            # The last step may fail after the manifest took its place: then the set is whole.
+            published = self.named = names_shards_of(self._directory, manifest.uuid)
+            if published:
+                self._sweep(manifest)
+        message, self.named = self._comm.broadcast_object((message, published))
+        if message:
+            raise DataError(message)
+
+    def _check_seen(self, manifest: Manifest) -> None:
+        for shard in manifest.shards:
+            path = self._directory / shard.file
+            try:
+                num_bytes = path.stat().st_size
+            except OSError as error:
+                raise DataError(
+                    f"all ranks write to one directory, but rank 0 does not see {path}: "
+                    f"{reason_of(error)}; choose a directory that all nodes share"
+                ) from error
+            if num_bytes != shard.num_bytes:
+                raise DataError(
+                    f"shard {path} has {shard.num_bytes} bytes, rank 0 sees {num_bytes}; "
+                    f"check the file system"
+                )
+
+    def _sweep(self, manifest: Manifest) -> None:
+        named = {shard.file for shard in manifest.shards}
+        remove_shards(self._directory, f"{manifest.split}-*", keep=named)
+        remove_journals(self._directory, manifest.split)
+
+
+def names_shards_of(directory: Path, uuid: str) -> bool:
+    """Return whether the manifest in a directory is of this data set."""
+    with suppress(OSError, DataError):
+        return Manifest.read(directory).uuid == uuid
+    return False
+
+
+def remove_shards(directory: Path, pattern: str, keep: Collection[str] = ()) -> None:
+    """Remove shards and parts of shards, but for some, as far as the system allows."""
+    for path in directory.glob(pattern):
+        if SHARD_FILE.fullmatch(path.name) and path.name not in keep:
+            with suppress(OSError):
+                path.unlink()

@@ -1,0 +1,1 @@
+"""What is wrong with a data set, and what can be saved of it."""

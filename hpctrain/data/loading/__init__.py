@@ -1,0 +1,1 @@
+"""What a loader does between an order and a batch."""

@@ -1,0 +1,98 @@
+"""Read what one rank needs at its next steps: the work of the loader's threads."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.data.batch import Batch, padded, pinned
+from hpctrain.data.loading.skipped import Skipped
+from hpctrain.data.loading.steps import Part, Steps
+from hpctrain.data.pool import DecodePool
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Columns, Samples, Values
+from hpctrain.data.transform import Transform, apply
+from hpctrain.errors import DataError
+from hpctrain.units import MIB
+
+PART_BYTES = MIB
+"""Small batches are read together up to this size: a read costs as much as many samples."""
+MOST_TOGETHER = 64
+"""At most so many steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What does not change during a pass."""
+
+    dataset: Samples
+    steps: Steps
+    skipped: Skipped
+    seed: int
+    epoch: int
+    transform: Transform | None
+    pool: DecodePool | None
+    is_padded: bool
+    is_pinned: bool
+
+    def read(self, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it."""
+        with contextlib.suppress(DataError):  # told at the step that cannot be read
+            if (soon := self.steps.soon(number)).size:
+                self.dataset.will_need(soon)
+        part = self.steps.part(number)
+        if len(self.skipped):
+            part = part.without(self.skipped)
+        if len(part.sizes) > 1:
+            # An error belongs to one step: then they are read one by one.
+            with contextlib.suppress(Exception):
+                return self._batches(part, self.dataset.take(part.indices))
+        return [self._alone(single) for single in part.singles()]
+
+    def _alone(self, part: Part) -> Batch | Exception:
+        try:
+            if self.pool is None:
+                columns = self.dataset.take(part.indices)
+                fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
+            else:
+                fields = self.pool.submit(part.indices, self.epoch, self.seed).result()
+            return self._finished(fields, part.sizes[0], part.num_repeated[0])
+        except Exception as error:  # raised when its step is delivered
+            return error
+
+    def _batches(self, part: Part, columns: Columns) -> list[Batch | Exception]:
+        """Cut what was read together into batches, which share its memory."""
+        assert self.transform is None  # it would have a thread for each step
+        cuts = zip(*(_cuts(values, part.sizes) for values in columns.values()), strict=True)
+        return [
+            self._finished(dict(zip(columns, values, strict=True)), size, repeated)
+            for values, size, repeated in zip(cuts, part.sizes, part.num_repeated, strict=True)
+        ]
+
+    def _finished(self, fields: Columns, size: int, num_repeated: int) -> Batch:
+        if self.is_padded:
+            fields = padded(fields)
+        if self.is_pinned:
+            fields = pinned(fields)
+        return Batch(fields, size, num_repeated)
+
+
+def num_together(batch_bytes: float, *, most: int) -> int:
+    """Return how many steps to read at once."""
+    return max(1, min(most, int(PART_BYTES / max(1.0, batch_bytes))))
+
+
+def _cuts(values: Values, sizes: list[int]) -> Iterator[Values]:
+    if not isinstance(values, Ragged):
+        return iter(torch.split_with_sizes(values, sizes))  # without the Python of `split`
+    return _ragged_cuts(values, sizes)
+
+
+def _ragged_cuts(values: Ragged, sizes: list[int]) -> Iterator[Ragged]:
+    start = 0
+    for size in sizes:
+        offsets = values.offsets[start : start + size + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        yield Ragged(values.values[first:last], offsets - first)
+        start += size

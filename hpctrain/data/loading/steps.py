@@ -1,0 +1,212 @@
+"""Which samples a rank reads at each step of an epoch, and which it will read soon."""
+
+import threading
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import numpy as np
+
+from hpctrain.data.loading.skipped import Skipped
+from hpctrain.data.orders.lanes import rank_lanes
+from hpctrain.data.orders.order import Order
+from hpctrain.data.orders.window import WindowOrder
+from hpctrain.data.samples import Indices
+
+Tail = Literal["short", "drop", "wrap"]
+
+PLANNED = 65536
+"""Positions that are turned into samples at a time: a call of numpy costs as much as many."""
+AHEAD = 8
+"""Steps between asking for single samples and reading them, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank reads at once: its samples of one or several steps."""
+
+    indices: Indices
+    """Of all the steps, one after another."""
+    sizes: list[int]
+    """Samples of each step."""
+    num_repeated: list[int]
+    """How many of the samples of each step, the last ones, came before in this epoch."""
+
+    def singles(self) -> "list[Part]":
+        """Return the same with each step alone."""
+        pieces = np.split(self.indices, np.cumsum(self.sizes)[:-1])
+        return [
+            Part(piece, [size], [repeated])
+            for piece, size, repeated in zip(pieces, self.sizes, self.num_repeated, strict=True)
+        ]
+
+    def without(self, skipped: Skipped) -> "Part":
+        """Return the same without some samples."""
+        kept = ~skipped.holds(self.indices)
+        if kept.all():
+            return self
+        sizes, repeated, end = [], [], 0
+        for size, old in zip(self.sizes, self.num_repeated, strict=True):
+            end += size
+            sizes.append(int(np.count_nonzero(kept[end - size : end])))
+            repeated.append(int(np.count_nonzero(kept[end - old : end])))
+        return Part(self.indices[kept], sizes, repeated)
+
+
+def share(start: int, stop: int, rank: int, size: int) -> range:
+    """Return a rank's part of ``[start, stop)``: contiguous, all parts equal or one apart."""
+    total = stop - start
+    return range(start + total * rank // size, start + total * (rank + 1) // size)
+
+
+def num_steps(num_samples: int, global_batch: int, tail: Tail) -> int:
+    """Return how many steps so many samples make."""
+    full, rest = divmod(num_samples, global_batch)
+    return full + (rest > 0 and tail != "drop")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How the line of an epoch is cut: among steps, and each step among the ranks."""
+
+    num_samples: int
+    start: int
+    """Samples of the epoch that were consumed before the first step."""
+    global_batch: int
+    tail: Tail
+    rank: int
+    size: int
+
+    def __len__(self) -> int:
+        """Return the number of steps, the same on every rank."""
+        return num_steps(self.num_samples - self.start, self.global_batch, self.tail)
+
+    @property
+    def num_full(self) -> int:
+        """Steps that have a whole global batch without a wrap."""
+        return (self.num_samples - self.start) // self.global_batch
+
+    def positions(self, step: int) -> range:
+        """Return the positions of a step, of all ranks; a tail that wraps goes past the end."""
+        start = self.start + step * self.global_batch
+        stop = start + self.global_batch
+        return range(start, stop if self.tail == "wrap" else min(stop, self.num_samples))
+
+
+class Steps:
+    """The parts of one rank, and what it should ask for ahead of them. Threads may share it.
+
+    A global batch is the samples at its positions, whatever the number of ranks. They are
+    sorted by lane, if the order has lanes, before each rank gets a contiguous part: so a rank
+    reads few of the lanes.
+    """
+
+    def __init__(self, order: Order, cut: Cut, together: int, num_ahead: int) -> None:
+        """Plan nothing yet.
+
+        Args:
+            order: of the epoch.
+            cut: of the epoch.
+            together: steps that are read at once.
+            num_ahead: parts that are read at the same time; their plans are kept.
+        """
+        self._order, self._cut, self._together = order, cut, together
+        self._num_steps = len(cut)
+        self._ahead = -(-AHEAD // together)
+        self._group = max(1, PLANNED // (cut.global_batch * together))
+        self._num_kept = 2 + (num_ahead + self._ahead) // self._group
+        self._plans: dict[int, list[Part]] = {}
+        self._planning = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of parts."""
+        return ceil(self._num_steps / self._together)
+
+    def part(self, number: int) -> Part:
+        """Return what this rank reads at once."""
+        group, place = divmod(number, self._group)
+        with self._planning:
+            if group not in self._plans:
+                self._plans[group] = self._plan(group)
+                while len(self._plans) > self._num_kept:
+                    del self._plans[min(self._plans)]
+            return self._plans[group][place]
+
+    def soon(self, number: int) -> Indices:
+        """Return the samples to ask for when a part is about to be read.
+
+        Over all parts, each sample or block once. Blocks are asked for a window ahead.
+        """
+        if isinstance(self._order, WindowOrder):
+            return self._blocks_soon(self._order, number)
+        later = number + self._ahead
+        parts = range(1 if number == 0 else later, min(later + 1, len(self)))
+        if len(parts) == 1:
+            return self.part(parts[0]).indices
+        found = [self.part(one).indices for one in parts]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _blocks_soon(self, order: WindowOrder, number: int) -> Indices:
+        cut, steps = self._cut, self._steps(number, 1)
+        lanes = rank_lanes(cut.rank, cut.rank + 1, size=cut.size, lanes=order.shape.lanes)
+        start = cut.positions(steps.start).start
+        stop = min(cut.positions(steps[-1]).stop, cut.num_samples)
+        turns = range(order.turns_needed(start), order.turns_needed(stop))
+        if number == 0:
+            begun = order.turns_begun(start)
+            turns = range(begun.start, max(begun.stop, turns.stop))
+        blocks = order.blocks(lanes, turns)
+        if number == 0:
+            blocks = np.concatenate([blocks, order.rest_blocks(lanes)])
+        samples = np.sort(blocks)[:, None] * order.shape.block + np.arange(order.shape.block)
+        return samples[samples < cut.num_samples]
+
+    def _steps(self, first_part: int, num_parts: int) -> range:
+        start = first_part * self._together
+        return range(start, min(start + num_parts * self._together, self._num_steps))
+
+    def _plan(self, group: int) -> list[Part]:
+        steps = self._steps(group * self._group, self._group)
+        num_full = min(len(steps), max(0, self._cut.num_full - steps.start))
+        mine = [self._mine_of_full(steps[:num_full])]
+        mine += [self._mine(self._cut.positions(step)) for step in steps[num_full:]]
+        num_samples = self._cut.num_samples
+        samples = self._order.samples_at(np.concatenate(mine) % num_samples)
+        sizes = [len(mine[0]) // num_full] * num_full if num_full else []
+        sizes += [len(some) for some in mine[1:]]
+        repeated = [0] * num_full
+        repeated += [int(np.count_nonzero(some >= num_samples)) for some in mine[1:]]
+        ends = np.cumsum(sizes).tolist()
+        parts, start = [], 0
+        for first in range(0, len(steps), self._together):
+            some = slice(first, first + self._together)
+            stop = ends[some][-1]
+            parts.append(Part(samples[start:stop], sizes[some], repeated[some]))
+            start = stop
+        return parts
+
+    def _mine_of_full(self, steps: range) -> Indices:
+        """Return what ``_mine`` does for steps without a tail, one after another, at once."""
+        cut = self._cut
+        start = cut.start + steps.start * cut.global_batch
+        every = np.arange(start, start + len(steps) * cut.global_batch)
+        lines: Indices = every.reshape(len(steps), cut.global_batch)
+        if isinstance(self._order, WindowOrder):
+            lanes = self._order.lanes_of(every).reshape(lines.shape)
+            lines = np.take_along_axis(lines, np.argsort(lanes, axis=1, kind="stable"), axis=1)
+        part = share(0, cut.global_batch, cut.rank, cut.size)
+        return lines[:, part.start : part.stop].ravel()
+
+    def _mine(self, positions: range) -> Indices:
+        cut = self._cut
+        if isinstance(self._order, WindowOrder):
+            every = np.arange(positions.start, positions.stop)
+            lanes = self._order.lanes_of(every % cut.num_samples)
+            part = share(0, len(every), cut.rank, cut.size)
+            mine = every[np.argsort(lanes, kind="stable")[part.start : part.stop]]
+        else:
+            part = share(positions.start, positions.stop, cut.rank, cut.size)
+            mine = np.arange(part.start, part.stop)
+        if positions.stop > cut.num_samples:
+            mine = mine[np.argsort(mine >= cut.num_samples, kind="stable")]
+        return mine

@@ -1,0 +1,1 @@
+"""Shards opened for reading."""

@@ -1,0 +1,136 @@
+"""What one process has open of a data set, and the threads and memory it uses for that."""
+
+import os
+import resource
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.reading.buffers import Buffers
+from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.shard import OpenShard
+from hpctrain.data.reading.shardfile import IO
+from hpctrain.data.reading.stitched import Stitched
+from hpctrain.data.reading.values import Array
+
+_FIRST_TRIES = 64
+
+
+class ReadableShard(Protocol):
+    """What a data set asks of a shard: see ``OpenShard``, also for the arguments."""
+
+    def check_blocks(self, rows: Array, *, again: bool) -> None:
+        """Check the blocks of samples."""
+
+    def gather(
+        self, name: str, rows: Array, out: NDArray[Any], places: Array | None = None
+    ) -> None:
+        """Copy samples of a field."""
+
+    def lengths(self, name: str, rows: Array) -> Array:
+        """Return the lengths of samples of a ragged field."""
+
+    def gather_ragged(
+        self, name: str, rows: Array, out: NDArray[Any], starts: Array | None = None
+    ) -> None:
+        """Copy samples of a ragged field."""
+
+    def will_need(self, rows: Array, *, whole_blocks: bool = True) -> None:
+        """Bring samples into memory."""
+
+    def close(self) -> None:
+        """Free what is open."""
+
+
+class Opener(Protocol):
+    """Opens a shard, picklable; ``OpenShard`` is one."""
+
+    def __call__(
+        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
+    ) -> ReadableShard:
+        """Open shard ``index``; ``io`` and ``chunks`` as for ``OpenShard``."""
+
+
+class Handles:
+    """Shards opened at first use; those used longest ago are closed when there are too many."""
+
+    def __init__(self, manifest: Manifest, open_shard: Callable[[int], ReadableShard]) -> None:
+        """Open nothing yet."""
+        self.pid = os.getpid()
+        self.buffers = Buffers()
+        self.stitched: Stitched | None = None
+        self.is_in_memory = False
+        """What ``look_in_memory`` has seen."""
+        self._manifest = manifest
+        self._open_shard = open_shard
+        self._shards: OrderedDict[int, ReadableShard] = OrderedDict()
+        # HDF5 needs a descriptor of its own, and the program some as well.
+        self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._is_full = len(manifest.shards) > self._max_open
+        self._lock = Lock()
+        self._ahead: ThreadPoolExecutor | None = None
+        self._num_tries = 0
+
+    def shard(self, index: int) -> ReadableShard:
+        """Return an open shard.
+
+        Raises:
+            CorruptError: it cannot be opened.
+        """
+        found = self._shards.get(index)
+        if found is None or self._is_full:
+            with self._lock:
+                found = self._shards.get(index) or self._open_shard(index)
+                self._shards[index] = found
+                self._shards.move_to_end(index)
+                if len(self._shards) > self._max_open:
+                    # Other threads may be reading it: it is closed when the last one lets go.
+                    self._shards.popitem(last=False)
+        return found
+
+    def rows_of(self, wanted: Array) -> tuple[Stitched, Array] | None:
+        """Return the array of all shards and the rows of samples in it, if there is one."""
+        stitched = self.stitched
+        if stitched is None:
+            self._stitch()
+            return None
+        rows = stitched.rows_of(wanted)
+        if rows is None:
+            self.stitched = None
+            return None
+        return stitched, rows
+
+    def look_in_memory(self) -> bool:
+        """Look whether all shards lie in memory and are mapped; once they do, that is that."""
+        if self.stitched is not None and not self.is_in_memory:
+            self.is_in_memory = self.stitched.is_in_memory()
+        return self.stitched is not None and self.is_in_memory
+
+    def in_background(self, work: Callable[[], None]) -> None:
+        """Do some work in a thread of its own, one piece after another."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = ThreadPoolExecutor(1, thread_name_prefix="hpctrain-ahead")
+        self._ahead.submit(work)
+
+    def _stitch(self) -> None:
+        """Join all shards to one array, now and then tried: once all are open and in memory."""
+        self._num_tries += 1
+        is_due = self._num_tries < _FIRST_TRIES or self._num_tries % _FIRST_TRIES == 0
+        if len(self._shards) < len(self._manifest.shards) or not is_due:
+            return
+        with self._lock:
+            shards = [self._shards.get(index) for index in range(len(self._shards))]
+            files = [
+                shard.file
+                for shard in shards
+                if isinstance(shard, OpenShard) and type(shard).gather is OpenShard.gather
+            ]
+            if len(files) == len(shards):
+                self.stitched = Stitched.of(self._manifest, files)

@@ -1,0 +1,239 @@
+"""The file of one shard, open: its values, its checksums and what has been checked of it."""
+
+import os
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.layout import Field, Manifest, Place
+from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_for
+from hpctrain.data.reading.direct import read_at
+from hpctrain.data.reading.hdf5 import HDF5Values, open_hdf5
+from hpctrain.data.reading.mapped import Space
+from hpctrain.data.reading.plain_blocks import PlainBlocks, from_file, from_memory
+from hpctrain.data.reading.residency import in_memory, on_local_disk
+from hpctrain.data.reading.values import Array, DirectValues, MappedValues, Values
+from hpctrain.units import KIB, MIB
+
+IO = Literal["map", "read", "auto"]
+
+UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
+"""What a file that is not the shard of its manifest leads to, here and in HDF5."""
+
+_SMALL_ROW_BYTES = 64
+_SMALL_FIELD_BYTES = 16 * MIB
+_SMALL_SAMPLE_BYTES = 16 * KIB
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+class ShardFile:
+    """Opened once; a file that changes is opened anew, as another object."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
+    ) -> None:
+        """Open the file and check that it is the one that the manifest describes.
+
+        Raises:
+            UNREADABLE: it is not, or it is missing or damaged.
+        """
+        self._path, self._manifest = path, manifest
+        self.shard = manifest.shards[index]
+        self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
+        """Blocks whose crc32 was right."""
+        self.all_checked = False
+        self.is_replaced = False
+        """Whether the file was opened anew, as another object."""
+        self._hdf5: Any = None
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.identity = self._identity()
+        """Device, inode, size and time of change: all equal as long as the file is as it was."""
+        self._check_size()
+        self.in_memory = in_memory(self.descriptor, self.shard.num_bytes)
+        self.is_mapped = self.wants_map() if io == "auto" else io == "map"
+        self.space = self._mapping() if self.is_mapped else None
+        self.crcs = {name: self._table(name) for name in manifest.fields}
+        self.indices = {
+            name: self._index(name) for name, field in manifest.fields.items() if field.ragged
+        }
+        """Of ragged fields: between which rows each sample lies, ``(num_samples + 1,)``."""
+        if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
+            raise ValueError("it is not the file that its manifest describes: it is not HDF5")
+        self.values = {
+            name: self._values(name, field, chunks) for name, field in manifest.fields.items()
+        }
+        self._has_filters = any(field.compression for field in manifest.fields.values())
+        self._plain_blocks = [
+            self._blocks_of(name, place.offset)
+            for name, place in self.shard.places.items()
+            if place.offset is not None
+        ]
+
+    def is_changed(self) -> bool:
+        """Return whether the file was written to or truncated since it was opened."""
+        return self._identity() != self.identity
+
+    def wants_map(self) -> bool:
+        """Return whether the file is better mapped than read.
+
+        Where it lies in memory; and on a local disk, samples so small that a call for each of
+        them costs more than to bring in its page. Their blocks are checked by reading first.
+        """
+        if in_memory(self.descriptor, self.shard.num_bytes):
+            return True
+        mean_bytes = self.shard.num_bytes / self.shard.num_samples
+        return mean_bytes <= _SMALL_SAMPLE_BYTES and on_local_disk(self.descriptor)
+
+    def wrong_blocks(self, blocks: Array) -> list[int]:
+        """Return which of these blocks are not as they were written; ``problem`` says why."""
+        wrong = {block for field in self._plain_blocks for block in field.wrong(blocks)}
+        if self._has_filters:
+            wrong.update(block for block in blocks.tolist() if self.problem(block))
+        return sorted(wrong)
+
+    def rows_of(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
+        """Return which rows of a field are the samples ``[starts[i], stops[i])``."""
+        index = self.indices.get(name)
+        return (starts, stops) if index is None else (index[starts], index[stops])
+
+    def problem(self, block: int) -> str | None:
+        """Return what is wrong with a block, None if its crc32 is right."""
+        start = block * self._manifest.block_size
+        stop = min(start + self._manifest.block_size, self.shard.num_samples)
+        for name, values in self.values.items():
+            index = self.indices.get(name)
+            begin, end = (start, stop) if index is None else (int(index[start]), int(index[stop]))
+            try:
+                rows = values.between(begin, end)
+            except UNREADABLE as error:
+                return f"block {block} of field {name} cannot be read ({_first_line(error)})"
+            if zlib.crc32(rows.data) != self.crcs[name][block]:
+                return f"block {block} of field {name} has the wrong crc32"
+        return None
+
+    def extents(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
+        """Return where samples lie in the file: from byte, to byte."""
+        return self.values[name].extents(*self.rows_of(name, starts, stops))
+
+    def close_hdf5(self) -> None:
+        """End all use of HDF5: what is open here would be shared with a file opened anew."""
+        if self._hdf5 is not None:
+            self._hdf5.close()
+
+    def __del__(self) -> None:
+        """Close the file; mapped memory stays as long as an array refers to it."""
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def _identity(self) -> tuple[int, ...]:
+        status = os.fstat(self.descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _check_size(self) -> None:
+        if self.identity[2] != self.shard.num_bytes:
+            raise ValueError(
+                f"it has {self.shard.num_bytes} bytes by its manifest, got {self.identity[2]}: "
+                f"it was truncated or replaced"
+            )
+
+    def _mapping(self) -> Space:
+        space = Space(self.shard.num_bytes)
+        space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
+        return space
+
+    def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        if self.space is not None:
+            return self.space.array(offset, shape, dtype)
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        return read_at(self.descriptor, offset, num_bytes).view(dtype).reshape(shape)
+
+    def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
+        size, num_samples = self._manifest.fields[name].sample_bytes, self.shard.num_samples
+        edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
+        edges[-1] = num_samples
+        if name in self.indices:
+            edges = self.indices[name][edges]
+        edges *= size
+        num_bytes = int(edges[-1])
+        is_small = size <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
+        if is_small or (self.space is not None and self.in_memory):
+            # Labels are read at once: a call for each of their blocks costs more.
+            read = from_memory(self._plain(offset, (num_bytes,), "|u1"))
+        else:
+            read = from_file(self.descriptor, offset)
+        return PlainBlocks(edges, self.crcs[name], read)
+
+    def _table(self, name: str) -> NDArray[Any]:
+        place = self.shard.places[name]
+        crcs = self._array(f"crc/{name}", place.crc_offset, self.checked.shape, "<u4")
+        self._check_table(f"crc/{name}", crcs, place.crc32)
+        return crcs
+
+    def _index(self, name: str) -> Array:
+        place = self.shard.places[name]
+        shape = (self.shard.num_samples + 1,)
+        index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
+        self._check_table(f"index/{name}", index, place.index_crc32)
+        return index.view(np.int64)
+
+    def _check_table(self, what: str, table: NDArray[Any], crc32: int | None) -> None:
+        if zlib.crc32(table.data) != crc32:
+            raise ValueError(
+                f"it is not the file that its manifest describes: /{what} has the wrong crc32"
+            )
+
+    def _array(
+        self, what: str, offset: int | None, shape: tuple[int, ...], dtype: str
+    ) -> NDArray[Any]:
+        if offset is not None:
+            return self._plain(offset, shape, dtype)
+        return np.ascontiguousarray(self._dataset(what, shape, dtype)[:])
+
+    def _values(self, name: str, field: Field, chunks: ChunkCache) -> Values:
+        place = self.shard.places[name]
+        shape = (self._num_rows(field, place), *field.shape)
+        if not prod(shape) * np.dtype(field.dtype).itemsize:
+            return MappedValues(np.empty(shape, field.dtype), 0)
+        if place.offset is None:
+            stored = HDF5Values(self._dataset(f"data/{name}", shape, field.dtype))
+            return CachedValues(stored, shape[0], stored.chunk_rows, chunks)
+        if self.space is not None:
+            return MappedValues(self.space.array(place.offset, shape, field.dtype), place.offset)
+        direct = DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
+        if field.sample_bytes <= _SMALL_ROW_BYTES and self._is_small(field, chunks):
+            return CachedValues(
+                direct, shape[0], chunk_rows_for(field.shape, direct.dtype), chunks
+            )
+        return direct
+
+    def _is_small(self, field: Field, chunks: ChunkCache) -> bool:
+        # Labels, as a rule: a call for each costs more than to keep them all.
+        num_bytes = self._manifest.num_samples * field.sample_bytes
+        return not field.ragged and num_bytes <= chunks.max_bytes // 4
+
+    def _num_rows(self, field: Field, place: Place) -> int:
+        return (place.num_rows or 0) if field.ragged else self.shard.num_samples
+
+    def _dataset(self, what: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if self._hdf5 is None:
+            if any(field.compression for field in self._manifest.fields.values()):
+                load_filters()
+            self._hdf5 = open_hdf5(self._path)
+        dataset = self._hdf5[what]
+        # The checksum covers the values, not what HDF5 says of them.
+        if not isinstance(dataset, h5py.Dataset) or (dataset.shape, dataset.dtype) != (
+            shape,
+            dtype,
+        ):
+            raise ValueError(f"/{what} is not what the manifest says")
+        return dataset
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

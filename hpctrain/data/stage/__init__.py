@@ -1,0 +1,1 @@
+"""Copies of a data set on a node."""
