@@ -17,6 +17,10 @@ from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardFile
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
+from hpctrain.units import MIB
+
+_AHEAD_BYTES = 32 * MIB
+"""Of blocks that are on their way while others are checked."""
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -145,20 +149,39 @@ class OpenShard:
         self._read(rows, copy)
 
     def will_need(self, rows: Array, *, whole_blocks: bool = True) -> None:
-        """Ask the system to bring samples into memory; returns before they are there.
+        """Bring samples into memory, and return when they are there or on their way.
 
         Args:
             rows: samples, numbered from the start of this shard, in any order.
-            whole_blocks: their blocks will be read as a whole, to be checked.
+            whole_blocks: bring the whole of their blocks, and check those that are new. What is
+                wrong is left to whoever takes samples of it.
         """
-        file, size = self.file, self._manifest.block_size
-        if file.in_memory or not len(rows):
+        if self.file.in_memory or not len(rows):
             return
-        if whole_blocks:
-            starts, stops = runs_of(np.unique(rows // size))
-            starts, stops = starts * size, np.minimum(stops * size, self._shard.num_samples)
-        else:
-            starts, stops = runs_of(np.unique(rows))
+        if not whole_blocks:
+            self._advise(*runs_of(np.unique(rows)))
+            return
+        size = self._manifest.block_size
+        blocks = np.unique(rows // size)
+        block_bytes = max(1, size * self._shard.num_bytes // self._shard.num_samples)
+        groups = np.array_split(blocks, -(-len(blocks) * block_bytes // _AHEAD_BYTES))
+        for group, after in zip(groups, [*groups[1:], None], strict=True):
+            if group is groups[0]:
+                self._advise_blocks(group)
+            if after is not None:
+                self._advise_blocks(after)  # while these are checked
+            file = self.file
+            new = group[~file.checked[group]]
+            wrong = file.wrong_blocks(new)
+            file.checked[np.setdiff1d(new, wrong)] = True
+
+    def _advise_blocks(self, blocks: Array) -> None:
+        size = self._manifest.block_size
+        starts, stops = runs_of(blocks)
+        self._advise(starts * size, np.minimum(stops * size, self._shard.num_samples))
+
+    def _advise(self, starts: Array, stops: Array) -> None:
+        file = self.file
         for name in file.values:
             advise(file.descriptor, *file.extents(name, starts, stops))
 
