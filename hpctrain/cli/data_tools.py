@@ -114,7 +114,7 @@ def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -
     for line in lines_of(found):
         typer.echo(line)
     for field in shown:
-        values = " ".join(f"{value:.6g}" for value in field.values)
+        values = " ".join(map(_shown, field.values))
         more = " ..." if prod(field.shape) > len(field.values) else ""
         typer.echo(f"sample {sample}: {field.name} {field.shape} {values}{more}")
 
@@ -261,6 +261,10 @@ def _ranks() -> "Iterator[Communicator | None]":
 def _say(comm: "Communicator | None", lines: "Sequence[str]") -> None:
     for line in lines if comm is None or comm.rank == 0 else ():
         typer.echo(line)
+
+
+def _shown(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def _summary(directory: Path, manifest: "Manifest") -> str:

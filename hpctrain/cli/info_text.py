@@ -36,7 +36,8 @@ def lines_of(info: Info) -> Iterator[str]:
         faults = [row for row in shards[1:-1] if row[-1] != "here"]
         shards = [shards[0], *faults[:_MOST_SHARDS], ("...", "", "", ""), shards[-1]]
     yield from _columns([head, *shards])
-    yield f"{len(info.shards)} shards, {format_bytes(info.num_bytes)}"
+    plural = "s" * (len(info.shards) != 1)
+    yield f"{len(info.shards)} shard{plural}, {format_bytes(info.num_bytes)}"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Batches of an epoch: one line of samples, cut into global batches, cut among the ranks."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -156,7 +156,7 @@ class Loader:
         while left_out:
             # From where we are; once more after samples were left out, for all ranks together.
             left_out = False
-            with self._reading() as batches:
+            with closing(self._batches()) as batches:
                 for batch in batches:
                     self._check_pass(current)
                     error = batch if isinstance(batch, Exception) else None
@@ -186,9 +186,11 @@ class Loader:
         """Close."""
         self.close()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Iterator[Batch | Exception]]:
-        """Read on from where we are; give the batch of each step, or what prevents it."""
+    def _batches(self) -> Generator[Batch | Exception]:
+        """Read on from where we are; give the batch of each step, or what prevents it.
+
+        What prevents all further steps is given at the next one, and is the last.
+        """
         cut = Cut(
             num_samples=len(self.dataset),
             start=self.consumed,
@@ -197,6 +199,16 @@ class Loader:
             rank=self.rank,
             size=self.size,
         )
+        if not len(cut):
+            return
+        try:
+            with self._reading(cut) as parts:
+                yield from chain.from_iterable(parts)
+        except Exception as error:
+            yield error
+
+    def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
+        """Begin to read the steps of ``cut``, several of them together."""
         batch_bytes = self.dataset.sample_bytes * self.global_batch / self.size
         # A transform has the threads for each batch, a small batch is read with others.
         together = num_together(batch_bytes, most=1 if self.transform else MOST_TOGETHER)
@@ -225,8 +237,7 @@ class Loader:
             is_pinned=self.pin_memory,
         )
         numbers = range(len(reading.steps))
-        with prefetched(reading.read, numbers, threads=threads, depth=depth) as parts:
-            yield chain.from_iterable(parts)
+        return prefetched(reading.read, numbers, threads=threads, depth=depth)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.

@@ -224,14 +224,16 @@ def _examined(
     share_of(found, config.shuffle, 0, size)
     if not isinstance(source, str | Path):
         return found, None  # nobody can tell whether another object has the same samples
-    return found, _key(found, config, size)
+    return found, _key(found, str(source), config, size)
 
 
-def _key(found: Source, config: PackConfig, size: int) -> str:
+def _key(found: Source, source: str, config: PackConfig, size: int) -> str:
     """Return what stays the same as long as a killed packing can go on: source and options."""
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size, "kind": type(found).__name__}
-    text = json.dumps([files, options], sort_keys=True)
+    # One module may have many functions, which all have the same file of code.
+    name = None if found.files else source
+    text = json.dumps([files, name, options], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -177,7 +177,7 @@ def _find_manifest(directory: Path, plan: Plan) -> tuple[Manifest, str]:
         if plan.rebuild_manifest:
             return rebuild(directory), f"made {MANIFEST} anew from the shards"
         raise DataError(
-            f"{error}; or make the manifest anew from the shards: "
+            f"{error}; if its shards are here, make the manifest anew: "
             f"hpctrain data repair {directory} --rebuild-manifest"
         ) from None
     if copy is not None and copy.uuid != manifest.uuid:

@@ -28,11 +28,17 @@ class Subset:
             indices: of the samples. A range takes no memory; anything else 8 bytes a sample.
 
         Raises:
-            DataError: there are none, or they are out of range.
+            DataError: there are none, or they are out of range or no whole numbers.
         """
         self.dataset = dataset
         self._range = indices if isinstance(indices, range) and indices.step > 0 else None
-        self._indices = np.array([] if self._range else indices, np.int64)
+        given = np.asarray([] if self._range else indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise DataError(
+                f"a subset is given by the numbers of its samples, got {given.dtype} values; "
+                f"of a mask give numpy.flatnonzero(mask)"
+            )
+        self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
             raise DataError("a subset has at least 1 sample, its indices have one dimension")

@@ -14,10 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.data.format.compression import load_filters, rows_per_chunk
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.format.names import shard_part
 from hpctrain.data.format.part import ShardPart
-from hpctrain.data.format.publication import Publication, names_shards_of, remove_shards
+from hpctrain.data.format.publication import (
+    Publication,
+    names_shards_of,
+    remove_shards,
+    split_in,
+)
 from hpctrain.data.format.rows import Samples, checked_rows, count, cut
 from hpctrain.data.format.together import explained, tell, together
 from hpctrain.data.ragged import Ragged
@@ -228,13 +233,12 @@ class ShardWriter:
         self._comm.barrier()
 
     def _check_split(self) -> None:
-        if (self._directory / MANIFEST).exists():
-            split = Manifest.read(self._directory).split
-            if split != self.manifest.split:
-                raise DataError(
-                    f"a directory holds one split, {self._directory} holds {split!r}; "
-                    f"write {self.manifest.split!r} to another directory"
-                )
+        split = split_in(self._directory)
+        if split not in (None, self.manifest.split):
+            raise DataError(
+                f"a directory holds one split, {self._directory} holds {split!r}; "
+                f"write {self.manifest.split!r} to another directory"
+            )
 
     def _new_part(self) -> ShardPart:
         draft = self.manifest

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import app
 from hpctrain.data.format.layout import Manifest
+from hpctrain.data.writer import write_arrays
 from hpctrain.errors import DataError, MismatchError
 from tests.data.mixed_set import flip, numbers_in, write_mixed
 
@@ -130,3 +132,13 @@ def test_of_many_ranks_one_speaks_and_all_end_alike(world, tmp_path_factory):
     assert isinstance(result.exception, MismatchError)  # which main tells once
     assert "block 0 of field number has the wrong crc32" in str(result.exception)
     assert not (directory / "out" / "manifest.json").exists()
+
+
+def test_whole_numbers_are_shown_with_all_their_digits(tmp_path):
+    values = {"x": np.array([123456789]), "y": np.array([0.1], "f4"), "z": np.array([True])}
+    write_arrays(tmp_path, values, samples_per_shard=1)
+    output = run("info", tmp_path, "--sample", 0).output
+    assert "x () 123456789\n" in output
+    assert "y () 0.1\n" in output
+    assert "z () 1\n" in output
+    assert "\n1 shard, " in output

@@ -136,6 +136,62 @@ def test_an_error_of_a_transform_on_one_rank_is_raised_by_all(world, comm, kind)
     assert error.value.__notes__ == ["(raised on rank 0)"] if world.rank else True
 
 
+def refuse(*_, **__):
+    raise OSError("no more processes")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("what", "kinds"),
+    [({"workers": 1}, DataError), ({"transform": dict}, OSError)],
+    ids=["workers", "threads"],
+)
+def test_a_rank_that_cannot_begin_to_read_fails_all_ranks(
+    world, comm, damaged, what, kinds, monkeypatch
+):
+    loader = Loader(damaged, global_batch=10, comm=comm, order="sequential", **what)
+    loader.consumed = 50  # behind what is damaged
+    if world.rank == 1:
+        monkeypatch.setattr("subprocess.Popen", refuse)
+        monkeypatch.setattr("hpctrain.data.loading.prefetch.ThreadPoolExecutor.submit", refuse)
+    with loader, pytest.raises(kinds, match="no more processes"):
+        list(loader)
+    assert loader.consumed == 50
+    # Where no step is left, there is nothing to fail.
+    loader.consumed = NUM_SAMPLES
+    assert list(loader) == []
+
+
+class OwnError(CorruptError):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, start):
+        super().__init__(f"sample {start}", start, start + 1)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_damage_of_any_class_is_left_out_by_all_ranks(world, comm):
+    class Broken(InMemory):
+        def take(self, indices):
+            if 7 in indices:
+                raise OwnError(7)
+            return super().take(indices)
+
+    loader = Loader(Broken(NUM_SAMPLES), global_batch=24, comm=comm, on_corrupt="skip")
+    found = [number for batch in loader for number in batch.number.tolist()]
+    every = sorted(itertools.chain(*world.allgather(found)))
+    assert every == [number for number in range(NUM_SAMPLES) if number != 7]
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_cannot_ask_for_samples_ahead_reads_them_all_the_same(world, comm):
+    dataset = InMemory(NUM_SAMPLES, sample_bytes=2e6)
+    if world.rank == 1:
+        dataset.will_need = refuse
+    found = [n for b in Loader(dataset, global_batch=10, comm=comm) for n in b.number.tolist()]
+    assert sorted(itertools.chain(*world.allgather(found))) == list(range(NUM_SAMPLES))
+
+
 @pytest.mark.ranks(2, 3)
 def test_ranks_with_different_data_are_told(world, comm):
     loader = Loader(InMemory(100 + (world.rank == 1)), global_batch=10, comm=comm)

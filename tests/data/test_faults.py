@@ -14,6 +14,7 @@ import pytest
 
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.reading.shardfile import ShardFile
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import CorruptError, DataError
@@ -65,6 +66,27 @@ def test_a_damaged_chunk_is_named_with_the_samples_of_a_block(tmp_path):
         dataset.take([54])
     assert (told.value.start, told.value.stop) == (54, 61)
     assert numbers(dataset, [0, 99]) == [0, 99]
+
+
+def test_a_damaged_block_never_counts_as_checked(directory, io):
+    """Not for an instant, in which another thread might take samples of it."""
+    path, shard = file_of(directory, 1)
+    flip(path, shard.places["number"].offset + 8 * 30)
+    seen = []
+
+    class Watched(np.ndarray):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            seen.append(bool(np.asarray(self)[30 // 7]))
+
+    manifest = Manifest.read(directory)
+    opened = OpenShard(directory, manifest, 1, io=io)
+    for again in (False, True):
+        opened.file.checked = opened.file.checked.view(Watched)
+        with pytest.raises(CorruptError):
+            opened.check_blocks(np.arange(40), again=again)
+    assert seen
+    assert not any(seen)
 
 
 def test_verify_says_when_a_block_is_checked(directory, io):

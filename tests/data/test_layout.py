@@ -71,6 +71,10 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
         ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "has an index"),
         ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),
         ({"fields": {"x": None}}, "TypeError"),
+        ({"shards": []}, "names no shard"),
+        ({"block_size": 1.5}, "numbers are whole, .*got 1.5"),
+        ({"block_size": 2**63}, "less than 2\\^62"),
+        ({"fields": {"x": field_record(shape=[2.0]), "y": field_record()}}, "whole"),
     ],
 )
 def test_a_manifest_of_another_kind_is_told(tmp_path, changes, words):
@@ -80,7 +84,7 @@ def test_a_manifest_of_another_kind_is_told(tmp_path, changes, words):
         Manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", '{"format": ', "{}", "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "7", '{"format": ', "{}", "\0", "[" * 100_000])
 def test_what_is_not_a_manifest_is_told(tmp_path, text):
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(DataError, match="must be the manifest of a data set"):

@@ -230,3 +230,28 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r'pip install "hpctrain\[pack\]"'):
         pack(tmp_path / "t.csv", tmp_path / "set")
+
+
+def test_functions_of_one_module_are_not_taken_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def {}(): return [{{'x': {} + index}} for index in range(30)]\n"
+    text = code.format("first", 0) + code.format("second", 1000)
+    (tmp_path / "two_functions.py").write_text(text)
+    config = PackConfig(samples_per_shard=10)
+    watcher = Watcher()
+    watcher.advance = Mock(side_effect=RuntimeError("stop"))
+    with pytest.raises(RuntimeError, match="stop"):
+        pack("two_functions:first", tmp_path / "set", config, watcher=watcher)
+    pack("two_functions:second", tmp_path / "set", config)
+    assert read(tmp_path / "set")["x"] == list(range(1000, 1030))
+
+
+def test_a_set_with_a_damaged_manifest_is_replaced_when_that_is_said(tmp_path):
+    np.save(tmp_path / "x.npy", ROWS)
+    pack(tmp_path / "x.npy", tmp_path / "set")
+    (tmp_path / "set/manifest.json").write_text("damaged")
+    with pytest.raises(DataError, match="replace it with --overwrite"):
+        pack(tmp_path / "x.npy", tmp_path / "set")
+    pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
+    assert read(tmp_path / "set")["x"] == list(range(100))
+    assert len(list((tmp_path / "set").glob("*.h5"))) == 1

@@ -165,6 +165,14 @@ def test_looking_ahead_changes_nothing_and_fails_nowhere(tmp_path):
         other.take([40])
 
 
+def test_blocks_of_any_size_are_brought_ahead(directory, monkeypatch):
+    monkeypatch.setattr("hpctrain.data.reading.shard._AHEAD_BYTES", 10)
+    opened = OpenShard(directory, Manifest.read(directory), 0, io="read")
+    opened.file.in_memory = False  # as on a slow disk
+    opened.will_need(np.array([39, 3, 20]))
+    assert np.flatnonzero(opened.file.checked).tolist() == [0, 2, 5]
+
+
 def descriptors():
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 

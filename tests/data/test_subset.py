@@ -2,7 +2,9 @@
 
 import itertools
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +77,12 @@ def test_what_is_needed_soon_is_told_to_the_data_set():
 def test_samples_that_cannot_be_chosen_are_told(chosen):
     with pytest.raises(DataError, match="subset"):
         Subset(InMemory(N), chosen)
+
+
+@pytest.mark.parametrize("mask", [np.arange(10) % 2 == 0, torch.ones(10) > 0, [0.5, 2.0]], ids=str)
+def test_a_mask_is_no_choice_of_samples(mask):
+    with pytest.raises(DataError, match="flatnonzero"):
+        Subset(InMemory(10), mask)
 
 
 @pytest.mark.parametrize("wrong", [[10], [-1]])

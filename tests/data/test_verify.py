@@ -284,3 +284,10 @@ def test_all_ranks_get_the_report_of_one(world, comm, tmp_path_factory):
     assert world.allgather(verify(directory, comm)) == [verify(directory)] * world.size
     with pytest.raises(DataError, match="cannot see"):
         verify(directory / "none", comm)
+
+
+def test_of_a_set_that_was_not_finished_the_way_out_is_to_go_on(tmp_path):
+    (tmp_path / "train-r00000.journal").touch()
+    lines = "\n".join(verify(tmp_path).lines())
+    assert "the same one, run again, goes on" in lines
+    assert "removes them" not in lines

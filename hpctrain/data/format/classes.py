@@ -15,9 +15,11 @@ CLASSES = "classes.txt"
 def read_classes(directory: Path) -> tuple[str, ...]:
     """Return the names of the labels 0, 1, ...; none where there is no such file."""
     try:
-        return tuple((directory / CLASSES).read_text(encoding="utf-8").splitlines())
+        text = (directory / CLASSES).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ()
+    # splitlines() would cut at characters that a name may hold.
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
 def carry_classes(source: Path, target: Path, comm: "Communicator") -> None:

@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from hpctrain.data.format.names import PLAIN_NAME, check_names
+from hpctrain.data.format.record import check_record
 from hpctrain.errors import DataError
 from hpctrain.files import publishing, reason_of
 
@@ -28,6 +29,7 @@ MANIFEST = "manifest.json"
 COMPRESSIONS = (None, "zstd")
 
 _KINDS = "biuf"
+_DAMAGE = (DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +154,11 @@ class Manifest:
         except FileNotFoundError:
             raise DataError(
                 f"a data set is a directory with {MANIFEST}, there is none in {directory}; "
-                f"write it with hpctrain.data.writer, or give the right directory"
+                f"make it with hpctrain data pack, or give the right directory"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
-        except (DataError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             why = error if isinstance(error, (DataError, ValueError)) else repr(error)
             raise DataError(
                 f"{path} must be the manifest of a data set, but: {why}; write the data set again"
@@ -205,9 +207,9 @@ class Manifest:
                 f"its version is {record['version']}, and this hpctrain reads up to {VERSION}; "
                 f"update hpctrain"
             )
-        # Whoever passes this was written by us: the types need no check.
         if record.pop("crc32", None) != _crc32(record):
             raise DataError("its crc32 is wrong, so it was changed or damaged")
+        check_record(record)
         return cls(
             uuid=record["uuid"],
             split=record["split"],

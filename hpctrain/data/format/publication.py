@@ -130,6 +130,22 @@ def names_shards_of(directory: Path, uuid: str) -> bool:
     return False
 
 
+def split_in(directory: Path) -> str | None:
+    """Return the split that a directory holds; None without a manifest, or with a damaged one.
+
+    What is damaged can be replaced: its error advises just that.
+
+    Raises:
+        DataError: the file system refuses.
+    """
+    try:
+        return Manifest.read(directory).split
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        return None
+
+
 def remove_shards(directory: Path, pattern: str, keep: Collection[str] = ()) -> None:
     """Remove shards and parts of shards, but for some, as far as the system allows."""
     for path in directory.glob(pattern):

@@ -83,7 +83,12 @@ class Report:
         """Return the report for people."""
         lines = [f"fault: {fault}" for fault in self.faults]
         lines += [f"leftover: {name}" for name in self.leftovers]
-        if self.leftovers:
+        if self.leftovers and self.uuid is None:
+            lines.append(
+                "leftovers are of a command that was stopped; the same one, run again, goes on "
+                "or makes them anew"
+            )
+        elif self.leftovers:
             lines.append(
                 f"leftovers do no harm; hpctrain data repair {self.directory} removes them"
             )
@@ -91,7 +96,10 @@ class Report:
             return [*lines, f"whole: {self._size()}"]
         if self.uuid is None:
             rebuild = f"hpctrain data repair {self.directory} --rebuild-manifest"
-            return [*lines, f"not whole; make the manifest anew from the shards: {rebuild}"]
+            return [
+                *lines,
+                f"not whole; if its shards are here, make the manifest anew: {rebuild}",
+            ]
         lost = (
             f"not whole: {self.num_lost} of {self.num_samples} samples cannot be had, "
             f"{len(self.bad_shards)} of {self.num_shards} shards have a fault"

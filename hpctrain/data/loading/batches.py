@@ -13,7 +13,6 @@ from hpctrain.data.pool import DecodePool
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Samples, Values
 from hpctrain.data.transform import Transform, apply
-from hpctrain.errors import DataError
 from hpctrain.units import MIB
 
 PART_BYTES = MIB
@@ -38,7 +37,7 @@ class Reading:
 
     def read(self, number: int) -> list[Batch | Exception]:
         """Return the batch of each step of a part, or what prevents it."""
-        with contextlib.suppress(DataError):  # told at the step that cannot be read
+        with contextlib.suppress(Exception):  # told at the step that cannot be read
             if (soon := self.steps.soon(number)).size:
                 self.dataset.will_need(soon)
         part = self.steps.part(number)

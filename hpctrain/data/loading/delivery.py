@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.errors import DataError
+from hpctrain.errors import CorruptError, DataError
 
 
 def failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
@@ -64,4 +64,8 @@ def _portable(error: Exception) -> Exception:
         copy = None
     if type(copy) is type(error):
         return error
-    return DataError(f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}"
+    # What is damaged may be left out, which all ranks must do or none.
+    if isinstance(error, CorruptError):
+        return CorruptError(text, error.start, error.stop)
+    return DataError(text)

@@ -97,11 +97,13 @@ class OpenShard:
         blocks = np.unique(rows // self._manifest.block_size)
         blocks = blocks if again else blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
-        file.checked[blocks] = True
+        # Other threads look meanwhile: what is wrong must not count as checked at any time.
         file.checked[wrong] = False
+        file.checked[np.setdiff1d(blocks, wrong)] = True
         for block in wrong:
             self._check_block(block)
-        self.file.all_checked = bool(self.file.checked.all())
+        file = self.file
+        file.all_checked = bool(file.checked.all())
 
     def gather(
         self, name: str, rows: Array, out: NDArray[Any], places: Array | None = None
@@ -164,7 +166,8 @@ class OpenShard:
         size = self._manifest.block_size
         blocks = np.unique(rows // size)
         block_bytes = max(1, size * self._shard.num_bytes // self._shard.num_samples)
-        groups = np.array_split(blocks, -(-len(blocks) * block_bytes // _AHEAD_BYTES))
+        num_groups = min(len(blocks), -(-len(blocks) * block_bytes // _AHEAD_BYTES))
+        groups = np.array_split(blocks, num_groups)
         for group, after in zip(groups, [*groups[1:], None], strict=True):
             if group is groups[0]:
                 self._advise_blocks(group)

@@ -118,9 +118,10 @@ def _loaded(path: Path, *, mapped: bool) -> Array:
 def _members(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
+            names = archive.namelist()
     except zipfile.BadZipFile as error:
         raise _unreadable(str(path), error) from None
+    return [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
 
 
 def _mapped_member(path: Path, member: str) -> Array | None:

@@ -123,8 +123,22 @@ def _classes(root: Path, files: Paths) -> tuple[tuple[str, ...], NDArray[np.int6
             f"either all files lie in folders, one for each class, or none does: "
             f"{files[tops.index('')]} lies beside {root / classes[0]}; move it"
         )
+    for name in classes:
+        if not _is_line(name):
+            raise DataError(
+                f"the name of a class is one line of text in UTF-8, a folder in {root} is "
+                f"{os.fsencode(name)!r}; rename it"
+            )
     number = {name: index for index, name in enumerate(classes)}
     return tuple(classes), np.array([number[top] for top in tops], np.int64)
+
+
+def _is_line(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\n" not in name and "\r" not in name
 
 
 def _examine(folder: Folder, path: Path, wanted: Wanted) -> None:

@@ -13,6 +13,9 @@ ENDINGS = frozenset(
 )
 """Of the files that are taken for images."""
 
+_WIDE_MODES = ("I", "F")
+"""Of Pillow: whole numbers of 16 and 32 bits, and floats."""
+
 Size = tuple[int, int]
 
 
@@ -47,9 +50,16 @@ def pixels(data: bytes, where: str, resize: Size | None = None) -> Array:
     pil = needed("PIL.Image", "an image")
     try:
         with pil.open(BytesIO(data)) as image:
+            mode = image.mode
             rgb = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise _unreadable(where, error) from None
+    if mode.startswith(_WIDE_MODES):
+        # Pillow would make 255 of everything above.
+        raise DataError(
+            f"pixels are packed in 8 bits, {where} has more (mode {mode} of Pillow); pack it as "
+            f"it is with --encoded, or as an array, from .npy files"
+        )
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)
     return np.asarray(rgb)

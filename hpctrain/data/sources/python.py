@@ -20,6 +20,7 @@ from hpctrain.data.sources.samples import (
 )
 from hpctrain.data.sources.source import Array, Batch, Indexed, Streamed, Wanted, chosen
 from hpctrain.errors import DataError
+from hpctrain.files import reason_of
 
 
 @dataclass(kw_only=True)
@@ -133,6 +134,7 @@ def open_python(source: Any, wanted: Wanted) -> PythonIndexed | PythonStreamed:
         is_named=is_named,
     )
     made = items.get()
+    _check_object(made, items.name)
     if iter(made) is made and not callable(items.made):
         raise DataError(
             f"a source is gone through more than once, an iterator such as {items.name} cannot "
@@ -158,6 +160,20 @@ def open_python(source: Any, wanted: Wanted) -> PythonIndexed | PythonStreamed:
     )
 
 
+def _check_object(made: Any, name: str) -> None:
+    is_indexed = _is_indexed(made)
+    if isinstance(made, Mapping) and 0 not in made:
+        is_indexed = False  # one sample, or whole arrays, rather than samples by number
+    elif not is_indexed:
+        is_indexed = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
+    if not is_indexed:
+        raise DataError(
+            f"a source yields samples, or has len() and [index], {name} gives one "
+            f"{type(made).__name__}; yield a dict for each sample, or save whole arrays with "
+            f"numpy.savez and pack that file"
+        )
+
+
 def _is_indexed(made: Any) -> bool:
     is_class = isinstance(made, type)
     return hasattr(made, "__len__") and hasattr(made, "__getitem__") and not is_class
@@ -173,10 +189,18 @@ def _parts(item: Any, where: str) -> dict[str, Array]:
             f'a sample is a dict such as {{"x": array, "y": 3}}, or a tuple, '
             f"{where} is of type {type(item).__name__}"
         )
-    return {name: _array(value) for name, value in parts.items()}
+    return {name: _array(value, f"{name} of {where}") for name, value in parts.items()}
 
 
-def _array(value: Any) -> Array:
+def _array(value: Any, what: str) -> Array:
     if isinstance(value, str):
         value = value.encode()
-    return np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the parts of a sample are what numpy makes arrays of, {what} is not: "
+            f"{reason_of(error)}; convert it first"
+        ) from error

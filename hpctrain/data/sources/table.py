@@ -53,7 +53,7 @@ class Table(Streamed):
             for table in self.tables(part):
                 if table.num_rows:
                     yield self.batch(table, path)
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, KeyError) as error:
             raise DataError(
                 f"{path} cannot be read as the table it was at first: {reason_of(error)}; "
                 f"repair it, or take it out of the source"

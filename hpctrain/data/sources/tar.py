@@ -123,6 +123,11 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
             contents = {}
         key = f"{folder}/{stem}"
         if not wanted or ending in wanted:
+            if ending in contents:
+                raise DataError(
+                    f"the files of a sample have different endings, {path}:{key} has two "
+                    f".{ending}; give each sample a name of its own"
+                )
             contents[ending] = content
     if contents:
         yield f"{path}:{key}", contents

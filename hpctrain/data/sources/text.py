@@ -97,7 +97,9 @@ class Texts(Streamed):
             raise DataError(
                 f"a tokenizer gets text in UTF-8, {path} is not: {error}; convert the file"
             ) from None
-        array = np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+        array = np.asarray(tokens)
+        if array.shape == (0,):
+            array = array.astype(np.int64)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DataError(
                 f"a tokenizer returns whole numbers in a row, {self.tokenizer} returned "

@@ -1,5 +1,7 @@
 """Arrays of numpy are packed as they are."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -81,3 +83,11 @@ def test_files_that_differ_or_are_damaged_are_told(tmp_path, packed):
     (tmp_path / "2.npz").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"2.npz cannot be read"):
         packed(tmp_path / "2.npz")
+
+
+def test_other_files_in_an_archive_are_no_arrays(tmp_path, packed):
+    np.savez(tmp_path / "a.npz", x=X)
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("readme.txt", "about x")
+    _, found = packed(tmp_path / "a.npz")
+    assert list(found) == ["x"]

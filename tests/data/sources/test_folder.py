@@ -1,10 +1,12 @@
 """Folders of images and arrays: samples sorted by name, classes numbered by name."""
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.data.format.classes import CLASSES
+from hpctrain.data.format.classes import CLASSES, read_classes
 from hpctrain.errors import DataError
 
 
@@ -104,3 +106,24 @@ def test_folders_that_are_not_clear_are_told(photos, packed):
     np.save(photos / "dog/a.npy", [1])
     with pytest.raises(DataError, match="5 images and 1 arrays"):
         packed(photos)
+
+
+def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
+    (photos / "dog").rename(photos / "dog\u2028\x0b")
+    packed(photos)
+    assert read_classes(tmp_path / "packed") == ("cat", "dog\u2028\x0b")
+    for name in (b"cat\xff", b"two\nlines"):
+        odd = (photos / "cat").rename(photos / os.fsdecode(name))
+        with pytest.raises(DataError, match=r"one line of text in UTF-8.*; rename it"):
+            packed(photos)
+        odd.rename(photos / "cat")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_pixels_of_more_than_8_bits_are_never_cut_to_8(tmp_path, packed, dtype):
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.full((4, 4), 1000, dtype)).save(tmp_path / "photos/a.tif")
+    with pytest.raises(DataError, match=r"in 8 bits, .*a.tif has more.*--encoded"):
+        packed(tmp_path / "photos")
+    done, _ = packed(tmp_path / "photos", encoded=True)
+    assert done.manifest.fields["image"].ragged

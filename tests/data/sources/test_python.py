@@ -79,6 +79,10 @@ def test_fields_that_are_ragged_later_are_named(packed):
         ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
         ([{"x": 1}, {"x": [1]}], "no length"),
         ([{"x": object()}], "convert it first"),
+        ([{"x": [[1, 2], [3]]}], "x of item 0 of list is not: .*convert it first"),
+        ({"x": [1, 2, 3]}, "dict gives one dict; yield a dict for each sample"),
+        (lambda: {"x": [1, 2, 3]}, "gives one dict"),
+        (lambda: None, "gives one NoneType"),
     ],
 )
 def test_what_cannot_be_packed_is_told(packed, rows, words):

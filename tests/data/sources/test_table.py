@@ -98,3 +98,10 @@ def test_columns_that_are_not_there_and_empty_tables_are_told(tmp_path, packed):
     (tmp_path / "t.parquet").write_bytes(b"nothing")
     with pytest.raises(DataError, match="cannot be read as a table"):
         packed(tmp_path / "t.parquet")
+
+
+def test_a_file_without_a_column_of_the_first_is_told(tmp_path, packed):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"b": [1]}), tmp_path / "1.parquet")
+    with pytest.raises(DataError, match=r"1.parquet cannot be read as the table it was at first"):
+        packed(f"{tmp_path}/*.parquet")

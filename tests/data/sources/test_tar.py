@@ -105,3 +105,13 @@ def test_archives_that_cannot_be_read_are_told(tmp_path, packed):
     write(path, {})
     with pytest.raises(DataError, match="has none"):
         packed(path)
+
+
+def test_two_files_of_one_ending_never_become_one(tmp_path, packed):
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for content in (b"1", b"2"):
+            member = tarfile.TarInfo("same.cls")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+    with pytest.raises(DataError, match=r"0.tar:/same has two .cls; give each sample a name"):
+        packed(tmp_path / "0.tar")

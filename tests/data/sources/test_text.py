@@ -25,6 +25,7 @@ def tokenizer(tmp_path, monkeypatch):
         "def numbers(text): return np.array([ord(c) for c in text], np.uint16)\n"
         "def words(text): return [len(word) for word in text.split()]\n"
         "def wrong(text): return [0.5]\n"
+        "def none(text): return None\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -78,6 +79,8 @@ def test_what_cannot_be_packed_is_told(books, packed, tokenizer):
         packed(books, length=999)
     with pytest.raises(DataError, match="whole numbers in a row"):
         packed(books, tokenizer=f"{tokenizer}:wrong")
+    with pytest.raises(DataError, match="none returned object"):
+        packed(books, tokenizer=f"{tokenizer}:none")
     with pytest.raises(DataError, match="has no nothing"):
         packed(books, tokenizer=f"{tokenizer}:nothing")
     with pytest.raises(DataError, match="there is no module nowhere"):
