@@ -120,8 +120,9 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	python -m pytest -q tests/test_size.py
 
 .PHONY: soak
-soak: .venv/stamp ## kill writers of data sets some hundred times; about ten minutes
-	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py
+soak: .venv/stamp ## kill writers of data sets and checkpoints some hundred times
+	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py \
+	  tests/checkpoint/test_manager_kills.py
 
 .PHONY: bench
 bench: .venv/stamp ## run every benchmark; figures go to perf/results
@@ -130,6 +131,8 @@ bench: .venv/stamp ## run every benchmark; figures go to perf/results
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 	python perf/bench_start.py --json perf/results/start-4.json
+	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
+	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
 	python perf/bench_order.py --json perf/results/order.json
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
 	python perf/bench_data.py --json perf/results/data.json --plot perf/results/data.png

@@ -12,6 +12,9 @@ GIB = 1 << 30
 
 _FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:s|min|h|d)\s*)+", re.IGNORECASE)
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -26,6 +29,20 @@ def parse_bytes(text: str) -> int:
             f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}'
         )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as ``"10min"``, ``"11h50min"`` or ``"90 s"`` in seconds.
+
+    Raises:
+        ConfigError: the text is not one or more numbers, each with one of s, min, h, d.
+    """
+    if not _DURATION.fullmatch(text.strip()):
+        raise ConfigError(
+            f'a duration is a number and a unit such as "10min", "11h50min" or "90 s", '
+            f"got {text!r}"
+        )
+    return sum(float(n) * _SECONDS[unit.lower()] for n, unit in _DURATION_PART.findall(text))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -14,6 +14,7 @@ from hpctrain.units import (
     format_ranks,
     format_seconds,
     parse_bytes,
+    parse_seconds,
 )
 
 
@@ -93,3 +94,24 @@ def test_every_number_is_in_the_text(numbers):
 def test_ranks_come_with_their_noun():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([0, 1, 2, 5]) == "ranks 0-2,5"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90 s", 90),
+        ("10min", 600),
+        ("11h50min", 11 * 3600 + 50 * 60),
+        (" 1d 12h ", 36 * 3600),
+        ("1.5 h", 5400),
+        ("0s", 0),
+    ],
+)
+def test_durations_are_read_with_their_units(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "min", "-1 s", "10 minutes", "1h30", "1 s 2"])
+def test_what_is_no_duration_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match=r'such as "10min", .*got'):
+        parse_seconds(text)

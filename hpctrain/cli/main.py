@@ -9,6 +9,7 @@ import typer
 
 from hpctrain import __version__
 from hpctrain.cli.bench import bench
+from hpctrain.cli.checkpoint import checkpoint
 from hpctrain.cli.data import data
 from hpctrain.cli.guide import guide
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
@@ -36,6 +37,8 @@ For instance:
 
   hpctrain data verify data/train
 
+  hpctrain checkpoint verify runs/digits
+
   hpctrain guide data                  the manual, by topic
 """
 
@@ -50,6 +53,7 @@ app.command()(train)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command()(bench)
 app.add_typer(data)
+app.add_typer(checkpoint)
 app.command()(guide)
 
 

@@ -1,0 +1,252 @@
+"""Reading a checkpoint on any number of ranks; every byte is checked, nothing is executed."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.manifest import PRIVATE, Manifest, Part, Record, file_name, read_bytes
+from hpctrain.checkpoint.shard import Piece, Shard
+from hpctrain.checkpoint.tensor_file import (
+    BLOCK_BYTES,
+    DTYPES,
+    TensorFile,
+    bytes_of,
+    opened,
+    printable,
+)
+from hpctrain.checkpoint.together import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.tree import unflatten
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+
+_Stored = tuple[str, str, Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint holds."""
+
+    state: Any
+    private: "Privates"
+    """What each rank had of its own, by the rank it had then."""
+    facts: dict[str, Any]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Memory for a box of a tensor."""
+
+    record: Record
+    shard: Shard
+    tensor: Tensor
+
+
+def load(
+    directory: Path | str, comm: "Communicator", *, into: Mapping[str, Shard] | None = None
+) -> Loaded:
+    """Read a checkpoint that any number of ranks wrote.
+
+    Collective. Every rank gets the whole state, with tensors on the CPU, but for the tensors
+    named by ``into``. A rank checks the checksum of all that it reads.
+
+    Args:
+        directory: of the checkpoint.
+        comm: the ranks that read.
+        into: which part of a tensor this rank wants, by path; its leaf is a ``Piece`` then, and
+            only the blocks of the files that it touches are read.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged or hostile, or has not the
+            tensors of ``into``; on every rank.
+    """
+    directory = Path(directory)
+    data = on_root(comm, f"read checkpoint {directory}", lambda: read_bytes(directory))
+
+    def read() -> Loaded:
+        manifest = Manifest.parse(data, directory)
+        state = _read_state(manifest, directory, into or {}, comm.rank)
+        private = Privates(directory, manifest)
+        private.get(comm.rank)
+        return Loaded(state, private, manifest.facts, manifest.step)
+
+    message, loaded = attempt(f"read checkpoint {directory}", read)
+    raise_if_any(comm.allgather_object(message))
+    assert loaded
+    return loaded
+
+
+def check(directory: Path | str) -> list[str]:
+    """Read all of a checkpoint; return what is wrong with it. Not collective."""
+    directory = Path(directory)
+    message, manifest = attempt(f"read checkpoint {directory}", lambda: Manifest.read(directory))
+    if manifest is None:
+        return [message or ""]
+    faults = []
+    for rank, parts in sorted(_by_rank(manifest).items()):
+        message, _ = attempt(
+            f"read checkpoint {directory}",
+            partial(_check_file, directory / file_name(rank), parts),
+        )
+        faults += [message] if message else []
+    return faults
+
+
+class Privates(Mapping[int, Any]):
+    """What each rank had of its own, read when asked for, as it may be much."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._records = {rank: of for rank, of in manifest.private.items() if PRIVATE in of}
+        self._read: dict[int, Any] = {}
+
+    def __getitem__(self, rank: int) -> Any:
+        """Return what the rank of that number saved. Not collective.
+
+        Raises:
+            KeyError: there was no such rank, or it had nothing.
+            CheckpointError: its file is damaged.
+        """
+        if rank not in self._read:
+            message, tree = attempt(
+                f"read checkpoint {self._directory}", lambda: self._tree(self._records[rank])
+            )
+            raise_if_any([message])
+            self._read[rank] = tree
+        return self._read[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _tree(self, records: Mapping[str, Record]) -> Any:
+        targets = {name: _whole(record) for name, record in records.items()}
+        _fill(self._directory, targets)
+        tensors = {name: target.tensor for name, target in targets.items()}
+        try:
+            skeleton = json.loads(bytes(bytes_of(tensors[PRIVATE])))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"checkpoint {self._directory} is damaged: what a rank had of its own is no "
+                f"JSON, {error}; use another checkpoint"
+            ) from error
+        return _assembled(self._directory, skeleton, tensors, f"{PRIVATE}/")
+
+
+def _read_state(manifest: Manifest, directory: Path, into: Mapping[str, Shard], rank: int) -> Any:
+    if missing := sorted(set(into) - set(manifest.tensors)):
+        raise CheckpointError(
+            f"checkpoint {directory} has no tensor {', '.join(missing)}; "
+            f"it has {printable(', '.join(list(manifest.tensors)[:20]))}"
+        )
+    targets = {}
+    for path, record in manifest.tensors.items():
+        targets[path] = _piece(path, record, into[path]) if path in into else _whole(record)
+    _fill(directory, targets, first=rank % manifest.world)
+    leaves = {
+        path: Piece(target.tensor, target.shard) if path in into else target.tensor
+        for path, target in targets.items()
+    }
+    return _assembled(directory, manifest.skeleton, leaves)
+
+
+def _assembled(
+    directory: Path, skeleton: object, leaves: Mapping[str, Any], prefix: str = ""
+) -> Any:
+    def leaf(path: str) -> Any:
+        if prefix + path not in leaves:
+            raise CheckpointError(f"its skeleton names the tensor {path[:80]!r}, which it has not")
+        return leaves[prefix + path]
+
+    try:
+        return unflatten(skeleton, leaf)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: {error}; use another checkpoint"
+        ) from error
+
+
+def _whole(record: Record) -> _Target:
+    return _target(record, Shard.whole(record.shape))
+
+
+def _piece(path: str, record: Record, shard: Shard) -> _Target:
+    if shard.global_shape != record.shape:
+        raise CheckpointError(
+            f"the tensor {path} has shape {list(record.shape)} in the checkpoint, "
+            f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
+        )
+    return _target(record, shard)
+
+
+def _target(record: Record, shard: Shard) -> _Target:
+    return _Target(record, shard, torch.empty(shard.shape, dtype=DTYPES[record.dtype]))
+
+
+def _fill(directory: Path, targets: Mapping[str, _Target], first: int = 0) -> None:
+    """Read what the targets want, file by file.
+
+    Args:
+        directory: of the checkpoint.
+        targets: by name in the files.
+        first: the file to begin with; ranks that begin at different ones do not queue up.
+    """
+    wanted: dict[int, list[tuple[str, Part]]] = {}
+    for name, target in targets.items():
+        for part in target.record.parts:
+            if part.shard.intersection(target.shard):
+                wanted.setdefault(part.rank, []).append((name, part))
+    for rank in sorted(wanted, key=lambda rank: (rank < first, rank)):
+        with opened(directory / file_name(rank)) as file:
+            for name, part in wanted[rank]:
+                _read_part(file, name, part, targets[name])
+
+
+def _read_part(file: TensorFile, name: str, part: Part, target: _Target) -> None:
+    record = target.record
+    file.check(name, record.dtype, part.shard.shape)
+    common = part.shard.intersection(target.shard)
+    assert common
+    place = target.tensor[target.shard.slices(common)]
+    if common == part.shard and place.is_contiguous():
+        file.read_into(name, 0, bytes_of(place), part.crcs)
+        return
+    itemsize = DTYPES[record.dtype].itemsize
+    start, stop = part.shard.span(common)
+    first = start * itemsize // BLOCK_BYTES * BLOCK_BYTES
+    last = min(-(-stop * itemsize // BLOCK_BYTES) * BLOCK_BYTES, part.shard.numel * itemsize)
+    around = torch.empty((last - first) // itemsize, dtype=DTYPES[record.dtype])
+    file.read_into(name, first, bytes_of(around), part.crcs)
+    strides = torch.empty(part.shard.shape, device="meta").stride()
+    place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
+
+
+def _by_rank(manifest: Manifest) -> dict[int, list[_Stored]]:
+    """Return what the file of each rank holds: names, dtypes and parts."""
+    stored: dict[int, list[_Stored]] = {}
+    for records in (manifest.tensors, *manifest.private.values()):
+        for name, record in records.items():
+            for part in record.parts:
+                stored.setdefault(part.rank, []).append((name, record.dtype, part))
+    return stored
+
+
+def _check_file(path: Path, stored: Sequence[_Stored]) -> None:
+    with opened(path) as file:
+        for name, dtype, part in stored:
+            file.check(name, dtype, part.shard.shape)
+            num_bytes = part.shard.numel * DTYPES[dtype].itemsize
+            memory = memoryview(bytearray(min(num_bytes, BLOCK_BYTES)))
+            for start in range(0, num_bytes, BLOCK_BYTES):
+                file.read_into(name, start, memory[: num_bytes - start], part.crcs)

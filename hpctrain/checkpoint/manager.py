@@ -1,0 +1,293 @@
+"""The checkpoints of a run: when they are taken, how many stay, which one a restart takes."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.beside import Beside
+from hpctrain.checkpoint.figures import Figures
+from hpctrain.checkpoint.retention import check_keep
+from hpctrain.checkpoint.schedule import Schedule
+from hpctrain.checkpoint.shelf import SCORE, Shelf
+from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
+from hpctrain.checkpoint.together import attempt, on_root, raise_if_any
+from hpctrain.errors import CheckpointError
+from hpctrain.units import parse_seconds
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+
+
+class Manager:
+    """Takes checkpoints beside the training and finds the one to go on from.
+
+    In the background the training thread pays for a copy of this rank's share into memory, which
+    is kept; a thread writes it, with a communicator of its own, and removes what need not stay.
+    One save is in work at a time: the next one waits for it.
+
+    A save that fails leaves the checkpoints before it. Its error is raised on every rank by the
+    next ``save``, ``wait`` or ``close``; training may go on, and save again.
+    """
+
+    def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
+        self,
+        directory: Path | str,
+        comm: "Communicator",
+        *,
+        every: int | str = "none",
+        keep: int = 2,
+        keep_best: int = 0,
+        mtbf: float | str | None = None,
+        background: bool = True,
+    ) -> None:
+        """Join the ranks that save together. Collective.
+
+        Args:
+            directory: of all checkpoints of the run, seen by all ranks; need not exist.
+            comm: of the ranks; used in those calls only that are collective.
+            every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+            keep: so many of the newest stay, at least 1.
+            keep_best: so many of those with the best score stay as well.
+            mtbf: mean time between two failures of the whole job, in seconds or such as
+                ``"24h"``; ``"auto"`` needs it.
+            background: whether the training goes on while a checkpoint is written. Where the MPI
+                library does not allow calls from two threads it waits all the same.
+
+        Raises:
+            ConfigError: a value is not valid.
+        """
+        check_keep(keep, keep_best)
+        mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
+        self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
+        self._shelf = Shelf(Path(directory))
+        self._comm = comm
+        self._keep = keep
+        self._keep_best = keep_best
+        self._damaged: dict[int, str] = {}
+        self._figures: Figures | None = None
+        self._step: int | None = None  # of the last one saved or loaded
+        self._stall_s = 0.0
+        # Of the state, and of what is private.
+        self._snapshots = (Snapshot(comm.rank, comm.size), Snapshot())
+        self._beside = Beside[Figures](comm, background=background)
+
+    def due(self, step: int, now: float | None = None) -> bool:
+        """Return whether this rank would take a checkpoint now. Not collective.
+
+        For a number of steps all ranks say the same. For a time, only rank 0 ever says yes: the
+        ranks combine their answers in a message of theirs, and call ``save`` if any says yes.
+
+        Args:
+            step: number of steps done.
+            now: of ``time.monotonic()``, which is the default.
+        """
+        if self._schedule.by_clock and self._comm.rank != 0:
+            return False
+        return self._schedule.due(step, time.monotonic() if now is None else now)
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        private: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = False,
+        score: float | None = None,
+    ) -> None:
+        """Take a checkpoint, unless the last one saved or loaded here is of this very step.
+
+        Collective. Returns when the state may change again: it is copied, or written.
+
+        Args:
+            state: the same tree on every rank; see ``store.save``. Tensors may be on any device.
+            step: number of steps done.
+            private: what this rank has of its own.
+            facts: for people and checks; values for JSON.
+            wait: return when the checkpoint is on disk. An error of the save before is only
+                logged then, as this one replaces it.
+            score: how good the model is, the larger the better; for ``keep_best``.
+
+        Raises:
+            CheckpointError: this save failed, or the one before, which leaves this one undone; on
+                every rank.
+        """
+        began = time.monotonic()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if not wait:
+                raise
+            self._warn(str(error))
+        if step == self._step:
+            return
+        # A rank that fails here tells the others beside: nobody waits for the slowest copy.
+        taken = attempt(
+            f"copy the state of step {step}", lambda: self._taken(state, private or {})
+        )
+        contents = {"step": step, "facts": {**(facts or {}), **_told(score)}}
+        self._schedule.taken(step, began)
+        self._step = step
+        self._stall_s = time.monotonic() - began
+        stall_s = None if self._beside.at_once else self._stall_s
+        damaged = {*self._damaged}
+        self._beside.start(
+            lambda comm: self._write(comm, taken, contents, stall_s=stall_s, damaged=damaged)
+        )
+        if wait or self._beside.at_once:
+            self.wait()
+        self._damaged.pop(step, None)
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Collective.
+
+        Raises:
+            CheckpointError: the last save failed; on every rank, once.
+        """
+        try:
+            figures = _on_every(self._comm, self._beside.join)
+        except CheckpointError:
+            self._step = None
+            self._schedule.cost(self._stall_s, 0.0)  # so that "auto" does not try at every step
+            raise
+        if figures is not None:
+            self._figures = figures
+            self._schedule.cost(figures.stall_s, figures.write_s)
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint with a whole manifest; None where there is none at all.
+
+        Collective. Damaged ones that are newer are told, once, and passed over from now on.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; on every rank.
+        """
+        step = self._newest()
+        return None if step is None else self._shelf.path(step)
+
+    def load_latest(self, *, into: Mapping[str, Any] | None = None) -> store.Loaded | None:
+        """Read the newest checkpoint that can be read; None where there is none at all.
+
+        Collective. Damaged ones are told and passed over, as by ``latest``.
+
+        Args:
+            into: the pieces that this rank wants; see ``store.load``.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none can be read; on every rank.
+        """
+        while (step := self._newest()) is not None:
+            load = partial(store.load, self._shelf.path(step), self._comm, into=into)
+            try:
+                loaded = _on_every(self._comm, load)
+            except CheckpointError as error:
+                self._pass_over(step, str(error))
+                continue
+            self._step = step
+            self._schedule.taken(step, time.monotonic())
+            return loaded
+        return None
+
+    def figures(self) -> Figures | None:
+        """Return what the last checkpoint cost that is known to be on disk; None before."""
+        return self._figures
+
+    def close(self) -> None:
+        """Wait for what is being written, and end the thread. Collective; harmless twice.
+
+        Raises:
+            CheckpointError: the last save failed; on every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._beside.close()
+
+    def _taken(self, state: Any, private: Any) -> tuple[Any, Any]:
+        if self._beside.at_once:
+            return on_cpu(state), on_cpu(private)
+        of_state, of_private = self._snapshots
+        return of_state.take(state), of_private.take(private)
+
+    def _write(
+        self,
+        comm: "Communicator",
+        taken: tuple[str | None, tuple[Any, Any] | None],
+        contents: dict[str, Any],
+        *,
+        stall_s: float | None,
+        damaged: set[int],
+    ) -> Figures:
+        """Write and tidy. Collective; on the thread that is beside."""
+        began = time.monotonic()
+        fault, copies = taken
+        raise_if_any(comm.allgather_object(fault))
+        assert copies is not None
+        state, private = copies
+        step = contents["step"]
+        saved = store.save(self._shelf.path(step), state, comm, private=private, **contents)
+        if comm.rank == 0:
+            self._shelf.tidy(
+                step, keep=self._keep, keep_best=self._keep_best, damaged=damaged - {step}
+            )
+        seconds = time.monotonic() - began
+        stalls_s, writes_s = zip(
+            *comm.allgather_object((seconds if stall_s is None else stall_s, saved.seconds)),
+            strict=True,
+        )
+        return Figures(
+            step=step, num_bytes=saved.bytes, stall_s=max(stalls_s), write_s=max(writes_s)
+        )
+
+    def _newest(self) -> int | None:
+        """Return the newest step that is not known as damaged. Collective."""
+        step, faults = on_root(
+            self._comm,
+            f"look for checkpoints in {self._shelf.root}",
+            lambda: self._shelf.newest(self._damaged),
+        )
+        for damaged, fault in faults.items():
+            self._pass_over(damaged, fault)
+        if step is None and self._damaged:
+            told = "; ".join(self._damaged.values())
+            raise CheckpointError(
+                f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
+                f"{told}; bring one back, or move them away to start anew"
+            )
+        return step
+
+    def _pass_over(self, step: int, fault: str) -> None:
+        self._damaged[step] = fault
+        self._warn(f"{fault}; the checkpoint of step {step} is passed over")
+
+    def _warn(self, text: str) -> None:
+        if self._comm.rank == 0:
+            _LOG.warning("%s", text)
+
+
+def _on_every(comm: "Communicator", action: Callable[[], T]) -> T:
+    """Return this rank's result of an action; if any rank's fails, all raise. Collective.
+
+    Raises:
+        CheckpointError: names each error once.
+    """
+    fault, result = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        fault = str(error)
+    raise_if_any(comm.allgather_object(fault))
+    return result  # type: ignore[return-value]  # this rank did not fail
+
+
+def _told(score: float | None) -> dict[str, float]:
+    return {} if score is None or not math.isfinite(score) else {SCORE: float(score)}

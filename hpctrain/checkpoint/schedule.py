@@ -1,0 +1,97 @@
+"""When the next checkpoint is due: after steps, after a time, or by what it costs."""
+
+import statistics
+from collections import deque
+
+from hpctrain.checkpoint.interval import daly
+from hpctrain.errors import ConfigError
+from hpctrain.units import parse_seconds
+
+_COSTS_KEPT = 5
+"""Of so many checkpoints the median counts: one slow write does not move the interval."""
+
+
+class Schedule:
+    """Decides on one rank; nothing here is collective.
+
+    ``auto`` takes the first checkpoint at once, to learn what it costs, and then follows Daly.
+    """
+
+    def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:
+        """Read the wish.
+
+        Args:
+            every: a number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+            mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
+            now: the clock, in seconds; intervals start here.
+
+        Raises:
+            ConfigError: ``every`` is none of these, or ``"auto"`` lacks ``mtbf_s``.
+        """
+        self._every_steps: int | None = None
+        self._every_s: float | None = None
+        self._mtbf_s: float | None = None
+        self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
+        self._write_s = 0.0
+        self._last_step = 0
+        self._last_s = now
+        if isinstance(every, int):
+            self._every_steps = every
+        elif every == "auto":
+            self._mtbf_s = _stated(mtbf_s)
+        elif every != "none":
+            self._every_s = parse_seconds(every)
+        if (self._every_steps is not None and self._every_steps < 1) or self._every_s == 0:
+            raise ConfigError(
+                f"checkpoints are taken every 1 or more steps, or after more than 0 s, got "
+                f'{every!r}; "none" takes none'
+            )
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether the answer depends on the clock, which differs between ranks."""
+        return self._every_steps is None
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds from one checkpoint to the next; None for steps, for none, and not yet known."""
+        if self._mtbf_s is None:
+            return self._every_s
+        if not self._costs_s:
+            return None
+        cost_s = statistics.median(self._costs_s)
+        # Daly's is the time to compute; a checkpoint that is still being written would hold the
+        # next one up.
+        return max(daly(cost_s, self._mtbf_s) + cost_s, self._write_s)
+
+    def due(self, step: int, now: float) -> bool:
+        """Return whether a checkpoint is due after ``step`` steps, at the time ``now``."""
+        if self._every_steps is not None:
+            return step // self._every_steps > self._last_step // self._every_steps
+        if self._mtbf_s is not None and not self._costs_s:
+            return step > self._last_step
+        return self.interval_s is not None and now - self._last_s >= self.interval_s
+
+    def taken(self, step: int, now: float) -> None:
+        """Take note that a checkpoint was started, or one was loaded, at this step and time."""
+        self._last_step = step
+        self._last_s = now
+
+    def cost(self, stall_s: float, write_s: float) -> None:
+        """Take note of what a checkpoint cost.
+
+        Args:
+            stall_s: how long the training stood still for it, the longest of all ranks.
+            write_s: until it was on disk.
+        """
+        self._costs_s.append(stall_s)
+        self._write_s = write_s
+
+
+def _stated(mtbf_s: float | None) -> float:
+    if mtbf_s is None or not mtbf_s > 0:
+        raise ConfigError(
+            f'checkpoints "auto" follow from the mean time between failures of the whole job, got '
+            f'mtbf={mtbf_s}; give it, such as "24h", or another interval'
+        )
+    return mtbf_s

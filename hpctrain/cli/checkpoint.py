@@ -1,0 +1,271 @@
+"""``hpctrain checkpoint info, verify, export, diff, prune``: look at checkpoints, use them."""
+
+from dataclasses import asdict
+from itertools import islice
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.diff import Difference
+
+FAULT = 1
+"""Exit code when a checkpoint is not whole, or two states differ."""
+
+EXAMPLES = """
+For instance:
+
+  hpctrain checkpoint info runs/digits
+
+  hpctrain checkpoint verify runs/digits            exit code 1 if anything is damaged
+
+  hpctrain checkpoint export runs/digits model.pt --only model
+
+  hpctrain checkpoint diff runs/a runs/b            exit code 1 if they differ
+"""
+
+checkpoint = typer.Typer(
+    name="checkpoint",
+    help="Look at the checkpoints of a run, check, compare, export and remove them.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Where = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.", show_default=False),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is written.", show_default=False)]
+First = Annotated[
+    Path,
+    typer.Argument(
+        metavar="A", help="A checkpoint, a run directory or an exported state.", show_default=False
+    ),
+]
+Second = Annotated[
+    Path, typer.Argument(metavar="B", help="What A is compared with.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Only = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART",
+        help="This part of the state, such as model or optimizer/state.",
+        show_default="all of it",
+    ),
+]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PART",
+        help="This part of the state, such as model or optimizer/state; may be repeated.",
+        show_default="all of it",
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        metavar="KIND",
+        help="pt, safetensors or dcp, where the ending of OUT does not tell.",
+        show_default=False,
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what OUT is.")]
+Largest = Annotated[
+    int, typer.Option("--largest", min=0, metavar="N", help="How many tensors are listed.")
+]
+Lines = Annotated[
+    int, typer.Option("--lines", min=1, metavar="N", help="How many differences are listed.")
+]
+Keep = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="N", help="So many of the newest whole ones stay.", show_default=False
+    ),
+]
+KeepBest = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="So many of those with the best score stay too."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Tell what would be removed, remove nothing.")
+]
+
+
+@checkpoint.callback()
+def alone(context: typer.Context) -> None:
+    """Look at the checkpoints of a run, check, compare, export and remove them."""
+    from hpctrain.cluster.env import launched  # noqa: PLC0415
+
+    found = launched()
+    if context.invoked_subcommand and found is not None and found.rank > 0:
+        raise typer.Exit  # of ranks that were started together, one does the work
+
+
+@checkpoint.command()
+def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
+    """Tell what a checkpoint holds, or the newest one of a run: step, sizes, tensors, facts.
+
+    Reads the manifest, no tensors. A run directory lists its checkpoints first.
+
+    For instance:
+
+      hpctrain checkpoint info runs/digits
+
+      hpctrain checkpoint info runs/digits/checkpoints/step-00001200 --largest 50
+
+      hpctrain checkpoint info runs/digits --json | jq .step
+    """
+    from hpctrain.checkpoint.describe import checkpoints_in, describe, lines_of  # noqa: PLC0415
+
+    found = checkpoints_in(path)
+    told = describe(found[-1], num_largest=largest)
+    if json:
+        others = [str(place) for place in found]
+        typer.echo(dumps({**asdict(told), "checkpoints": others}, indent=1))
+        return
+    if len(found) > 1:
+        names = [place.name for place in found]
+        shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
+        _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
+    for line in lines_of(told):
+        _say(line)
+
+
+@checkpoint.command()
+def verify(path: Where, *, json: AsJson = False) -> None:
+    """Check every byte of a checkpoint, or of all of a run, against its checksums.
+
+    The exit code is 0 if all are whole, 1 if anything is wrong, 2 if there is none.
+
+    For instance:
+
+      hpctrain checkpoint verify runs/digits
+
+      hpctrain checkpoint verify runs/digits/checkpoints/step-00001200
+
+      hpctrain checkpoint verify runs/digits --json | jq '.[].faults'
+    """
+    from hpctrain.checkpoint.verify import verify as check  # noqa: PLC0415
+
+    reports = []
+    for report in check(path):
+        reports.append(report)
+        for line in () if json else report.lines():
+            _say(line)
+    if json:
+        typer.echo(dumps([asdict(report) for report in reports], indent=1))
+    if not all(report.is_whole for report in reports):
+        raise typer.Exit(FAULT)
+
+
+@checkpoint.command()
+def export(
+    path: Where, out: Out, *, only: Only = None, kind: Kind = None, overwrite: Overwrite = False
+) -> None:
+    """Write the state of a checkpoint for other programs; of a run, that of the newest one.
+
+    OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, and a
+    name without ending is a directory for torch.distributed.checkpoint. What each rank has of
+    its own, such as random states, is not exported.
+
+    For instance:
+
+      hpctrain checkpoint export runs/digits model.pt --only model
+
+      hpctrain checkpoint export runs/digits model.safetensors --only model
+
+      hpctrain checkpoint export runs/digits state --as dcp
+    """
+    from hpctrain.checkpoint.compare import newest_state  # noqa: PLC0415
+    from hpctrain.checkpoint.export import export as write  # noqa: PLC0415
+    from hpctrain.checkpoint.export import kind_of  # noqa: PLC0415
+
+    chosen = kind_of(out, kind)
+    source, state = newest_state(path, only)
+    write(state, out, chosen, overwrite=overwrite)
+    _say(f"{out}: {only or 'the whole state'} of {source}")
+
+
+@checkpoint.command()
+def diff(
+    first: First, second: Second, *, only: Parts = None, lines: Lines = 10, json: AsJson = False
+) -> None:
+    """Tell where two states differ, bit by bit: the first tensor, and by how much.
+
+    A and B are checkpoints, run directories (the newest checkpoint counts) or what export
+    writes. Tensors come first, in the order of the state, then plain values, then what each
+    rank has of its own; times that a run has measured are among both. The exit code is 0 if
+    they are the same, 1 if they differ.
+
+    For instance:
+
+      hpctrain checkpoint diff runs/a runs/b
+
+      hpctrain checkpoint diff runs/a runs/b --only model --only optimizer
+
+      hpctrain checkpoint diff runs/a exported.pt
+    """
+    from hpctrain.checkpoint.compare import compare  # noqa: PLC0415
+
+    found = compare(first, second, only or ())
+    if json:
+        typer.echo(dumps([asdict(item) for item in found], indent=1))
+    elif found:
+        _say(f"A {first} and B {second} differ: {_counted(found)}; the first is")
+        for item in islice(found, lines):
+            _say(f"  {item.text}")
+        if len(found) > lines:
+            _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
+    else:
+        _say(f"{first} and {second} are the same, bit for bit")
+    if found:
+        raise typer.Exit(FAULT)
+
+
+@checkpoint.command()
+def prune(run: Run, *, keep: Keep, keep_best: KeepBest = 0, dry_run: DryRun = False) -> None:
+    """Remove old checkpoints of a run that is not running.
+
+    Those that stay are checked first, so that a damaged one takes nobody's place.
+
+    For instance:
+
+      hpctrain checkpoint prune runs/digits --keep 1 --dry-run
+
+      hpctrain checkpoint prune runs/digits --keep 3 --keep-best 1
+    """
+    from hpctrain.checkpoint.prune import prune as remove  # noqa: PLC0415
+
+    done = remove(run, keep=keep, keep_best=keep_best, dry_run=dry_run)
+    for place in done.damaged:
+        _say(f"{place}: not whole; hpctrain checkpoint verify tells why")
+    for place in done.gone:
+        _say(f"{place}: {'would be removed' if dry_run else 'removed'}")
+    _say(f"{len(done.gone)} removed, {len(done.kept)} kept" + " (dry run)" * dry_run)
+
+
+def _counted(found: "list[Difference]") -> str:
+    kinds = ("values", "shape", "dtype", "missing", "plain")
+    counts = {kind: sum(item.what == kind for item in found) for kind in kinds}
+    words = {
+        "values": "values of {} tensor",
+        "shape": "{} shape",
+        "dtype": "{} dtype",
+        "missing": "{} name",
+        "plain": "{} plain value",
+    }
+    return ", ".join(
+        words[kind].format(count) + "s" * (count != 1) for kind, count in counts.items() if count
+    )
+
+
+def _say(line: str) -> None:
+    """Print a line; what a name from a file would do to a terminal is spelled out."""
+    typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

@@ -1,0 +1,154 @@
+"""Sums over a fixed binary tree: the same additions in the same order on any number of ranks.
+
+The leaves are numbered, as many as a power of two. Node i of level k is the sum of the nodes 2i
+and 2i + 1 of level k - 1; leaves are level 0. A rank that holds some leaves in a row adds up what
+they allow; what is left are the largest whole nodes of its range, at most 2 log2(leaves).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.communicator import Communicator
+
+MESSAGE_BYTES = 4 << 20
+"""Values that travel at once, unless one alone is larger."""
+
+Absent = Callable[[int, int], Tensor]
+"""From (entry, level) to what a node of this level sums to where no leaf has a value: a new
+tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One node of the tree, with the sum of its leaves."""
+
+    level: int
+    index: int
+    values: list[Tensor | None]
+    """Entry by entry; None where no leaf below has a value. The node owns their memory."""
+
+
+def push(pending: list[Node], node: Node, absent: Absent) -> None:
+    """Append ``node`` to the nodes before it, and add up all pairs that this completes.
+
+    Args:
+        pending: nodes that wait for their neighbours, in the order of their leaves; changed.
+        node: begins where the last of ``pending`` ends.
+        absent: what stands for a missing value beside one that is there.
+    """
+    while pending and _are_siblings(pending[-1], node):
+        node = _sum(pending.pop(), node, absent)
+    pending.append(node)
+
+
+def whole_nodes(leaves: range) -> list[tuple[int, int]]:
+    """Return (level, index) of the largest nodes that lie in a range of leaves, in order."""
+    pending: list[Node] = []
+    for leaf in leaves:
+        push(pending, Node(0, leaf, []), _nothing)
+    return [(node.level, node.index) for node in pending]
+
+
+def sum_over_ranks(
+    comm: Communicator,
+    ranges: Sequence[range],
+    pending: Sequence[Node],
+    present: Sequence[bool],
+    absent: Absent,
+) -> list[Tensor | None]:
+    """Return the value of the root: every rank gives the nodes that it holds.
+
+    Collective. Each rank sums a slice of the elements over the upper part of the tree, and gives
+    it to all others: with ranges that are whole nodes each rank sends 2 (N-1)/N of the bytes of
+    the values on N ranks, and half as much more for each further node that it holds. Beside the
+    nodes it needs memory for about 4 messages, and 2 more for each further node.
+
+    Args:
+        comm: the ranks.
+        ranges: leaves of each rank.
+        pending: whole nodes of this rank's leaves; their memory is used.
+        present: whether any leaf has a value, of each entry, the same on every rank.
+        absent: what stands for a missing value.
+
+    Returns:
+        Entry by entry; None where no leaf has a value.
+    """
+    rows = [
+        [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]
+        for node in pending
+    ]
+    if comm.size == 1:
+        return rows[0]
+    nodes_of = [whole_nodes(leaves) for leaves in ranges]
+    for group in _groups(rows[0]):
+        columns = [[row[entry] for entry in group] for row in rows]
+        _sum_group_(comm, nodes_of, [_tensors(values) for values in columns])
+    return rows[0]
+
+
+def _sum_group_(
+    comm: Communicator, nodes_of: Sequence[Sequence[tuple[int, int]]], rows: list[list[Tensor]]
+) -> None:
+    """Replace the values of ``rows[0]``, all of one dtype, by those of the root. Collective."""
+    numel = sum(value.numel() for value in rows[0])
+    packed = torch.empty((len(rows), numel), dtype=rows[0][0].dtype)
+    for row, room in zip(rows, packed, strict=True):
+        torch.cat([value.reshape(-1) for value in row], out=room)
+    received = comm.alltoall(packed.tensor_split(comm.size, dim=1))
+    del packed
+    pending: list[Node] = []
+    for nodes, slices in zip(nodes_of, received, strict=True):
+        for (level, index), part in zip(nodes, slices, strict=True):
+            push(pending, Node(level, index, [part]), _nothing)
+    (root,) = pending
+    total = torch.cat(comm.all_gather(_tensors(root.values)[0]))
+    parts = total.split([value.numel() for value in rows[0]])
+    for value, part in zip(rows[0], parts, strict=True):
+        value.copy_(part.view(value.shape))
+
+
+def _groups(values: Sequence[Tensor | None]) -> Iterator[list[int]]:
+    """Cut the entries that are there into messages: neighbours of one dtype."""
+    group: list[int] = []
+    num_bytes = 0
+    dtype: torch.dtype | None = None
+    for entry, value in enumerate(values):
+        if value is None:
+            continue
+        if group and (value.dtype is not dtype or num_bytes + value.nbytes > MESSAGE_BYTES):
+            yield group
+            group, num_bytes = [], 0
+        group.append(entry)
+        num_bytes += value.nbytes
+        dtype = value.dtype
+    if group:
+        yield group
+
+
+def _are_siblings(left: Node, right: Node) -> bool:
+    return left.level == right.level and left.index + 1 == right.index and right.index % 2 == 1
+
+
+def _sum(left: Node, right: Node, absent: Absent) -> Node:
+    for entry, (value, other) in enumerate(zip(left.values, right.values, strict=True)):
+        if value is None and other is None:
+            continue
+        total = absent(entry, left.level) if value is None else value
+        left.values[entry] = total.add_(absent(entry, left.level) if other is None else other)
+    return Node(left.level + 1, left.index // 2, left.values)
+
+
+def _value(node: Node, entry: int, absent: Absent) -> Tensor:
+    value = node.values[entry]
+    return absent(entry, node.level) if value is None else value
+
+
+def _tensors(values: Sequence[Tensor | None]) -> list[Tensor]:
+    return [value for value in values if value is not None]
+
+
+def _nothing(entry: int, level: int) -> Tensor:
+    raise AssertionError(f"entry {entry} of a node of level {level} has no value")

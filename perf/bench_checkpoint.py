@@ -1,0 +1,162 @@
+"""Checkpoints beside the training: what they cost it, and how fast they reach the disk.
+
+    hpctrain launch -n 2 -- python perf/bench_checkpoint.py [--mib 1024] [--dir DIR] [--json FILE]
+
+The state is replicated: weights and two moments of tensors of 4 MiB, together ``--mib``. In each
+round, one after the other and each of the slowest rank:
+
+* ``memory copy``: every rank copies its share of the state into memory that it has used before;
+* ``stall``: how long ``Manager.save`` keeps the training thread;
+* ``write``: until the checkpoint is on disk, everything included;
+* ``dd``: one ``dd conv=fsync`` of as many bytes, from memory, into the same directory;
+* ``dd on each rank``: the ranks' ``dd`` side by side, of a share each.
+
+The ratio of the write is to the faster of the two. The first save also pays for the memory; it
+stands apart.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measure import arguments, median, report
+from mpi4py import MPI
+from torch import Tensor
+
+import hpctrain as hvd
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.runtime.world import current
+from hpctrain.units import GIB, MIB
+
+TENSOR_BYTES = 4 * MIB
+SETTLE_S = 0.5
+"""Before each measurement: files that were removed are given back to the disk meanwhile."""
+
+
+def make_state(num_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """Make the same state on every rank; what disks could compress away is not in it."""
+    generator = torch.Generator().manual_seed(0)
+    names = [f"{index:04d}" for index in range(num_bytes // TENSOR_BYTES // 3)]
+    return {
+        kind: {name: torch.randn(1024, 1024, generator=generator) for name in names}
+        for kind in ("weights", "first", "second")
+    }
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long the slowest rank takes. Collective."""
+    current().comm.barrier()  # sleeps, where MPI's own would take a core from a rank that works
+    start = time.perf_counter()
+    work()
+    elapsed = time.perf_counter() - start
+    return max(current().comm.allgather_object(elapsed))
+
+
+def dd(folder: Path, source: Path) -> None:
+    """Write a copy of a file by dd, which returns when it is on disk, and remove it."""
+    target = folder / f"dd-{MPI.COMM_WORLD.rank}"
+    options = [f"if={source}", f"of={target}", "bs=4M", "conv=fsync", "status=none"]
+    subprocess.run([shutil.which("dd"), *options], check=True)  # noqa: S603 - names of our own
+    target.unlink()
+
+
+def write_source(path: Path, tensors: list[Tensor]) -> None:
+    """Write the bytes of tensors to a file in memory, for dd to read."""
+    with path.open("wb") as file:
+        for tensor in tensors:
+            file.write(tensor.numpy().data)
+
+
+def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each kind, those of the first save apart. Collective."""
+    comm = current().comm
+    state = make_state(num_bytes)
+    tensors = [tensor for of_kind in state.values() for tensor in of_kind.values()]
+    mine = tensors[comm.rank :: comm.size]
+    copies = [tensor.clone() for tensor in mine]
+    manager = Manager(folder / "checkpoints", comm, keep=1)
+    seconds: dict[str, list[float]] = {}
+
+    def copy() -> None:
+        for target, tensor in zip(copies, mine, strict=True):
+            target.copy_(tensor)
+
+    def save(step: int) -> None:
+        manager.save(state, step)
+        manager.wait()
+        figures = manager.figures()
+        first = "first " if step == 1 else ""
+        seconds.setdefault(f"{first}stall", []).append(figures.stall_s)
+        seconds.setdefault(f"{first}write", []).append(figures.write_s)
+
+    def note(name: str, work: Callable[[], object]) -> None:
+        settle()
+        seconds.setdefault(name, []).append(seconds_of(work))
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        one, share = Path(memory) / "one", Path(memory) / "share"
+        if comm.rank == 0:
+            write_source(one, tensors)
+        write_source(share, mine)
+        for step in range(1, rounds + 2):
+            note("memory copy", copy)
+            settle()
+            save(step)
+            note("dd", lambda: comm.rank or dd(folder, one))
+            note("dd on each rank", lambda: dd(folder, share))
+    manager.close()
+    return seconds
+
+
+def settle() -> None:
+    """Let the disk finish what was done before, and the ranks meet. Collective."""
+    if current().comm.rank == 0:
+        os.sync()
+        time.sleep(SETTLE_S)
+    current().comm.barrier()
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON file."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--dir", type=Path, default=Path.cwd() / "runs", help="on the disk to use")
+    options = parser.parse_args()
+    hvd.init()
+    comm = current().comm
+    options.dir.mkdir(parents=True, exist_ok=True)
+    folder = comm.broadcast_object(
+        Path(tempfile.mkdtemp(dir=options.dir)) if not comm.rank else None
+    )
+    try:
+        seconds = measure(folder, options.mib * MIB, options.rounds)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder)
+    share = options.mib * MIB / GIB
+    rows = [
+        {
+            "what": name,
+            "s (median)": median(values),
+            "s (best)": min(values),
+            "s (worst)": max(values),
+            "GiB/s (median)": share / median(values),
+        }
+        for name, values in seconds.items()
+    ]
+    fastest = min(median(seconds["dd"]), median(seconds["dd on each rank"]))
+    ratios = {
+        "stall to memory copy (at most 1.3)": median(seconds["stall"])
+        / median(seconds["memory copy"]),
+        "speed of the write to dd (at least 0.7)": fastest / median(seconds["write"]),
+    }
+    report(f"checkpoint of {options.mib} MiB", rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A state whose values tell its step, and a manager that is closed."""
+
+from contextlib import contextmanager
+
+import torch
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.retention import step_of
+
+
+@contextmanager
+def managed(root, comm, **options):
+    manager = Manager(root, comm, **options)
+    yield manager
+    manager.close()
+
+
+def state(value, numel=100):
+    return {"w": torch.full((numel,), float(value)), "n": value}
+
+
+def steps_in(root):
+    return sorted(step for path in root.iterdir() if (step := step_of(path.name)) is not None)
+
+
+def loaded_value(manager):
+    loaded = manager.load_latest()
+    assert torch.equal(loaded.state["w"], torch.full_like(loaded.state["w"], loaded.state["n"]))
+    assert loaded.step == loaded.state["n"]
+    return loaded.step

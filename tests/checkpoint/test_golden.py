@@ -1,0 +1,81 @@
+"""What the first hpctrain saved is loaded for ever.
+
+``golden/v1`` was written by two ranks with the first version of the format, by ``golden_state``
+and ``golden_private`` below; it is never written again.
+"""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpctrain.checkpoint.manifest import VERSION, Manifest
+from hpctrain.checkpoint.store import Piece, Shard, check, load
+from hpctrain.checkpoint.tensor_file import DTYPES
+from hpctrain.comm.mpi import MpiCommunicator
+from tests.checkpoint.states import PLAIN, same
+
+GOLDEN = Path(__file__).parent / "golden" / "v1"
+FACTS = {"name": "golden", "world": 2, "seeds": [1, 2.5, None, {"a": True}]}
+NAMES = (
+    "bfloat16 complex128 complex64 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int16 int32 int64 int8 uint16 uint32 uint64 uint8"
+)
+COLUMNS = torch.arange(30, dtype=torch.float64).reshape(5, 6) / 7
+
+
+def golden_state(rank=None):
+    """Give the state; with the piece that a rank saved instead of the whole tensor."""
+    bits = torch.arange(96, dtype=torch.uint8).reshape(2, 3, 16)
+    tensors = {name: bits.clone().view(DTYPES[name]) for name in NAMES.split()}
+    piece = Shard((5, 6), (0, 4 * (rank or 0)), (5, 2 if rank else 4))
+    return {
+        "plain": PLAIN,
+        "dtypes": {**tensors, "bool": bits % 3 == 0},
+        "shapes": [torch.tensor(2.5), torch.zeros(0, 3), torch.ones(1)],
+        "model": {"0.weight": torch.arange(6.0).reshape(2, 3), 0: torch.arange(3)},
+        "columns": COLUMNS
+        if rank is None
+        else Piece(COLUMNS[Shard.whole((5, 6)).slices(piece)], piece),
+    }
+
+
+def golden_private(rank):
+    return {"random": torch.arange(10, dtype=torch.uint8) + rank, "rank": rank}
+
+
+def test_it_has_the_version_that_is_still_written():
+    manifest = Manifest.read(GOLDEN)
+    assert VERSION == 1
+    assert (manifest.step, manifest.world, manifest.facts) == (1200, 2, FACTS)
+    assert sorted(path.name for path in GOLDEN.iterdir()) == [
+        "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors",
+    ]  # fmt: skip
+
+
+def test_it_was_not_written_again():
+    files = sorted(GOLDEN.iterdir())
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
+    assert digests == ["f5cda71df2529752", "132b88438ad79272", "afabfc8e20897854"]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_it_is_loaded_bit_for_bit(world):
+    comm = MpiCommunicator(world)
+    loaded = load(GOLDEN, comm)
+    assert same(loaded.state, golden_state())
+    assert all(same(loaded.private[rank], golden_private(rank)) for rank in range(2))
+    assert (loaded.step, loaded.facts) == (1200, FACTS)
+    shard = Shard((5, 6), (1, 3), (3, 2))
+    piece = load(GOLDEN, comm, into={"columns": shard}).state["columns"]
+    assert same(piece, Piece(COLUMNS[1:4, 3:5].clone(), shard))
+    assert check(GOLDEN) == []
+    comm.close()
+
+
+def test_safetensors_finds_the_tensors():
+    parts = [load_file(GOLDEN / f"rank-0000{rank}.safetensors") for rank in range(2)]
+    assert same(torch.cat([part["columns"] for part in parts], 1), COLUMNS)
+    assert same((parts[0] | parts[1])["model/0.weight"], golden_state()["model"]["0.weight"])

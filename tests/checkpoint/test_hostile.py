@@ -1,0 +1,277 @@
+"""A checkpoint that is damaged, or made to harm, is an error on every rank and nothing else."""
+
+import json
+import os
+import random
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.manifest import NAME, Manifest, file_name
+from hpctrain.checkpoint.store import Shard, check, load, save
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.errors import CheckpointError
+
+STATE = {"w": torch.arange(600.0).reshape(30, 20), "n": [1, 2.5, "text"], "b": torch.ones(7)}
+PRIVATE = {"random": torch.arange(50)}
+FILE = file_name(0)
+ALONE = SerialCommunicator()
+
+
+@pytest.fixture
+def good(tmp_path):
+    """Give a checkpoint that a test spoils."""
+    save(tmp_path / "a", STATE, ALONE, step=1, private=PRIVATE)
+    return tmp_path / "a"
+
+
+def refused(directory, match=None, **more):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load(directory, ALONE, **more)
+    assert str(directory) in str(caught.value)
+    faults = check(directory)
+    assert faults
+    assert all(str(directory) in fault for fault in faults)
+
+
+def change(path, position, mask):
+    data = bytearray(path.read_bytes())
+    data[position] ^= mask
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [FILE, NAME])
+def test_one_flipped_bit_is_found_wherever_it_is(good, name):
+    path = good / name
+    data = path.read_bytes()
+    choice = random.Random(0)
+    for position in {*range(16), *choice.sample(range(len(data)), 300), len(data) - 1}:
+        change(path, position, 1 << choice.randrange(8))
+        refused(good)
+        path.write_bytes(data)
+    assert check(good) == []
+
+
+@pytest.mark.parametrize("name", [FILE, NAME])
+def test_a_file_cut_off_anywhere_is_found(good, name):
+    path = good / name
+    data = path.read_bytes()
+    for part in (0.0, 0.001, 0.1, 0.5, 0.9, 1 - 1 / len(data)):
+        path.write_bytes(data[: int(len(data) * part)])
+        refused(good, r"is damaged: .*; use another checkpoint")
+    path.write_bytes(data + b"\n")
+    refused(good, "is damaged")
+
+
+@pytest.mark.parametrize("name", [FILE, NAME])
+def test_a_file_that_is_missing_or_something_else_is_told(good, name, tmp_path):
+    path = good / name
+    kept = path.rename(tmp_path / "kept")
+    refused(good, "No such file" if name == FILE else "was not finished: it has no manifest")
+    path.symlink_to(kept)
+    refused(good, "Too many levels of symbolic links")
+    path.unlink()
+    path.mkdir()
+    refused(good)
+    path.rmdir()
+    os.mkfifo(path)
+    refused(good, "are regular files")
+
+
+@pytest.mark.limit(60)
+@pytest.mark.ranks(2, 3)
+def test_damage_that_one_rank_finds_is_told_on_every_rank(world, tmp_path):
+    comm = MpiCommunicator(world)
+    folder = Path(world.bcast(str(tmp_path))) / "a"
+    save(folder, STATE, comm, step=1, private=PRIVATE)
+    last = comm.size - 1
+    wanted = {"w": Shard((30, 20), (0, 0), (30 if comm.rank == last else 0, 20))}
+    wanted["b"] = Shard((7,), (0,), (0,))
+    spoilt = Manifest.read(folder).tensors["w"].parts[0].rank
+    if comm.rank == 0:
+        path = folder / file_name(spoilt)
+        change(path, path.read_bytes().index(STATE["w"].numpy().tobytes()), 1)
+    comm.barrier()
+    with pytest.raises(CheckpointError, match=r"the bytes of w have changed in block 0"):
+        load(folder, comm, into=wanted)
+    with pytest.raises(CheckpointError, match=rf"{file_name(spoilt)} is damaged"):
+        load(folder, comm)
+    comm.close()
+
+
+@pytest.mark.requires("root")
+def test_a_file_without_the_right_to_read_it_is_told(good):
+    for name in (FILE, NAME):
+        (good / name).chmod(0)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(CheckpointError):
+                load(good, ALONE)
+        finally:
+            os.seteuid(0)
+        (good / name).chmod(0o644)
+
+
+def seal(directory, told):
+    """Write a manifest of any content whose checksum is right."""
+    body = b",\n".join(
+        f"{json.dumps(key)}: {json.dumps(value)}".encode() for key, value in told.items()
+    )
+    write_sealed(directory, body + b"}")
+
+
+def write_sealed(directory, body):
+    (directory / NAME).write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
+
+
+def spoil(told, where, value):
+    """Put a value into a manifest at ``tensors/w/shape`` or the like."""
+    *way, last = where.split("/")
+    for key in way:
+        told = told[int(key) if isinstance(told, list) else key]
+    if isinstance(told, list):
+        told[int(last)] = value
+    elif value is None:
+        del told[last]
+    else:
+        told[last] = value
+
+
+ODD = [-1, 1.5, True, "3", [], {}, 2**63, 10**30]
+SPOILT = [
+    *((where, value) for where in ("step", "world", "tensors/w/parts/0/rank") for value in ODD),
+    *((f"tensors/w/{name}/0", value) for name in ("shape", "parts") for value in ODD),
+    *((f"tensors/w/parts/0/{name}/0", v) for name in ("offset", "shape", "crc32") for v in ODD),
+    *((f"tensors/w/{name}", value) for name in ("dtype", "shape", "parts") for value in ODD),
+    *((name, value) for name in ("tensors", "private", "facts") for value in (1, [], "x")),
+    *((name, None) for name in ("step", "world", "facts", "tensors", "private", "skeleton")),
+    ("format", "another"), ("version", "1"), ("world", 0), ("tensors/w/parts/0/rank", 1),
+    ("tensors/w/dtype", "float16"), ("tensors/w/dtype", "object"), ("tensors/w", None),
+    ("tensors/w/shape", [20, 30]), ("tensors/w/shape", [2**40, 2**40]),
+    ("tensors/w/parts/0/rank", "../../x"), ("tensors/w/parts/0/crc32", [1]),
+    ("tensors/w/parts/0/crc32", [1, 2]), ("tensors/w/parts/0/crc32", []),
+    ("tensors/%private", {"dtype": "uint8", "shape": [0], "parts": []}),
+    ("private/0/w", {"dtype": "uint8", "shape": [0], "parts": []}),
+    ("private/x", {}), ("private/0/%private/parts/0/rank", 7), ("skeleton", {"tensor": "v"}),
+    ("skeleton", {"eval": "x"}), ("skeleton", [[[[[{}]]]]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "value"), SPOILT, ids=str)
+def test_a_manifest_made_to_harm_is_an_error(good, where, value):
+    told = json.loads((good / NAME).read_bytes())
+    del told["crc32"]
+    spoil(told, where, value)
+    seal(good, told)
+    with pytest.raises(CheckpointError, match=re.escape(str(good))):
+        load(good, ALONE)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"}", b"1}", b'"a": ' + b"[" * 10**6, b'"step": ' + b"9" * 5000 + b"}", b"\xff}"]
+)
+def test_a_manifest_that_is_no_json_is_an_error(good, body):
+    write_sealed(good, body)
+    refused(good, "is damaged")
+
+
+def test_a_world_without_end_or_without_ranks_is_no_trouble(good):
+    told = json.loads((good / NAME).read_bytes())
+    del told["crc32"]
+    seal(good, {**told, "world": 2**62})
+    assert check(good) == []
+    assert load(good, ALONE).step == 1
+    seal(good, {**told, "world": 0, "tensors": {}, "private": {}, "skeleton": None})
+    refused(good, "no rank wrote it")
+
+
+def test_no_escape_reaches_the_terminal(good):
+    told = json.loads((good / NAME).read_bytes())
+    del told["crc32"]
+    bad = "\n\x1b[31m" + "x" * 9999
+    for where in ("format", "step", "tensors/w/dtype", "skeleton/dict/0/1/tensor"):
+        again = json.loads(json.dumps(told))
+        spoil(again, where, bad)
+        seal(good, again)
+        with pytest.raises(CheckpointError) as caught:
+            load(good, ALONE)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_version_of_the_future_is_named(good):
+    told = json.loads((good / NAME).read_bytes())
+    del told["crc32"]
+    seal(good, {**told, "version": 2})
+    refused(good, "has version 2, this hpctrain reads up to 1; use a newer hpctrain")
+
+
+def header_of(path):
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def with_header(path, text, data):
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *((f"w/data_offsets/{end}", value) for end in (0, 1) for value in ODD),
+        *((f"w/{name}", value) for name in ("dtype", "shape", "data_offsets") for value in ODD),
+        *((f"w/{name}", None) for name in ("dtype", "shape", "data_offsets")),
+        ("w", None), ("w", []), ("w", 1), ("v", {"dtype": "F32", "shape": [0]}),
+        ("w/data_offsets", [0, 2400]), ("w/data_offsets", [2**60, 2**61]),
+        ("w/data_offsets", [-2400, 0]), ("w/data_offsets", [400, 2801]),
+        ("w/dtype", "F16"), ("w/shape", [20, 30]), ("w/shape", [600]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_made_to_harm_is_an_error(good, where, value):
+    header, data = header_of(good / FILE)
+    spoil(header, where, value)
+    with_header(good / FILE, json.dumps(header).encode(), data)
+    refused(good, rf"{FILE} is damaged")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"1", b"[]", b"[" * 10**6, b"{" * 10**6, b'{"w": ' * 10**5, b"\xff", b"9" * 5000]
+)
+def test_a_file_whose_header_is_no_table_is_an_error(good, text):
+    _, data = header_of(good / FILE)
+    with_header(good / FILE, text, data)
+    refused(good, rf"{FILE} is damaged")
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 10**9])
+def test_a_header_without_end_is_an_error(good, length):
+    with (good / FILE).open("r+b") as file:
+        file.write(length.to_bytes(8, "little"))
+    refused(good, rf"its header has {length} bytes")
+
+
+def test_a_tensor_larger_than_memory_is_an_error_that_names_the_directory(good):
+    told = json.loads((good / NAME).read_bytes())
+    del told["crc32"]
+    rows = 1 << 32
+    part = {"rank": 0, "offset": [0, 0], "shape": [rows, 1 << 9], "crc32": [0] * (1 << 19)}
+    told["tensors"]["w"] = {"dtype": "uint8", "shape": [rows, 1 << 9], "parts": [part]}
+    seal(good, told)
+    refused(good)
+
+
+def test_an_error_of_a_rank_names_file_and_tensor(good):
+    header, data = header_of(good / FILE)
+    start = len((good / FILE).read_bytes()) - len(data) + header["w"]["data_offsets"][0]
+    change(good / FILE, start + 100, 1)
+    refused(good, re.escape(f"{good / FILE} is damaged: the bytes of w have changed in block 0"))
+    shutil.rmtree(good)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load(good, ALONE)

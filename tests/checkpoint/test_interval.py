@@ -1,0 +1,132 @@
+"""Laws of the interval: as the papers say, and near the best one on a trace of failures."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.interval import daly, young
+from hpctrain.checkpoint.schedule import Schedule
+from hpctrain.errors import ConfigError
+
+
+def test_daly_agrees_with_the_values_of_his_formula():
+    # sqrt(2 * 300 * 86400) * (1 + sqrt(x) / 3 + x / 9) - 300 with x = 300 / 172800
+    assert young(300, 86400) == pytest.approx(7200)
+    assert daly(300, 86400) == pytest.approx(7200 * (1 + (1 / 24) / 3 + (1 / 576) / 9) - 300)
+
+
+def test_a_cheap_checkpoint_makes_both_equal():
+    assert daly(1e-6, 1e5) == pytest.approx(young(1e-6, 1e5), rel=1e-4)
+    assert daly(0, 1e5) == young(0, 1e5) == 0
+
+
+def test_a_hopeless_cost_gives_the_mean_time():
+    assert daly(200, 100) == daly(1e9, 100) == 100
+
+
+@pytest.mark.parametrize("numbers", [(-1, 10), (1, 0), (1, -5), (math.nan, 1), (1, math.nan)])
+@pytest.mark.parametrize("rule", [young, daly])
+def test_impossible_numbers_are_refused(rule, numbers):
+    with pytest.raises(ConfigError, match="mtbf"):
+        rule(*numbers)
+
+
+class Job:
+    """Computes for a given time on a machine that fails at given instants; counts the seconds."""
+
+    def __init__(self, mtbf_s, cost_s, seed):
+        lives_s = np.random.default_rng(seed).exponential(mtbf_s, 4000)
+        self.failures = np.cumsum(lives_s).tolist()
+        self.cost_s = cost_s
+
+    def time(self, work_s, interval_s):
+        """Return when ``work_s`` of computing are done, with a checkpoint each ``interval_s``."""
+        now, done = 0.0, 0
+        pieces = math.ceil(work_s / interval_s)
+        for failure in self.failures:
+            more = int((failure - now) / (interval_s + self.cost_s))
+            if done + more >= pieces:
+                return now + (pieces - done) * (interval_s + self.cost_s)
+            now, done = failure, done + more
+        raise AssertionError("the trace is too short for this interval")
+
+
+@pytest.mark.parametrize(
+    ("mtbf_s", "cost_s"), [(86400, 5), (86400, 300), (3600, 60), (600, 60)], ids=str
+)
+def test_auto_is_within_5_percent_of_the_best_interval_on_a_trace_of_failures(mtbf_s, cost_s):
+    schedule = Schedule("auto", mtbf_s=mtbf_s)
+    schedule.cost(cost_s, cost_s)
+    job = Job(mtbf_s, cost_s, seed=1)
+    work_s = 300 * mtbf_s
+    auto = job.time(work_s, schedule.interval_s - cost_s)
+    around = daly(cost_s, mtbf_s) * np.geomspace(0.2, 5, 41)
+    assert auto <= 1.05 * min(job.time(work_s, interval_s) for interval_s in around)
+
+
+def drive(schedule, *, step_s, cost_s, steps):
+    """Train by a clock of its own; return the times between checkpoints after the first."""
+    now, last, gaps = 0.0, None, []
+    for step in range(1, steps + 1):
+        now += step_s
+        if schedule.due(step, now):
+            schedule.taken(step, now)
+            now += cost_s
+            schedule.cost(cost_s, cost_s)
+            gaps += [] if last is None else [now - last - cost_s]
+            last = now
+    return gaps
+
+
+def test_auto_follows_daly_within_5_percent_by_a_simulated_clock():
+    mtbf_s, cost_s = 86400, 20.0
+    gaps = drive(Schedule("auto", mtbf_s=mtbf_s), step_s=0.7, cost_s=cost_s, steps=100_000)
+    assert len(gaps) > 20
+    assert np.allclose(gaps, daly(cost_s, mtbf_s), rtol=0.05)
+
+
+def test_auto_takes_the_first_at_once_and_one_slow_write_changes_nothing():
+    schedule = Schedule("auto", mtbf_s=1000)
+    assert schedule.interval_s is None
+    assert schedule.due(1, 0.0)
+    for stall_s in (1.0, 1.0, 100.0):
+        schedule.cost(stall_s, 1.0)
+    assert schedule.interval_s == pytest.approx(daly(1, 1000) + 1)
+
+
+def test_auto_is_never_shorter_than_a_write():
+    schedule = Schedule("auto", mtbf_s=1000)
+    schedule.cost(0.01, 500)
+    assert schedule.interval_s == 500
+
+
+def test_steps_are_due_once_in_each_interval_also_when_one_was_missed():
+    schedule = Schedule(10)
+    assert [step for step in range(1, 31) if schedule.due(step, 0.0)] == list(range(10, 31))
+    schedule.taken(13, 0.0)
+    assert [step for step in range(14, 31) if schedule.due(step, 0.0)] == list(range(20, 31))
+
+
+def test_a_time_is_due_when_it_has_passed():
+    schedule = Schedule("10min", now=100.0)
+    assert not schedule.due(5, 699.0)
+    assert schedule.due(5, 700.0)
+    schedule.taken(5, 700.0)
+    assert not schedule.due(6, 1299.0)
+
+
+def test_none_is_never_due():
+    assert not Schedule("none").due(10**9, 1e12)
+
+
+@pytest.mark.parametrize("every", [0, -3, "0s", "often", "10"])
+def test_what_is_no_interval_is_refused(every):
+    with pytest.raises(ConfigError):
+        Schedule(every)
+
+
+@pytest.mark.parametrize("mtbf_s", [None, 0.0, -1.0, math.nan])
+def test_auto_needs_the_mean_time_between_failures(mtbf_s):
+    with pytest.raises(ConfigError, match="mtbf"):
+        Schedule("auto", mtbf_s=mtbf_s)

@@ -1,0 +1,196 @@
+"""Checkpoints beside the training: what is saved is what was, and no failure loses the last."""
+
+import threading
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import manager as module
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.shard import Piece, Shard
+from hpctrain.comm.threaded import ThreadedCommunicator
+from hpctrain.errors import CheckpointError, ConfigError
+from tests.checkpoint.managed import loaded_value, managed, state, steps_in
+from tests.full_disk import largest_file
+
+BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+
+
+def save_and_wait(manager, values, step):
+    manager.save(values, step)
+    manager.wait()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@BOTH
+def test_what_was_saved_last_is_loaded(comm, root, background):
+    with managed(root, comm, background=background) as manager:
+        assert manager.latest() is None
+        assert manager.load_latest() is None
+        for step in (1, 2, 3):
+            manager.save(state(step), step, {"rank": comm.rank}, {"run": "x"})
+        manager.wait()
+        assert manager.latest() == root / "step-00000003"
+        loaded = manager.load_latest()
+        assert loaded.private[comm.rank] == {"rank": comm.rank}
+        assert loaded.facts == {"run": "x"}
+        assert loaded_value(manager) == 3
+        assert steps_in(root) == [2, 3]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
+    generator = torch.Generator().manual_seed(0)
+    numels = [500_000, 3, 700_001, 0, 1, 300_000]
+    whole = {str(i): torch.randn(n, generator=generator) for i, n in enumerate(numels)}
+    whole["square"] = torch.randn(801, 800, generator=generator).T
+    shard = Shard((2 * comm.size, 3), (2 * comm.rank, 0), (2, 3))
+    piece = Piece(torch.full((2, 3), float(comm.rank)), shard)
+    with managed(root, comm) as manager:
+        for step in (1, 2):
+            manager.save({"whole": whole, "piece": piece}, step, {"mine": whole["4"] + comm.rank})
+        manager.wait()
+        loaded = manager.load_latest()
+    for name, tensor in whole.items():
+        assert torch.equal(loaded.state["whole"][name], tensor)
+    assert loaded.state["piece"][:, 0].tolist() == [r for r in range(comm.size) for _ in "ab"]
+    assert torch.equal(loaded.private[comm.rank]["mine"], whole["4"] + comm.rank)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypatch):
+    go_on, save = threading.Event(), store.save
+
+    def slow_save(*args, **kwargs):
+        assert go_on.wait(60)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(store, "save", slow_save)
+    with managed(root, comm) as manager:
+        values = state(7)
+        manager.save(values, 7)
+        values["w"].zero_()  # a step changes it
+        total = comm.allreduce(torch.ones(1000))  # and speaks with the others
+        assert total.unique().tolist() == [comm.size]
+        assert not root.exists()
+        go_on.set()
+        manager.wait()
+        assert loaded_value(manager) == 7
+
+
+@pytest.mark.ranks(2, 3)
+def test_steps_and_saves_on_two_communicators_do_not_meet(comm, root):
+    with managed(root, ThreadedCommunicator(comm), keep=1) as manager:
+        for step in range(1, 16):
+            manager.save(state(step, numel=10_000), step)
+            manager._comm.allreduce(torch.ones(5000))
+        manager.wait()
+        assert loaded_value(manager) == 15
+    assert steps_in(root) == [15]
+
+
+@pytest.mark.ranks(1, 2, 3)
+@BOTH
+def test_a_full_disk_is_told_on_every_rank_and_the_last_one_stays(comm, root, background):
+    with managed(root, comm, background=background) as manager:
+        manager.save(state(1), 1, wait=True)
+        with largest_file(1000), pytest.raises(CheckpointError, match="step-00000002: File too"):
+            save_and_wait(manager, state(2, numel=100_000), 2)
+        assert loaded_value(manager) == 1
+        manager.wait()  # it was told once
+        manager.save(state(2, numel=100_000), 2, wait=True)
+        assert loaded_value(manager) == 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_next_save_tells_of_a_failure_and_is_still_due(comm, root):
+    with managed(root, comm, every=10) as manager:
+        with largest_file(1000):
+            manager.save(state(10, numel=100_000), 10)
+            with pytest.raises(CheckpointError, match="step-00000010"):
+                manager.save(state(20, numel=100_000), 20)
+        assert manager.latest() is None
+        assert manager.due(21)
+        manager.save(state(21), 21)
+        manager.wait()
+        assert not manager.due(22)
+        assert loaded_value(manager) == 21
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_last_save_is_made_although_the_one_before_failed(comm, root, caplog):
+    with managed(root, comm) as manager:
+        with largest_file(50_000):
+            manager.save(state(10, numel=100_000), 10)
+            manager.save(state(10), 10, wait=True)
+        assert ("step-00000010: File too large" in caplog.text) == (comm.rank == 0)
+        assert loaded_value(manager) == 10
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_state_that_one_rank_cannot_save_is_refused_on_all(comm, root):
+    with managed(root, comm) as manager:
+        bad = object() if comm.rank == comm.size - 1 else 1
+        with pytest.raises(CheckpointError, match="value"):
+            manager.save(state(1), 1, {"value": bad}, wait=True)
+        manager.save(state(2), 2, wait=True)
+        assert loaded_value(manager) == 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_directory_that_cannot_be_had_is_told(comm, root, world):
+    if world.rank == 0:
+        root.parent.parent.mkdir(exist_ok=True)
+        root.parent.touch()
+    world.barrier()
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1)
+        with pytest.raises(CheckpointError):
+            manager.wait()
+
+
+@pytest.mark.ranks(2, 3)
+def test_without_threads_in_mpi_it_is_written_at_once(comm, root, monkeypatch, caplog):
+    monkeypatch.setattr("hpctrain.checkpoint.beside.calls_from_threads", lambda: comm.rank == 0)
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1)
+        assert steps_in(root) == [1]
+    assert ("one thread only" in caplog.text) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(1, 3)
+@BOTH
+def test_figures_say_what_it_cost(comm, root, background):
+    with managed(root, comm, background=background) as manager:
+        assert manager.figures() is None
+        manager.save(state(1, numel=10_000), 1, wait=True)
+        figures = manager.figures()
+        assert (figures.step, figures.num_bytes) == (1, 40_000)
+        assert figures.write_s > 0
+        assert figures.stall_s > 0
+        assert figures.bytes_per_s == pytest.approx(40_000 / figures.write_s)
+        assert len(set(comm.allgather_object(figures))) == 1
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_clock_of_rank_0_decides(comm, root, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with managed(root, comm, every="10min") as manager:
+        now[0] = 599.0
+        assert not manager.due(1)
+        now[0] = 600.0
+        assert manager.due(1) == (comm.rank == 0)
+        manager.save(state(1), 1)
+        assert not manager.due(2)
+    with managed(root, comm, every="auto", mtbf="1h") as manager:
+        assert manager.due(1) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": 0}, {"every": "auto"}, {"every": 0}, {"every": "auto", "mtbf": "soon"}]
+)
+def test_values_that_make_no_sense_are_refused(comm, root, options):
+    with pytest.raises(ConfigError):
+        Manager(root, comm, **options)

@@ -1,0 +1,141 @@
+"""What a restart takes: the newest whole one; what is damaged is told, what is old goes."""
+
+import shutil
+
+import pytest
+
+from hpctrain.errors import CheckpointError
+from tests.checkpoint.managed import loaded_value, managed, state, steps_in
+
+
+def damage(path, how):
+    file = max(path.glob("rank-*"), key=lambda file: file.stat().st_size)
+    if how == "no manifest":
+        (path / "manifest.json").unlink()
+    elif how == "a bit of the manifest":
+        data = bytearray((path / "manifest.json").read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / "manifest.json").write_bytes(data)
+    elif how == "a bit of a tensor":
+        data = bytearray(file.read_bytes())
+        data[-8] ^= 1
+        file.write_bytes(data)
+    elif how == "a file cut short":
+        file.write_bytes(file.read_bytes()[:-20])
+    elif how == "a file gone":
+        file.unlink()
+
+
+DAMAGES = [
+    "no manifest",
+    "a bit of the manifest",
+    "a bit of a tensor",
+    "a file cut short",
+    "a file gone",
+]
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_newest_one_is_told_and_the_one_before_is_taken(comm, root, how, caplog):
+    with managed(root, comm) as manager:
+        for step in (1, 2, 3):
+            manager.save(state(step), step)
+    if comm.rank == 0:
+        damage(root / "step-00000003", how)
+    comm.barrier()
+    with managed(root, comm) as manager:
+        assert loaded_value(manager) == 2
+        assert loaded_value(manager) == 2
+        told = [record for record in caplog.records if "step 3 is passed over" in record.message]
+        assert len(told) == (comm.rank == 0)
+        assert manager.latest() == root / "step-00000002"
+        manager.save(state(3), 3, wait=True)  # the course that follows replaces it
+        assert loaded_value(manager) == 3
+        assert steps_in(root) == [2, 3]
+
+
+@pytest.mark.ranks(1, 2)
+def test_later_ones_are_set_aside_when_the_run_goes_on_from_before(comm, root):
+    with managed(root, comm, keep=3) as manager:
+        for step in (10, 20, 30):
+            manager.save(state(step), step)
+    if comm.rank == 0:
+        damage(root / "step-00000030", "a file gone")
+        damage(root / "step-00000020", "a bit of a tensor")
+    comm.barrier()
+    with managed(root, comm, keep=3) as manager:
+        assert loaded_value(manager) == 10
+        manager.save(state(15), 15, wait=True)
+        assert loaded_value(manager) == 15
+        assert steps_in(root) == [10, 15]
+        assert (root / "step-00000030.aside").is_dir()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(comm, root):
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1)
+        manager.save(state(2), 2)
+    if comm.rank == 0:
+        damage(root / "step-00000001", "no manifest")
+        damage(root / "step-00000002", "a file gone")
+    comm.barrier()
+    with managed(root, comm) as manager:
+        with pytest.raises(CheckpointError, match=r"none of 2 checkpoints in .*step-00000001"):
+            manager.load_latest()
+        with pytest.raises(CheckpointError, match="none of 2"):
+            manager.latest()
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_best_stay_over_a_restart(comm, root):
+    scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.8, 5: None, 6: 0.1, 7: 0.2}
+    for steps in ((1, 2, 3), (4, 5, 6, 7)):
+        with managed(root, comm, keep=1, keep_best=2) as manager:
+            for step in steps:
+                manager.save(state(step), step, score=scores[step])
+    assert steps_in(root) == [2, 4, 7]
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_dead_writers_left_goes_with_the_next_save(comm, root):
+    if comm.rank == 0:
+        for name in ("step-00000009.part", "step-00000002.gone.part", "notes"):
+            (root / name).mkdir(parents=True)
+            (root / name / "x").touch()
+    comm.barrier()
+    with managed(root, comm) as manager:
+        assert manager.latest() is None
+        manager.save(state(1), 1)
+    assert sorted(path.name for path in root.iterdir()) == ["notes", "step-00000001"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_same_step_is_written_once(comm, root):
+    with managed(root, comm) as manager:
+        manager.save(state(4), 4, wait=True)
+        before = (root / "step-00000004" / "manifest.json").stat().st_ino
+        manager.save(state(4), 4, wait=True)
+        assert (root / "step-00000004" / "manifest.json").stat().st_ino == before
+    with managed(root, comm) as manager:
+        assert loaded_value(manager) == 4
+        manager.save(state(4), 4, wait=True)
+        assert (root / "step-00000004" / "manifest.json").stat().st_ino == before
+
+
+def test_old_ones_that_cannot_be_removed_are_a_warning(comm, root, monkeypatch, caplog):
+    remove = shutil.rmtree
+
+    def refuse(path, **options):
+        if "gone" in path.name:
+            raise PermissionError(13, "Permission denied")
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with managed(root, comm, keep=1) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(state(step), step, wait=True)
+        assert caplog.text.count("cannot be removed: Permission denied") == 1
+        assert loaded_value(manager) == 4
+        assert steps_in(root) == [4]

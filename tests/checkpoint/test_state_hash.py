@@ -1,0 +1,169 @@
+"""Equal bits, equal hash; any other bit, name, type or shape, another hash."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hpctrain.checkpoint import state_hash as module
+from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.errors import CheckpointError
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def trained() -> dict:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).sum().backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_it_stays_what_it_is():
+    state = {
+        "weight": torch.arange(6.0).view(2, 3),
+        "step": 3,
+        "lr": 0.1,
+        "more": [None, "a", b""],
+    }
+    assert state_hash(state) == "184db062c9011c3b"
+    assert state_hash({}) == "d77c6ca335be370d"
+
+
+def test_equal_states_of_models_and_optimizers_have_equal_hashes():
+    assert state_hash(trained()) == state_hash(trained())
+
+
+def test_every_value_of_a_training_counts():
+    state = trained()
+    seen = {state_hash(state)}
+    tensors = [
+        *state["model"].values(),
+        *(t for moments in state["optimizer"]["state"].values() for t in moments.values()),
+    ]
+    for tensor in tensors:
+        tensor.view(-1)[-1] += 1
+        seen.add(state_hash(state))
+    state["optimizer"]["param_groups"][0]["lr"] = math.nextafter(0.1, 1)
+    seen.add(state_hash(state))
+    assert len(seen) == len(tensors) + 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_counts(dtype):
+    tensor = torch.arange(40, dtype=torch.uint8).repeat(16).view(dtype).clone()
+    memory = tensor.view(torch.uint8)
+    seen = {state_hash({"x": tensor})}
+    for bit in range(8):
+        memory[-1] ^= 1 << bit
+        seen.add(state_hash({"x": tensor}))
+    assert len(seen) == 9
+
+
+@given(st.integers(0, 2**32), st.integers(0, 63))
+def test_every_bit_of_a_tensor_counts(seed, bit):
+    tensor = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    before = state_hash({"x": tensor})
+    tensor.view(torch.int64)[seed % 50] ^= 1 << bit if bit < 63 else -(2**63)
+    assert state_hash({"x": tensor}) != before
+
+
+def test_names_types_shapes_and_containers_count():
+    zeros = torch.zeros(4)
+    states = [
+        {"a": zeros},
+        {"b": zeros},
+        {"a": zeros.view(2, 2)},
+        {"a": zeros.to(torch.int32)},
+        {"a": -zeros},
+        {"a": torch.zeros(0)},
+        {"a": torch.zeros(0, 4)},
+        {"a": {"a": zeros}},
+        {"a": [zeros]},
+        {"a": {0: zeros}},
+        {"a": {"0": zeros}},
+        {"a/a": zeros},
+        {"a": zeros, "b": {}},
+        {"a": zeros, "b": []},
+        *(
+            {"a": x}
+            for x in (None, 0, 0.0, -0.0, False, "0", b"0", "", math.nan, math.inf, 1, True)
+        ),
+    ]
+    assert len({state_hash(state) for state in states}) == len(states)
+
+
+def test_order_memory_and_views_do_not_count():
+    x = torch.randn(3, 4, 5, 6)
+    y = torch.randn(7, dtype=torch.complex64)
+    expected = state_hash({"x": x, "y": y, "z": (1, 2)})
+    same = [
+        {"z": [1, 2], "y": y.clone(), "x": x.clone()},
+        {"x": x.to(memory_format=torch.channels_last), "y": y.conj().clone().conj(), "z": [1, 2]},
+        {"x": torch.cat([x, x])[3:], "y": torch.stack([y, y], 1)[:, 0], "z": [1, 2]},
+        {"x": nn.Parameter(x), "y": y, "z": [1, 2]},
+    ]
+    assert [state_hash(state) for state in same] == [expected] * 4
+
+
+def test_large_tensors_that_are_not_contiguous_go_piece_by_piece(monkeypatch):
+    x = torch.randn(5, 6, 7)
+    expected = state_hash({"x": x.permute(2, 0, 1).contiguous()})
+    monkeypatch.setattr(module, "_PIECE_BYTES", 64)
+    assert state_hash({"x": x.permute(2, 0, 1)}) == expected
+
+
+def test_a_tensor_can_be_resized_afterwards():
+    x = torch.zeros(4)
+    state_hash({"x": x})
+    x.resize_(1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (np.float32(1), "got float32 at /'a'/1"),
+        ({1.5: 0}, r"keys of a state .* got 1.5 in /'a'/1"),
+        (torch.eye(2).to_sparse(), "dense, got torch.sparse_coo at /'a'/1"),
+        (object(), "got object"),
+    ],
+)
+def test_what_has_no_bits_of_its_own_is_an_error(value, told):
+    with pytest.raises(CheckpointError, match=told):
+        state_hash({"a": [0, value]})
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_ranks_that_share_the_work_get_the_hash_of_one(world):
+    comm = MpiCommunicator(world)
+    state, alone = trained(), state_hash(trained())
+    assert state_hash(state, comm) == state_hash(state, SerialCommunicator()) == alone
+    assert state_hash({}, comm) == state_hash({})
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_states_of_other_names_are_an_error_on_every_rank(world):
+    state = {"a": 1, "last" if world.rank else "first": torch.ones(3)}
+    with pytest.raises(CheckpointError, match="hold the same state"):
+        state_hash(state, MpiCommunicator(world))

@@ -1,0 +1,260 @@
+"""What any number of ranks save, any number of ranks load, bit for bit, or all hear why not."""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpctrain.checkpoint import saving, tensor_file
+from hpctrain.checkpoint.store import Manifest, Piece, Shard, check, load, save
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.errors import CheckpointError
+from tests.checkpoint.states import of_every_kind, same
+from tests.full_disk import largest_file
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+ROWS, COLS = 50, 40
+
+
+@pytest.fixture
+def comm(world):
+    comm = MpiCommunicator(world)
+    yield comm
+    comm.close()
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """Give a folder that all ranks see."""
+    return Path(world.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Let small tensors have many blocks and be cut."""
+    for module in ("tensor_file", "manifest", "loading"):
+        monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
+    monkeypatch.setattr("hpctrain.checkpoint.division.WHOLE_BYTES", 512)
+
+
+def groups(comm):
+    """Yield each group of the first n ranks, or None where this rank is not in it."""
+    for size in range(1, comm.size + 1):
+        group = comm.group(range(size))
+        yield size, group
+        if group:
+            group.close()
+        comm.barrier()
+
+
+def matrix():
+    return torch.arange(float(ROWS * COLS)).reshape(ROWS, COLS).sin()
+
+
+def by(dim, rank, size):
+    """Return the part of the matrix that a rank holds: rows, columns or a block of both."""
+    lengths = [ROWS, COLS]
+    cut = lengths[dim] * rank // size
+    offset, shape = [0, 0], list(lengths)
+    offset[dim], shape[dim] = cut, lengths[dim] * (rank + 1) // size - cut
+    return Shard((ROWS, COLS), offset, shape)
+
+
+def piece(shard):
+    return Piece(matrix()[Shard.whole((ROWS, COLS)).slices(shard)], shard)
+
+
+@SIZES
+@pytest.mark.usefixtures("small_blocks")
+def test_what_n_ranks_save_m_ranks_load_bit_for_bit(comm, folder):
+    state = of_every_kind()
+    for size, group in groups(comm):
+        if group:
+            private = {"rank": group.rank, "noise": torch.full((group.rank + 1,), group.rank)}
+            save(folder / f"from-{size}", state, group, step=size, private=private, facts={"n": 1})
+    for size, group in groups(comm):
+        for saved in range(1, comm.size + 1) if group else ():
+            loaded = load(folder / f"from-{saved}", group)
+            assert same(loaded.state, state), (saved, size)
+            assert (loaded.step, loaded.facts) == (saved, {"n": 1})
+            assert list(loaded.private) == list(range(saved))
+            for rank, own in loaded.private.items():
+                assert same(own, {"rank": rank, "noise": torch.full((rank + 1,), rank)})
+            assert check(folder / f"from-{saved}") == []
+
+
+@SIZES
+@pytest.mark.usefixtures("small_blocks")
+def test_sharded_state_is_loaded_whole_or_in_other_pieces(comm, folder):
+    for size, group in groups(comm):
+        for dim in (0, 1) if group else ():
+            state = {"w": piece(by(dim, group.rank, size)), "n": 1}
+            save(folder / f"{size}-{dim}", state, group, step=0)
+    for size, group in groups(comm):
+        everything = itertools.product(range(1, comm.size + 1), (0, 1), (0, 1))
+        for saved, dim, to in everything if group else ():
+            wanted = by(to, group.rank, size)
+            loaded = load(folder / f"{saved}-{dim}", group, into={"w": wanted})
+            assert same(loaded.state, {"w": piece(wanted), "n": 1})
+            assert same(load(folder / f"{saved}-{dim}", group).state["w"], matrix())
+
+
+@SIZES
+def test_replicated_state_is_written_once_and_read_in_pieces(comm, folder):
+    large = torch.arange(3 << 19).reshape(3 << 9, -1)
+    saved = save(folder / "a", {"large": large}, comm, step=0)
+    assert saved.bytes == large.nbytes
+    files = [path.stat().st_size for path in folder.glob("a/rank-*")]
+    assert len(files) == comm.size
+    assert max(files) <= large.nbytes / comm.size + 3 * large.nbytes / 1000 + 8192
+    shard = Shard(large.shape, (5, comm.rank), (1000, 7))
+    loaded = load(folder / "a", comm, into={"large": shard})
+    assert same(loaded.state["large"].tensor, large[5:1005, comm.rank : comm.rank + 7].clone())
+
+
+@SIZES
+def test_copies_of_pieces_are_written_once(comm, folder):
+    half = by(0, comm.rank % 2, 2) if comm.size > 1 else by(0, 0, 1)
+    saved = save(folder / "a", {"w": piece(half)}, comm, step=0)
+    assert saved.bytes == matrix().nbytes
+    assert same(load(folder / "a", comm).state["w"], matrix())
+
+
+@SIZES
+def test_a_new_checkpoint_replaces_one_of_the_same_name(comm, folder):
+    for number in range(3):
+        save(folder / "new" / "a", {"number": number}, comm, step=number)
+        assert load(folder / "new" / "a", comm).state == {"number": number}
+        comm.barrier()
+        assert [path.name for path in folder.glob("new/*")] == ["a"]
+        comm.barrier()
+
+
+def test_replacing_works_where_names_cannot_be_exchanged(comm, folder, monkeypatch):
+    monkeypatch.setattr("hpctrain.checkpoint.appearance._exchange", lambda *_: False)
+    for number in range(2):
+        save(folder / "a", {"number": number}, comm, step=number)
+    assert load(folder / "a", comm).state == {"number": 1}
+    assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+def test_other_programs_read_the_files(comm, folder):
+    state = of_every_kind()
+    save(folder / "a", {**state, "private": 1}, comm, step=0, private={"x": 1})
+    read = load_file(folder / "a" / "rank-00000.safetensors")
+    assert same(read["dtypes/bfloat16"], state["dtypes"]["bfloat16"])
+    assert same(read["keys/a%2Fb"], state["keys"]["a/b"])
+    assert read.keys() == Manifest.read(folder / "a").tensors.keys() | {"%private"}
+
+
+def refused(comm, folder, match, state, **more):
+    """Check that a save is refused on every rank and leaves the old checkpoint alone."""
+    save(folder / "a", {"text": "old"}, comm, step=0)
+    with pytest.raises(CheckpointError, match=match):
+        save(folder / "a", state, comm, step=1, **more)
+    assert load(folder / "a", comm).state == {"text": "old"}
+    comm.barrier()
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    comm.barrier()
+
+
+@SIZES
+def test_ranks_that_disagree_are_told_where(comm, folder):
+    if comm.size > 1:
+        step = {"numbers": [7, comm.rank == 1]}
+        refused(comm, folder, r"rank.* 1: numbers/1 = True.*goes into private", step)
+        shape = {"model": {"w": torch.zeros(2 + (comm.rank == 1))}}
+        refused(comm, folder, r"rank.* 1: model/w is float32 \[3\]", shape)
+
+
+@SIZES
+def test_a_state_that_cannot_be_saved_is_told_on_every_rank(comm, folder):
+    last = comm.rank == comm.size - 1
+    for value, match in [
+        (len, "got builtins.builtin_function_or_method at x"),
+        (torch.zeros(2).to_sparse(), "dense and on the CPU, got torch.sparse_coo on cpu at x"),
+        (torch.zeros(2, device="meta"), "on meta at x"),
+        (torch.empty(2, dtype=torch.bits8), "got bits8 at x"),
+    ]:
+        refused(comm, folder, match, {"x": value if last else 1})
+    private = {"p": piece(by(0, 0, 1))}
+    refused(comm, folder, "put it into the state", {}, private=private if last else {})
+    refused(comm, folder, "the facts of a checkpoint are values for JSON", {}, facts={"x": len})
+
+
+@SIZES
+def test_pieces_that_are_not_the_whole_are_refused(comm, folder):
+    lost = Shard((ROWS, COLS), (comm.rank, 0), (1, COLS))
+    refused(comm, folder, rf"hold {comm.size * COLS} of 2000 elements of w", {"w": piece(lost)})
+
+
+@SIZES
+def test_a_full_disk_is_told_on_every_rank_and_the_old_checkpoint_stays(comm, folder):
+    save(folder / "a", {"text": "old"}, comm, step=0)
+    state = {"large": torch.zeros(8 << 20, dtype=torch.uint8)}
+    with largest_file(10_000 if comm.rank == comm.size - 1 else 1 << 30):
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*a: File too la"):
+                save(folder / "a", state, comm, step=1)
+    assert load(folder / "a", comm).state == {"text": "old"}
+    comm.barrier()
+    assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+@SIZES
+@pytest.mark.requires("root")
+def test_a_right_that_one_rank_lacks_is_told_on_every_rank(comm, folder):
+    save(folder / "a", {"text": "old"}, comm, step=0)
+    last = comm.rank == comm.size - 1
+    os.seteuid(65534 if last else 0)
+    try:
+        with pytest.raises(CheckpointError, match=r"write checkpoint .*: Permission denied"):
+            save(folder / "a", {"text": "new"}, comm, step=1)
+    finally:
+        os.seteuid(0)
+    assert load(folder / "a", comm).state == {"text": "old"}
+
+
+@SIZES
+def test_a_directory_that_vanishes_is_told_on_every_rank(comm, folder, monkeypatch):
+    write = tensor_file.write
+
+    def vanish(path, tensors):
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder / "run")
+        comm.barrier()
+        return write(path, tensors)
+
+    monkeypatch.setattr(saving.tensor_file, "write", vanish)
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        save(folder / "run" / "a", {"x": torch.zeros(10)}, comm, step=0)
+    assert not (folder / "run").exists()
+
+
+@SIZES
+def test_a_place_that_is_none_is_told_on_every_rank(comm, folder):
+    (folder / "file").touch()
+    comm.barrier()
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
+        save(folder / "file" / "a", {}, comm, step=0)
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
+        save(folder / "file", {}, comm, step=0)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/none, or it was not"):
+        load(folder / "none", comm)
+
+
+@SIZES
+def test_a_wish_for_what_is_not_there_is_told_on_every_rank(comm, folder):
+    save(folder / "a", {"w": torch.zeros(4)}, comm, step=0)
+    mine = comm.rank == comm.size - 1
+    for into, match in [
+        ({"v": Shard.whole((4,))}, "has no tensor v; it has w"),
+        ({"w": Shard.whole((5,))}, r"w has shape \[4\] in the checkpoint, \[5\] is wanted"),
+    ]:
+        with pytest.raises(CheckpointError, match=match):
+            load(folder / "a", comm, into=into if mine else None)

@@ -1,0 +1,147 @@
+"""What is wrong with the checkpoints of a run is found and named."""
+
+import shutil
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.describe import checkpoints_in, describe, lines_of
+from hpctrain.checkpoint.prune import prune
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.errors import CheckpointError, ConfigError
+
+
+def write(run, step, comm=None, **facts):
+    state = {
+        "model": {"w": torch.arange(1000.0) + step, "b": torch.zeros(3).half()},
+        "n": torch.tensor(step),
+    }
+    comm = comm or SerialCommunicator()
+    store.save(
+        run / "checkpoints" / f"step-{step:08d}",
+        state,
+        comm,
+        step=step,
+        private={"random": torch.zeros(100)},
+        facts=facts,
+    )
+
+
+def flip(path, place=-100):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (1, 2, 3, 4):
+        write(tmp_path / "run", step, score={1: 0.9, 2: 0.5, 3: 0.7, 4: 0.1}[step])
+    return tmp_path / "run"
+
+
+def file_of(run, step, name="rank-00000.safetensors"):
+    return run / "checkpoints" / f"step-{step:08d}" / name
+
+
+def names(paths):
+    return [int(path.name.removeprefix("step-")) for path in paths]
+
+
+def test_whole_checkpoints_are_whole(run):
+    found = list(verify(run))
+    assert [report.step for report in found] == [1, 2, 3, 4]
+    assert all(report.is_whole for report in found)
+    assert found[0].files == ("rank-00000.safetensors",)
+    assert [report.step for report in verify(run / "checkpoints" / "step-00000002")] == [2]
+    assert [report.step for report in verify(run / "checkpoints")] == [1, 2, 3, 4]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def garble(path):
+    path.write_text('{"crc32": "00000000",\n')
+
+
+@pytest.mark.parametrize("harm", [flip, cut, lambda path: path.unlink(), garble])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_every_fault_names_its_file(run, harm, name):
+    harm(file_of(run, 3, name))
+    found = {report.directory: report for report in verify(run)}
+    damaged = found.pop(str(run / "checkpoints" / "step-00000003"))
+    assert all(report.is_whole for report in found.values())
+    assert len(damaged.faults) == 1
+    assert name in damaged.faults[0]
+    assert "\n" not in damaged.faults[0]
+    assert "not whole" in next(damaged.lines())
+
+
+def test_a_directory_without_checkpoints_is_told(run, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        list(verify(tmp_path))
+    with pytest.raises(CheckpointError, match="No such file or directory; give a run"):
+        list(verify(tmp_path / "none"))
+    shutil.rmtree(file_of(run, 3).parent)
+    (run / "checkpoints" / "step-00000003.part").mkdir()
+    assert names(checkpoints_in(run)) == [1, 2, 4]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_description_counts_what_all_ranks_wrote(world, tmp_path):
+    run = world.bcast(tmp_path)
+    write(run, 5, MpiCommunicator(world), why="test")
+    world.barrier()
+    told = describe(run / "checkpoints" / "step-00000005", num_largest=2)
+    assert (told.step, told.world, told.facts) == (5, world.size, {"why": "test"})
+    assert (told.num_tensors, told.num_elements) == (3, 1004)
+    assert told.state_bytes == 1000 * 4 + 3 * 2 + 8
+    assert told.private_bytes >= world.size * 400
+    assert [held.path for held in told.largest] == ["model/w", "n"]
+    assert len(told.files) == world.size
+    assert all(file.num_bytes for file in told.files)
+    assert "missing" not in "\n".join(lines_of(told))
+    assert all(report.is_whole for report in verify(run))
+
+
+def test_a_missing_file_is_shown(run):
+    file_of(run, 4).unlink()
+    assert "missing: rank-00000" in "\n".join(lines_of(describe(file_of(run, 4).parent)))
+
+
+def test_pruning_keeps_the_newest_and_the_best(run):
+    (run / "checkpoints" / "step-00000009.part").mkdir()
+    planned = prune(run, keep=1, keep_best=2, dry_run=True)
+    assert names(checkpoints_in(run)) == [1, 2, 3, 4]
+    done = prune(run, keep=1, keep_best=2)
+    assert done == planned
+    assert (names(done.gone), names(done.kept), done.damaged) == ([2], [1, 3, 4], ())
+    assert names(checkpoints_in(run)) == [1, 3, 4]
+    assert max(path.name for path in (run / "checkpoints").iterdir()).endswith(".part")
+    assert names(prune(run, keep=7).gone) == []
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_takes_nobodys_place(run, name):
+    for step in (3, 4):
+        flip(file_of(run, step, name))
+    done = prune(run, keep=1)
+    assert (names(done.gone), names(done.kept)) == ([1], [2, 3, 4])
+    assert names(done.damaged) == [3, 4]
+
+
+def test_nothing_goes_where_none_is_whole(run):
+    for step in (1, 2, 3, 4):
+        flip(file_of(run, step))
+    assert names(prune(run, keep=1).gone) == []
+
+
+def test_what_cannot_be_pruned_is_told(run):
+    with pytest.raises(CheckpointError, match="is a single checkpoint"):
+        prune(file_of(run, 3).parent, keep=1)
+    with pytest.raises(ConfigError, match="keep=0"):
+        prune(run, keep=0)

@@ -1,0 +1,158 @@
+"""``hpctrain checkpoint info, verify, export, diff, prune`` on the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hpctrain.checkpoint import store
+from hpctrain.cli.main import app
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.errors import CheckpointError
+
+
+def write(run, step, *, lr=0.1, shift=0.0, rank=0):
+    state = {
+        "model": {"0.weight": torch.arange(12.0).reshape(3, 4), "0.bias": torch.zeros(3) + shift},
+        "optimizer": {"state": {}, "param_groups": [{"lr": lr, "params": [0, 1]}]},
+    }
+    store.save(
+        run / "checkpoints" / f"step-{step:08d}",
+        state,
+        SerialCommunicator(),
+        step=step,
+        private={"random": rank},
+        facts={"uuid": "abc"},
+    )
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    write(tmp_path / "run", 10)
+    return write(tmp_path / "run", 20)
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+
+
+def told_by(*words):
+    """Return the error that the program shows as its only line."""
+    error = call(*words).exception
+    assert isinstance(error, CheckpointError)
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def damage(run, step=20, name="rank-00000.safetensors"):
+    path = run / "checkpoints" / f"step-{step:08d}" / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_info_tells_of_the_newest(run):
+    result = call("info", run, "--largest", 1)
+    assert result.exit_code == 0
+    assert "2 checkpoints: step-00000010, step-00000020" in result.output
+    assert "step-00000020: step 20\n" in result.output
+    assert "2 tensors, 15 elements, 60 B" in result.output
+    assert "model/0.weight" in result.output
+    assert "model/0.bias" not in result.output
+    assert "uuid             abc" in result.output
+    one = call("info", run / "checkpoints" / "step-00000010")
+    assert "step 10" in one.output
+
+
+def test_info_as_json_is_read_by_programs(run):
+    record = json.loads(call("info", run, "--json").output)
+    assert (record["step"], record["world"], record["facts"]) == (20, 1, {"uuid": "abc"})
+    assert len(record["checkpoints"]) == 2
+
+
+def test_verify_ends_with_0_1_or_2(run, tmp_path):
+    assert call("verify", run).exit_code == 0
+    damage(run)
+    result = call("verify", run)
+    assert result.exit_code == 1
+    assert "step-00000010: whole; " in result.output
+    assert "step-00000020: not whole" in result.output
+    assert "rank-00000.safetensors" in result.output
+    record = json.loads(call("verify", run, "--json").output)
+    assert [len(report["faults"]) for report in record] == [0, 1]
+    assert "give a run directory" in told_by("verify", tmp_path / "none")
+
+
+def test_an_error_is_one_line_of_the_program(tmp_path):
+    command = [sys.executable, "-m", "hpctrain", "checkpoint", "info", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("hpctrain: there is no checkpoint in ")
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_gives_one_line(run, tmp_path, name):
+    damage(run, name=name)
+    assert name in told_by("export", run, tmp_path / "x.pt")
+    assert name in told_by("diff", run, run)
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_export_writes_what_torch_loads(run, tmp_path):
+    out = tmp_path / "model.pt"
+    result = call("export", run, out, "--only", "model")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"{out}: model of {run}")
+    found = torch.load(out, weights_only=True)
+    assert torch.equal(found["0.weight"], torch.arange(12.0).reshape(3, 4))
+    assert call("diff", run, out, "--only", "model").exit_code == 0
+    for words in (["whole.safetensors"], ["directory"], ["named.x", "--as", "dcp"]):
+        out = tmp_path / words[0]
+        assert call("export", run, out, *words[1:]).exit_code == 0
+        assert call("diff", out, run).exit_code == 0
+    assert call("export", run, out, "--as", "dcp").exit_code != 0
+    assert call("export", run, out, "--as", "dcp", "--overwrite").exit_code == 0
+
+
+def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
+    same = call("diff", run, run / "checkpoints" / "step-00000010")
+    assert (same.exit_code, same.output.count("the same, bit for bit")) == (0, 1)
+    other = write(tmp_path / "other", 20, lr=0.2, shift=0.5, rank=1)
+    result = call("diff", run, other)
+    assert result.exit_code == 1
+    assert "values of 1 tensor, 2 plain values; the first is\n  model/0.bias" in result.output
+    assert "3 of 3 elements differ by at most 0.5" in result.output
+    assert "optimizer/param_groups/0/lr: 0.1, and 0.2" in result.output
+    assert "private/0/random: 0, and 1" in result.output
+    assert call("diff", run, other, "--only", "optimizer/state").exit_code == 0
+    both = call("diff", run, other, "--only", "model", "--only", "optimizer")
+    assert "values of 1 tensor, 1 plain value; " in both.output
+    assert "no modle in the state" in told_by("diff", run, other, "--only", "modle")
+    short = call("diff", run, other, "--lines", 1)
+    assert "and 2 more; --lines 3 lists all" in short.output
+    record = json.loads(call("diff", run, other, "--only", "model", "--json").output)
+    assert [(item["path"], item["max_abs"]) for item in record] == [("model/0.bias", 0.5)]
+
+
+def test_prune_removes_when_told(run):
+    result = call("prune", run, "--keep", 1, "--dry-run")
+    assert "step-00000010: would be removed" in result.output
+    assert len(list((run / "checkpoints").iterdir())) == 2
+    result = call("prune", run, "--keep", 1)
+    assert (result.exit_code, "1 removed, 1 kept" in result.output) == (0, True)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000020"]
+    assert call("prune", run).exit_code == 2
+
+
+def test_of_several_ranks_one_does_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    result = call("export", run, tmp_path / "x.pt")
+    assert (result.exit_code, result.output) == (0, "")
+    assert not (tmp_path / "x.pt").exists()
