@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hpctrain.errors import ConfigError
-from hpctrain.units import MIB, parse_bytes
+from hpctrain.units import MIB, parse_bytes, parse_seconds
 
 PREFIX = "HPCTRAIN_"
 
@@ -90,6 +90,8 @@ class Settings:
     """Folder for ``rank-N.log`` of each rank; none when unset."""
     stage_dir: Path | None = None
     """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
+    budget: float | None = None
+    """Seconds after which a run of ``hpctrain train`` stops, saves and exits with code 85."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -113,6 +115,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "trace": _flag,
     "log_dir": Path,
     "stage_dir": _file,
+    "budget": parse_seconds,
 }
 
 
@@ -150,6 +153,13 @@ def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
     """Return the folders for temporary files of this job that are set, Slurm's first."""
     environ = os.environ if environ is None else environ
     return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
+
+
+def job_end(environ: Mapping[str, str] | None = None) -> float | None:
+    """Return when Slurm ends this job, in seconds since 1970; None where it does not say."""
+    environ = os.environ if environ is None else environ
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() else None
 
 
 _FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")

@@ -13,6 +13,9 @@ from hpctrain.launch.supervise import supervise
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
 
+STOPPED = 85
+"""Exit code of ranks that want to go on; hpctrain.runtime has it too, and needs torch."""
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""
 
@@ -48,7 +51,8 @@ def launch(  # noqa: PLR0913 - a command's options
 
     Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
 
-    One rank's death ends all ranks. The exit code is the command's, 124 after --timeout.
+    One rank's death ends all ranks. The exit code is the command's, 124 after --timeout; 85 is
+    a run that has stopped and wants to go on.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
@@ -80,4 +84,10 @@ def launch(  # noqa: PLR0913 - a command's options
         code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    if code == STOPPED:
+        typer.echo(
+            f"hpctrain: the ranks have stopped with code {STOPPED}: their state is saved, "
+            f"and --resume goes on",
+            err=True,
+        )
     raise typer.Exit(code)

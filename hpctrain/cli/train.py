@@ -8,7 +8,7 @@ import typer
 from hpctrain.errors import ConfigError
 
 
-def train(
+def train(  # noqa: PLR0913 - a command's options
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train.")
     ] = None,
@@ -21,6 +21,13 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build and describe everything, train nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in its directory.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="With --resume: also if the configuration has changed."),
     ] = False,
     init: Annotated[
         bool, typer.Option("--init", help="Write CONFIG.toml, with every key, and stop.")
@@ -36,6 +43,10 @@ def train(
 ) -> None:
     """Train what a TOML file describes, on all ranks that were started together.
 
+    A signal (SIGTERM, SIGUSR1, Ctrl-C), the end of its time or a file STOP in its directory stops
+    the run between two steps: its state is saved, and it ends with code 85. A second signal ends
+    it at once.
+
     Values come from --set, then HPCTRAIN_* variables, then the file, then the defaults.
 
     For instance:
@@ -43,6 +54,8 @@ def train(
       hpctrain train examples/digits.toml
 
       hpctrain train examples/digits.toml --set train.epochs=5 --set model.args.width=32
+
+      hpctrain train examples/digits.toml --resume
 
       hpctrain train examples/digits.toml --explain train.global_batch
 
@@ -68,9 +81,11 @@ def train(
         width = max(len(name) for name, _ in rows)
         typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in rows))
         return
-    from hpctrain.train.run import run  # noqa: PLC0415
+    from hpctrain.train.run import How, run  # noqa: PLC0415
 
-    run(loaded, environment, dry_run=dry_run)
+    code = run(loaded, environment, How(dry_run=dry_run, resume=resume, force=force))
+    if code:
+        raise typer.Exit(code)
 
 
 def _init(path: Path | None) -> None:

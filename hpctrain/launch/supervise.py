@@ -21,7 +21,7 @@ LOOK_S, ORPHANED_S = 1.0, 5.0
 TIMED_OUT = 124
 """Exit code of a launch that ran past its limit, as ``timeout`` has it."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def supervise(
@@ -35,6 +35,7 @@ def supervise(
 
     SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s``
     seconds later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once.
+    SIGUSR1 goes to mpirun, which hands it to the ranks: they may stop in their own time.
     A signal that ends mpirun itself comes back as 128 plus its number, as a shell has it.
 
     Args:
@@ -125,6 +126,10 @@ class _Ending:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Hand the first signal on and start the ladder; kill at the second."""
+        if number == signal.SIGUSR1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+            return
         if self.first_signal is not None:
             self.kill()
             return

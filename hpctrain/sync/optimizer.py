@@ -15,12 +15,14 @@ from hpctrain.runtime.functions import Average, ReduceOp, Sum, require_default
 from hpctrain.sync.gradient_buckets import NamedParameters
 from hpctrain.sync.reducer import Reducer
 from hpctrain.sync.reduction import Reduction
+from hpctrain.sync.sample_count import NUM_FLAGS
 
 
 class DistributedMethods:
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
     _reducer: Reducer | None = None
+    _own_flags = 0  # in a world of one
 
     @property
     def communication_seconds(self) -> float:
@@ -45,6 +47,29 @@ class DistributedMethods:
         """
         if self._reducer:
             self._reducer.set_num_samples(num_samples, nominal)
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        return self._reducer.raised_flags if self._reducer else self._own_flags
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits in ``raised_flags`` when a step is over.
+
+        They ride in a message that is sent anyway, in every step until other flags are given.
+        Not collective; call it before ``backward``.
+
+        Args:
+            flags: bits 0 to 3, such as "somebody asked me to stop".
+
+        Raises:
+            ConfigError: there are other bits.
+        """
+        if not 0 <= flags < 1 << NUM_FLAGS:
+            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
+        self._own_flags = flags
+        if self._reducer:
+            self._reducer.raise_flags(flags)
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.

@@ -70,6 +70,15 @@ class Reducer:
                 f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
             )
 
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        return self._reduction.count.raised_flags
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits when a step is over, from the next one on."""
+        self._reduction.count.flags = flags
+
     def finish(self) -> None:
         """Reduce now unless ``backward()`` has done so in this step. Collective."""
         if not self._is_reduced or self._was_dropped():

@@ -1,4 +1,7 @@
-"""How much each rank's gradient counts: the only place that decides a factor of a gradient."""
+"""How much each rank's gradient counts: the only place that decides a factor of a gradient.
+
+Flags ride in the same message: what any rank wants done after the step, all ranks know.
+"""
 
 import math
 
@@ -6,6 +9,9 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import ConfigError, MismatchError
+
+NUM_FLAGS = 4
+"""Bits that ranks may raise in a step."""
 
 
 class SampleCount:
@@ -20,9 +26,13 @@ class SampleCount:
 
     def __init__(self, comm: Communicator) -> None:
         self.weight = 1.0
+        self.flags = 0
+        """Bits of this rank in the opening message of each step."""
+        self.raised_flags = 0
+        """Bits that any rank had in the last opening message; the same on every rank."""
         self._comm = comm
         self._is_set = False
-        self._message = comm.new_bucket(3, torch.float64)
+        self._message = comm.new_bucket(3 + NUM_FLAGS, torch.float64)
 
     def set(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``.
@@ -49,9 +59,12 @@ class SampleCount:
                 outdated; on every rank.
         """
         flat = self._message.flat
-        flat[0], flat[1], flat[2] = self.weight, float(self._is_set), float(outdated)
+        bits = (self.flags >> bit & 1 for bit in range(NUM_FLAGS))
+        own = (self.weight, self._is_set, outdated, *bits)
+        flat.copy_(torch.tensor(own, dtype=torch.float64))
         self._comm.allreduce_(self._message).wait()
-        total, num_set, num_outdated = flat.tolist()
+        total, num_set, num_outdated, *raised = flat.tolist()
+        self.raised_flags = sum(1 << bit for bit, ranks in enumerate(raised) if ranks)
         size = self._comm.size
         if num_set not in (0, size):
             raise MismatchError(

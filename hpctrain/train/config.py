@@ -7,14 +7,10 @@ from typing import Any
 
 from hpctrain.config import OVERLAPS
 from hpctrain.errors import ConfigError
+from hpctrain.train.checkpoint_config import CheckpointConfig, StopConfig, require
 from hpctrain.units import parse_bytes
 
 ORDERS = ("auto", "global", "window", "sequential")
-
-
-def _require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
-    if not ok:
-        raise ConfigError(f"{rule}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +53,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check the words and the numbers."""
-        _require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
-        _require(self.workers >= 0, "data.workers is 0 or more", self.workers)
-        _require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
-        _require(
+        require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
+        require(self.workers >= 0, "data.workers is 0 or more", self.workers)
+        require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
+        require(
             self.on_corrupt in ("raise", "skip"),
             "data.on_corrupt is raise or skip",
             self.on_corrupt,
@@ -90,7 +86,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check the learning rate."""
-        _require(self.lr > 0, "optimizer.lr must be positive", self.lr)
+        require(self.lr > 0, "optimizer.lr must be positive", self.lr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +102,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         """Check the warm-up."""
-        _require(
+        require(
             self.warmup_epochs >= 0,
             "schedule.warmup_epochs must not be negative",
             self.warmup_epochs,
@@ -126,11 +122,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
-        _require(
-            self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch
-        )
-        _require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
+        require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
+        require(self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch)
+        require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +140,7 @@ class TestConfig:
 
     def __post_init__(self) -> None:
         """Check the interval."""
-        _require(self.every_epochs >= 1, "test.every_epochs must be at least 1", self.every_epochs)
+        require(self.every_epochs >= 1, "test.every_epochs must be at least 1", self.every_epochs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,17 +156,17 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         """Check the words and the numbers."""
-        _require(
+        require(
             self.overlap in OVERLAPS,
             f"comm.overlap is one of {', '.join(OVERLAPS)}",
             self.overlap,
         )
-        _require(self.ranks_per_node >= 0, "comm.ranks_per_node is 0 or more", self.ranks_per_node)
+        require(self.ranks_per_node >= 0, "comm.ranks_per_node is 0 or more", self.ranks_per_node)
         try:
             positive = self.bucket_bytes > 0
         except ConfigError as error:
             raise ConfigError(f"comm.bucket_size: {error}") from None
-        _require(positive, "comm.bucket_size must be positive", self.bucket_size)
+        require(positive, "comm.bucket_size must be positive", self.bucket_size)
 
     @property
     def bucket_bytes(self) -> int:
@@ -188,10 +182,13 @@ class LogConfig:
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     plots: bool = True
     """Draw plots/training.png at the end; needs matplotlib."""
+    hash_every: int = 0
+    """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
 
     def __post_init__(self) -> None:
         """Check the interval."""
-        _require(self.every_steps >= 1, "log.every_steps must be at least 1", self.every_steps)
+        require(self.every_steps >= 1, "log.every_steps must be at least 1", self.every_steps)
+        require(self.hash_every >= 0, "log.hash_every is 0 or more", self.hash_every)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,15 +210,17 @@ class RunConfig:
     test: TestConfig = field(default_factory=TestConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
         """Check name and seed."""
-        _require(
+        require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
             "name is a plain word, the name of a folder",
             self.name,
         )
-        _require(0 <= self.seed < 2**63, "seed is between 0 and 2^63 - 1", self.seed)
+        require(0 <= self.seed < 2**63, "seed is between 0 and 2^63 - 1", self.seed)
 
     @property
     def directory(self) -> Path:

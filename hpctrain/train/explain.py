@@ -1,7 +1,7 @@
 """What a key of the configuration means, what it is and who said so."""
 
 from hpctrain.errors import ConfigError
-from hpctrain.train.keys import TYPE_NAMES, all_keys, all_tables, value_of
+from hpctrain.train.keys import all_keys, all_tables, value_of
 from hpctrain.train.load import Loaded, unknown_key
 from hpctrain.train.toml import dumps
 
@@ -21,7 +21,7 @@ def explain(name: str, loaded: Loaded) -> list[tuple[str, str]]:
     return [
         ("key", key.name),
         ("meaning", key.sentence),
-        ("type", TYPE_NAMES[key.type]),
+        ("type", key.type_name),
         ("default", dumps(key.default)),
         ("value", dumps(value_of(loaded.config, name))),
         ("set by", loaded.origin(name)),

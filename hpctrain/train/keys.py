@@ -30,6 +30,13 @@ class Key:
     """``str``, ``int``, ``float``, ``bool``, or ``dict``."""
     default: Any
     sentence: str
+    takes_number: bool = False
+    """Whether a text may be a whole number instead."""
+
+    @property
+    def type_name(self) -> str:
+        """What it takes, for people."""
+        return TYPE_NAMES[self.type] + (" or a whole number" if self.takes_number else "")
 
     @property
     def table(self) -> str:
@@ -73,12 +80,15 @@ def _keys(config: Any, prefix: str) -> Iterator[Key]:
         if is_dataclass(value):
             tables.append((value, f"{item.name}."))
             continue
+        takes_number = item.type == str | int
         kind = item.type if isinstance(item.type, type) else get_origin(item.type)
+        kind = str if takes_number else kind
         yield Key(
             name=prefix + item.name,
             type=kind if kind in TYPE_NAMES else dict,
             default=value,
             sentence=sentences[item.name],
+            takes_number=takes_number,
         )
     for table, name in tables:
         yield from _keys(table, name)

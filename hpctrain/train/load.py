@@ -17,8 +17,12 @@ _ENVIRONMENT = {
     "overlap": "comm.overlap",
     "bucket_bytes": "comm.bucket_size",
     "ranks_per_node": "comm.ranks_per_node",
+    "budget": "stop.after",
 }
 """Settings of the environment that are keys of the file too."""
+
+_UNITS = {"bucket_bytes": "B", "budget": "s"}
+"""Of settings that the file has as texts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,7 @@ def load(
         _merge(values, origins, _read(path).items(), f"file {path}")
     for name, value in (environment or {}).items():
         if name in _ENVIRONMENT:
-            text = f"{value} B" if name == "bucket_bytes" else value
+            text = f"{value} {_UNITS[name]}" if name in _UNITS else value
             source = f"environment HPCTRAIN_{name.upper()}"
             _merge(values, origins, [(_ENVIRONMENT[name], text)], source)
     for override in overrides:
@@ -154,9 +158,11 @@ def unknown_key(name: str) -> str:
 def _checked(key: Key, value: Any) -> Any:
     if key.type is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if key.takes_number and type(value) is int:
+        return value
     if type(value) is not key.type:
         kind = TYPE_NAMES.get(type(value), type(value).__name__)
-        raise ConfigError(f"{key.name} is {TYPE_NAMES[key.type]}, got {value!r} ({kind})")
+        raise ConfigError(f"{key.name} is {key.type_name}, got {value!r} ({kind})")
     return value
 
 

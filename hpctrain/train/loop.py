@@ -3,14 +3,17 @@
 from dataclasses import asdict, dataclass
 from time import perf_counter
 
-from torch import nn
+from torch import Tensor, nn
 
+from hpctrain.checkpoint.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.batch import Batch
+from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
-from hpctrain.train.tally import Interval, Tally
+from hpctrain.train.state import RunState
+from hpctrain.train.tally import Interval
 from hpctrain.train.task import Task
 
 
@@ -24,38 +27,95 @@ class Outcome:
     """Duration of all steps, without tests."""
 
 
-def train(task: Task, comm: Communicator, metrics: Metrics, progress: Progress) -> Outcome:
-    """Train to the last epoch; collective."""
-    config, optimizer = task.config, task.optimizer
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    tally = Tally()
-    scores, step, training_s = None, 0, 0.0
-    for epoch in range(1, config.train.epochs + 1):
-        task.train.set_epoch(epoch - 1)
-        for batch in tally.inputs(task.train):
-            factor = task.schedule(step)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-            start = perf_counter()
-            loss = train_step(task, batch, comm.size)
-            tally.add(
-                loss=loss,
-                num_samples=batch.num_samples,
-                work_s=perf_counter() - start,
-                communication_s=optimizer.communication_seconds,
-            )
-            step += 1
-            if ends_interval(step, len(task.train), config.log.every_steps):
-                interval = tally.take(comm)
-                training_s += interval.num_steps * interval.step_s
-                _record(metrics, epoch, step, factor * peaks[0], interval)
-                progress.advance(step, interval)
-        if is_tested := epoch % config.test.every_epochs == 0 or epoch == config.train.epochs:
-            scores = evaluate(task, comm)
-            metrics.write("test", epoch=epoch, step=step, **asdict(scores))
-        progress.epoch_ended(epoch, scores if is_tested else None)
-    assert scores is not None
-    return Outcome(scores=scores, training_s=training_s)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """A training that was asked to stop, has saved its state, and wants to go on."""
+
+    reason: str
+    """Who asked, for people."""
+    step: int
+    """Steps that are done."""
+
+
+def train(
+    state: RunState,
+    comm: Communicator,
+    metrics: Metrics,
+    progress: Progress,
+    boundary: Boundary,
+) -> Outcome | Stopped:
+    """Train from where ``state`` is to the last epoch, or until a stop; collective."""
+    task = state.task
+    loader, last_epoch = task.train, task.config.train.epochs
+    while loader.epoch < last_epoch:
+        epoch, wishes = loader.epoch + 1, 0
+        for batch in state.tally.inputs(loader):
+            wishes = _step(state, batch, epoch, comm, metrics, progress, boundary)
+            if wishes & STOP:
+                return Stopped(reason=boundary.stop(state), step=state.step)
+            if wishes & SAVE and loader.consumed < task.num_train_samples:
+                boundary.save(state)
+        # The loader is at the start of the next epoch now.
+        if is_tested := epoch % task.config.test.every_epochs == 0 or epoch == last_epoch:
+            state.scores = evaluate(task, comm)
+            metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
+        progress.epoch_ended(epoch, state.scores if is_tested else None)
+        if wishes & SAVE or (is_tested and task.config.checkpoint.keep_best):
+            boundary.save(state, score=_score(task, state.scores) if is_tested else None)
+    assert state.scores is not None
+    return Outcome(scores=state.scores, training_s=state.training_s)
+
+
+def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
+    state: RunState,
+    batch: Batch,
+    epoch: int,
+    comm: Communicator,
+    metrics: Metrics,
+    progress: Progress,
+    boundary: Boundary,
+) -> int:
+    """Take one step, record it where that is due, and return the ranks' wishes."""
+    task, optimizer = state.task, state.task.optimizer
+    lr = task.config.optimizer.lr * task.schedule(state.step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.raise_flags(boundary.wishes(state.step + 1))
+    start = perf_counter()
+    loss = train_step(task, batch, comm.size)
+    state.tally.add(
+        loss=loss,
+        num_samples=batch.num_samples,
+        work_s=perf_counter() - start,
+        communication_s=optimizer.communication_seconds,
+    )
+    state.step += 1
+    if ends_interval(state.step, len(task.train), task.config.log.every_steps):
+        interval = state.tally.take(comm)
+        state.training_s += interval.num_steps * interval.step_s
+        _record(metrics, epoch, state.step, lr, interval)
+        progress.advance(state.step, interval)
+    every = task.config.log.hash_every
+    if every and state.step % every == 0:
+        metrics.write("hash", step=state.step, state_hash=hash_of(task, comm))
+    flags: int = optimizer.raised_flags
+    return flags
+
+
+def hash_of(task: Task, comm: Communicator) -> str:
+    """Return the hash of weights and optimizer state, the same on every rank; collective."""
+    state = {
+        "model": dict(task.model.named_parameters()),
+        "optimizer": task.optimizer.state_dict(),
+    }
+    return state_hash(state, comm)
+
+
+def _score(task: Task, scores: Scores | None) -> float | None:
+    """Return what is larger for a better model."""
+    if scores is None:
+        return None
+    return -scores.loss if task.metric is None else scores.metric
 
 
 def ends_interval(step: int, epoch_steps: int, every_steps: int) -> bool:
@@ -76,7 +136,7 @@ def train_step(task: Task, batch: Batch, size: int) -> float:
     optimizer.set_num_samples(batch.num_samples, nominal=config.global_batch / size)
     value = 0.0
     if batch.num_samples:
-        inputs, labels = task.split(batch)
+        inputs, labels = (aligned(values) for values in task.split(batch))
         loss = task.loss(task.model(inputs), labels)
         loss.backward()
         value = loss.item()
@@ -85,6 +145,15 @@ def train_step(task: Task, batch: Batch, size: int) -> float:
         nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
     optimizer.step()
     return value
+
+
+def aligned(values: Tensor) -> Tensor:
+    """Return ``values`` at an address that is a multiple of 64, copied if need be.
+
+    Matrix products round by where their input begins. A batch lies among others that were read
+    with it, and after a stop it is read with others.
+    """
+    return values.clone() if values.data_ptr() % 64 else values
 
 
 def _record(metrics: Metrics, epoch: int, step: int, lr: float, interval: Interval) -> None:

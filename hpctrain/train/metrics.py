@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from hpctrain.files import publishing
 
 
 class Metrics:
@@ -15,6 +18,8 @@ class Metrics:
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("a", encoding="utf-8")
+        self.num_records = 0 if path is None else len(read(path))
+        """Records of the file, those of earlier parts of the run included; 0 without a file."""
 
     def write(self, event: str, **values: Any) -> None:
         """Append one record; a number that is not finite becomes null, as JSON has none."""
@@ -23,6 +28,12 @@ class Metrics:
         record = {"event": event} | {name: _finite(value) for name, value in values.items()}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        self.num_records += 1
+
+    def sync(self) -> None:
+        """Return when all records are on disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -39,6 +50,21 @@ class Metrics:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def cut(path: Path, num_records: int) -> None:
+    """Leave the first records of a file, at once or not at all; a missing file stays missing.
+
+    A machine that died may have lost some of them: then those that are there stay.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1][:num_records]
+    with publishing(path) as part:
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

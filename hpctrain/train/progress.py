@@ -56,7 +56,9 @@ class Progress:
 
     def epoch_ended(self, epoch: int, scores: Scores | None) -> None:
         """Print a line that stays: the means over the epoch, and the test if there was one."""
-        line = f"epoch {epoch:3d}/{self._num_epochs}  {_describe(joined(self._of_epoch))}"
+        line = f"epoch {epoch:3d}/{self._num_epochs}"
+        if self._of_epoch:  # none where a run goes on after the last step of an epoch
+            line += f"  {_describe(joined(self._of_epoch))}"
         if scores is not None:
             line += f"  test {self._metric} {scores.metric:.4f}"
         self._console.print(line)

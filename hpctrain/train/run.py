@@ -1,113 +1,149 @@
 """A run from its configuration to the last line."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.checkpoint.plain import save_on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
-from hpctrain.comm.plan_file import StoredPlan
-from hpctrain.config import Settings
+from hpctrain.config import Settings, job_end
 from hpctrain.errors import ConfigError
 from hpctrain.logs import logger
 from hpctrain.runtime import world
+from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.agreed import agreed
+from hpctrain.train.config import RunConfig
 from hpctrain.train.load import Loaded
-from hpctrain.train.loop import Outcome, train
-from hpctrain.train.metrics import Metrics
+from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
-from hpctrain.train.progress import Progress, make_console
-from hpctrain.train.run_directory import RunDirectory, environment
+from hpctrain.train.progress import make_console
+from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep
+from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
 from hpctrain.train.template import render
 from hpctrain.units import format_seconds
 
 
-def run(loaded: Loaded, environment_settings: Mapping[str, Any], *, dry_run: bool) -> None:
-    """Train as ``loaded`` says; with ``dry_run`` only build and describe everything.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How to run what a configuration describes."""
+
+    dry_run: bool = False
+    """Only build and describe everything: write nothing and train nothing."""
+    resume: bool = False
+    """Go on with the run in the directory."""
+    force: bool = False
+    """Go on also where the configuration makes it another training."""
+
+
+def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> int:
+    """Train as ``loaded`` says, from the start or from the last checkpoint.
 
     Collective over all ranks that were started together.
 
     Args:
         loaded: the configuration.
         environment_settings: what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
-        dry_run: write nothing into the run directory and train nothing.
+        how: from the start or not.
+
+    Returns:
+        The exit code: 0 at the end of the run, 85 after a stop.
 
     Raises:
         MismatchError: something is wrong with the configuration; on all ranks.
         LaunchError: the ranks do not form a world.
     """
-    directory = RunDirectory(loaded.config.directory)
-    if not dry_run:
+    started = time.time()
+    config = loaded.config
+    directory = RunDirectory(config.directory)
+    continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
+    if not how.dry_run:
         directory.make_log_folder()
-    world.join(_settings(loaded, environment_settings, directory, dry_run=dry_run))
+    settings = _settings(loaded, environment_settings, directory, dry_run=how.dry_run)
+    kept = plan_to_keep(directory, config) if continues else None
+    world.join(replace(settings, plan=settings.plan or kept))
     here = world.current()
     comm = here.comm
     console = make_console(shown=comm.rank == 0)
-    text = render(loaded.config)
+    text = render(config)
     comm.agree(
         comm.broadcast_object(text) == text,
         "this rank has read another configuration than rank 0; all must see the same file",
     )
-    with agreed(comm):
-        if comm.rank == 0 and not dry_run:
-            directory.check_unused()
-    make_importable(loaded.folder)
-    task = build(loaded.config, comm)
-    _describe(console, here, task, directory)
-    if dry_run:
-        _describe_measurements(console, here.plan)
-        console.print("dry run: everything is built, nothing was trained")
-        return
+    continues = comm.broadcast_object(continues)
+    changes: list[str] = []
     with agreed(comm):
         if comm.rank == 0:
-            directory.create(
-                text,
-                environment(),
-                {
-                    "topology": dict(here.topology.describe()),
-                    **StoredPlan.of(here.topology, here.plan).as_dict(),
-                },
-            )
-    outcome = _train(task, directory, comm, console)
-    if comm.rank == 0 and loaded.config.log.plots:
+            changes = _check_directory(directory, config, how, continues=continues)
+    last = comm.broadcast_object(finished(directory) if continues and not comm.rank else None)
+    if last is not None:
+        _tell_finished(console, directory, last)
+        return 0
+    make_importable(loaded.folder)
+    task = build(config, comm)
+    _describe(console, here, task, directory)
+    for line in changes:
+        console.print(f"changed: {line}")
+    if how.dry_run:
+        _describe_measurements(console, here.plan)
+        console.print("dry run: everything is built, nothing was trained")
+        return 0
+    requests = _requests(config, directory, started, comm)
+    with requests:
+        outcome = RunInDirectory(task, directory, comm, console).carry_out(
+            text, requests, continues=continues
+        )
+    return _end(console, task, outcome, directory)
+
+
+def _tell_finished(console: Console, directory: RunDirectory, last: Mapping[str, Any]) -> None:
+    console.print(f"the run in {directory.path} is finished, there is nothing to go on with")
+    console.print(f"test {last['metric_name']} {last['metric']:.4f}")
+
+
+def _requests(
+    config: RunConfig, directory: RunDirectory, started: float, comm: Communicator
+) -> StopRequests:
+    """Look for who wants a stop: signals on every rank, clock and file on rank 0."""
+    if comm.rank:
+        return StopRequests()
+    end = deadline(started, config.stop.after_s, job_end(), config.stop.margin_s)
+    return StopRequests(stop_file=directory.stop, deadline=end)
+
+
+def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: RunDirectory) -> int:
+    """Tell how a run has ended, and return its exit code."""
+    if isinstance(outcome, Stopped):
+        console.print(
+            f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
+            f"the same command with --resume goes on"
+        )
+        return STOPPED
+    if world.rank() == 0 and task.config.log.plots:
         _plot(directory)
     console.print(
         f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
         f"{format_seconds(outcome.training_s)} in all; results in {directory.path}"
     )
     console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+    return 0
 
 
-def _train(task: Task, directory: RunDirectory, comm: Communicator, console: Console) -> Outcome:
-    """Train, save, and write the first and the last record."""
-    epochs = task.config.train.epochs
-    with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
-        metrics.write("started", **_facts(task))
-        with Progress(console, task.num_steps, epochs, task.metric_name) as progress:
-            outcome = train(task, comm, metrics, progress)
-        state = {
-            "model": task.model.state_dict(),
-            "optimizer": task.optimizer.state_dict(),
-            "epoch": epochs,
-            "step": task.num_steps,
-        }
-        with agreed(comm):
-            save_on_root(directory.checkpoints / "final.pt", state, comm)
-        metrics.write(
-            "finished",
-            **_facts(task),
-            **asdict(outcome.scores),
-            metric_name=task.metric_name,
-            training_s=outcome.training_s,
-            samples_per_s=task.num_samples / outcome.training_s,
-        )
-    return outcome
+def _check_directory(
+    directory: RunDirectory, config: RunConfig, how: How, *, continues: bool
+) -> list[str]:
+    """Return what changes in the run; raise if the directory is not to be used. On one rank."""
+    if continues:
+        return check_same(directory, config, force=how.force)
+    if not how.dry_run:
+        directory.check_unused()
+    return []
 
 
 def _settings(
@@ -123,17 +159,6 @@ def _settings(
         "ranks_per_node": comm.ranks_per_node or None,
     }
     return Settings(**values)
-
-
-def _facts(task: Task) -> dict[str, Any]:
-    here = world.current()
-    return {
-        "world_size": here.topology.size,
-        "nodes": here.topology.num_nodes,
-        "path": here.plan.node_memory,
-        "rails": here.plan.num_rails,
-        "parameters": task.num_parameters,
-    }
 
 
 def _plot(directory: RunDirectory) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.errors import ConfigError
+from hpctrain.files import publishing
+from hpctrain.train.metrics import cut
 
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
 
@@ -59,16 +61,25 @@ class RunDirectory:
         """The folder of figures."""
         return self.path / "plots"
 
+    @property
+    def stop(self) -> Path:
+        """A file that somebody makes who wants the run to save its state and stop."""
+        return self.path / "STOP"
+
+    def is_used(self) -> bool:
+        """Say whether a run was here before."""
+        return self.config.exists() or self.metrics.exists()
+
     def check_unused(self) -> None:
         """Raise if a run was here before.
 
         Raises:
             ConfigError: its files are there; says how to choose another folder.
         """
-        if self.config.exists() or self.metrics.exists():
+        if self.is_used():
             raise ConfigError(
-                f"{self.path} holds the results of a run already; choose another folder with "
-                f"--set output_dir={self.path}-2, or remove it"
+                f"{self.path} holds the results of a run already; go on with it by --resume, "
+                f"choose another folder with --set output_dir={self.path}-2, or remove it"
             )
 
     def make_log_folder(self) -> None:
@@ -94,6 +105,29 @@ class RunDirectory:
             self.config.write_text(config, encoding="utf-8")
             self.environment.write_text(json.dumps(environment, indent=2) + "\n")
             self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+
+    def go_on(self, config: str, plan: dict[str, Any], num_records: int) -> None:
+        """Let another part of the run begin behind the first records; not collective.
+
+        Args:
+            config: the configuration of this part.
+            plan: topology and plan of this part.
+            num_records: records of ``metrics.jsonl`` that stay: later ones come again.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        with self._explained():
+            self.checkpoints.mkdir(exist_ok=True)
+            self.plots.mkdir(exist_ok=True)
+            cut(self.metrics, num_records)
+            for path, text in (
+                (self.config, config),
+                (self.plan, json.dumps(plan, indent=2) + "\n"),
+            ):
+                with publishing(path) as part:
+                    part.write_text(text, encoding="utf-8")
+            self.stop.unlink(missing_ok=True)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """What happened since the last record: sums over steps, then over ranks."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -65,6 +65,15 @@ class Tally:
         self._sums = torch.zeros(5, dtype=torch.float64)
         self._num_steps = 0
         self._input_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has added since the last ``take``."""
+        return {"sums": self._sums.clone(), "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._sums.copy_(state["sums"])
+        self._num_steps = state["num_steps"]
 
     def inputs(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield ``batches`` and note how long each let us wait."""

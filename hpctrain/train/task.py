@@ -18,6 +18,7 @@ from hpctrain.runtime.functions import broadcast_parameters
 from hpctrain.sync.optimizer import DistributedOptimizer
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
+from hpctrain.train.random_states import seed_all
 from hpctrain.train.schedule import make_schedule
 from hpctrain.train.staged import stage_for
 from hpctrain.train.targets import call, check, member, resolve
@@ -85,7 +86,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         MismatchError: a name or an argument is wrong, or the data cannot be read; on all ranks.
     """
     with agreed(comm):
-        torch.manual_seed(config.seed)
+        seed_all(config.seed)
         model = _model(config)
         loss = _loss(config.loss)
         metric = _metric(config.test.metric)
@@ -97,7 +98,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         train, test = _loaders(config, data, comm)
         schedule = make_schedule(config.schedule, len(train), len(train) * config.train.epochs)
         # From here on ranks draw different random numbers: dropout must differ between them.
-        torch.manual_seed(config.seed + comm.rank)
+        seed_all(config.seed + comm.rank)
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     broadcast_parameters(model.state_dict())

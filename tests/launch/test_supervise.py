@@ -187,3 +187,15 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
     assert supervise([sys.executable, "-c", hung]) == 128 + signal.SIGKILL
     assert time.monotonic() - before < 20
     assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
+
+
+def test_sigusr1_reaches_the_ranks_and_takes_no_rung(tmp_path):
+    code = (
+        "signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(1), os._exit(85)))\n"
+        f"Path({str(tmp_path)!r}, f'ready-{{rank}}').touch()\n"
+        "while True: time.sleep(0.1)"
+    )
+    process = start(tmp_path, code, grace_s=0.2)
+    wait_for(lambda: len([*tmp_path.glob("ready-*")]) == 2)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 85

@@ -3,7 +3,7 @@
 import pytest
 from torch.nn.functional import cross_entropy
 
-from hpctrain.errors import MismatchError
+from hpctrain.errors import ConfigError, MismatchError
 from tests.sync.training import (
     EVERY_SIZE,
     GLOBAL_BATCH,
@@ -58,3 +58,22 @@ def test_a_count_on_some_ranks_only_is_an_error_on_all(hvd):
         optimizer.set_num_samples(5)
     with pytest.raises(MismatchError, match=f"1 of {hvd.size()} have called it"):
         backward(hvd, model)
+
+
+@EVERY_SIZE
+@OVERLAPS
+def test_flags_of_any_rank_are_seen_by_all_after_the_step(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    last = hvd.rank() == hvd.size() - 1
+    for own, seen in ((0, 0), (0b0001 if last else 0b0100, 0b0101), (0b1010, 0b1010), (0, 0)):
+        optimizer.raise_flags(own)
+        backward(hvd, model)
+        optimizer.step()
+        assert optimizer.raised_flags == (seen if hvd.size() > 1 else own)
+        optimizer.zero_grad()
+
+
+def test_other_flags_are_refused(hvd):
+    with pytest.raises(ConfigError, match="bits 0 to 3"):
+        distributed(hvd, make_model()).raise_flags(0b10000)

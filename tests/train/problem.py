@@ -1,5 +1,6 @@
 """A small learning problem in float64, named by the configurations of this folder's tests."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,32 @@ def model(width: int = 8, *, dropout: float = 0.0, norm: bool = False) -> nn.Seq
     return nn.Sequential(*layers).to(torch.float64)
 
 
-def data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
-    """The same samples to train and to test with."""
-    if comm.rank == 0:
-        write_arrays(Path(folder), samples(), samples_per_shard=20)
+class Noise(nn.Module):
+    """Draws from every random generator that a process has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale a little, while training."""
+        if not self.training:
+            return x
+        drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
+        return x * (1 + 0.01 * drawn) + 0.01 * torch.randn_like(x)
+
+
+def noisy_model(width: int = 8, *, single: bool = False) -> nn.Sequential:
+    """A network whose every step depends on random numbers and on each rank's own buffers."""
+    network = nn.Sequential(Noise(), *model(width, dropout=0.3, norm=True))
+    return network.to(torch.float32) if single else network
+
+
+def data(comm, folder: str, *, single: bool = False) -> tuple[ShardedDataset, ShardedDataset]:
+    """The same samples to train and to test with, written once.
+
+    Single ones have 24 bytes, so that batches begin at addresses of any kind.
+    """
+    if comm.rank == 0 and not Path(folder).exists():
+        values = samples()
+        values["x"] = values["x"].astype(np.float32 if single else np.float64)
+        write_arrays(Path(folder), values, samples_per_shard=20)
     comm.barrier()
     dataset = ShardedDataset.open(folder, comm)
     return dataset, dataset

@@ -8,10 +8,13 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from hpctrain.data.loader import Loader
+from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.boundary import Boundary
 from hpctrain.train.config import RunConfig
 from hpctrain.train.loop import ends_interval, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.progress import Progress
+from hpctrain.train.state import RunState
 from hpctrain.train.task import Task, build
 from tests.train.problem import NUM_SAMPLES, model
 
@@ -49,7 +52,8 @@ def train_alone(config: RunConfig, task: Task) -> tuple[torch.nn.Module, list[fl
 def train_together(task: Task, here, path):
     progress = Progress(Console(file=io.StringIO(), quiet=True), task.num_steps, 1, "accuracy")
     with Metrics(path if here.comm.rank == 0 else None) as metrics, progress:
-        return train(task, here.comm, metrics, progress).scores
+        boundary = Boundary(here.comm, StopRequests(), None, metrics)
+        return train(RunState(task=task), here.comm, metrics, progress, boundary).scores
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -1,0 +1,153 @@
+"""Who asks a run to stop: signals, a budget of time, a file. Nothing here stops anything."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from hpctrain.units import format_seconds
+
+STOPPED = 85
+"""Exit code of a run that has saved its state and wants to go on."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+ECHO_S = 1.0
+"""A launcher and a batch system may both deliver the same request: that is one signal."""
+LOOK_S = 1.0
+"""Between two looks at the file."""
+
+
+def deadline(
+    started: float, after_s: float | None, job_end: float | None, margin_s: float
+) -> float | None:
+    """Return when to stop, in seconds since 1970; None for never. Pure.
+
+    Args:
+        started: when this run began.
+        after_s: its budget.
+        job_end: when the batch system ends the job.
+        margin_s: time to save before that; at most a tenth of what the job has left.
+    """
+    ends = []
+    if after_s is not None:
+        ends.append(started + after_s)
+    if job_end is not None:
+        ends.append(job_end - min(margin_s, max(0.0, 0.1 * (job_end - started))))
+    return min(ends, default=None)
+
+
+class StopRequests:
+    """Remembers that somebody wants a stop; who trains looks at ``reason`` between steps.
+
+    While it is entered, the first SIGTERM, SIGUSR1 or SIGINT only sets a flag. A second one,
+    more than a second later, ends the process at once with 128 plus its number, also while it
+    is stuck in native code. A launcher or Slurm may send the same request twice: what follows
+    within the second counts as one. Signals that were ignored before stay ignored. Enter it in
+    the main thread; elsewhere signals are left alone, and the rest works.
+    """
+
+    def __init__(
+        self,
+        *,
+        stop_file: Path | None = None,
+        deadline: float | None = None,
+        look_s: float = LOOK_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Say what to look at besides signals.
+
+        Args:
+            stop_file: whoever makes this file asks for a stop; None looks at none.
+            deadline: when time is over, in seconds since 1970; None for never.
+            look_s: shortest time between two looks at the file.
+            clock: gives seconds since 1970.
+        """
+        self._stop_file, self._deadline = stop_file, deadline
+        self._look_s, self._clock = look_s, clock
+        self._looked_at = float("-inf")
+        self._reason = ""
+        self._before: dict[int, object] = {}
+        self._read, self._write, self._fd_before = -1, -1, -1
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why this process should stop: ``SIGTERM``, ``budget``, ...; empty while it need not."""
+        if not self._reason:
+            self._reason = self._look()
+        return self._reason
+
+    def _look(self) -> str:
+        now = self._clock()
+        if self._deadline is not None and now >= self._deadline:
+            return "budget"
+        if self._stop_file is not None and now - self._looked_at >= self._look_s:
+            self._looked_at = now
+            if self._stop_file.exists():
+                return f"file {self._stop_file.name}"
+        return ""
+
+    def describe(self) -> str:
+        """Say when the time is over, for people."""
+        if self._deadline is None:
+            return "no limit"
+        return f"in {format_seconds(max(0.0, self._deadline - self._clock()))}"
+
+    def __enter__(self) -> Self:
+        """Take the signals over."""
+        if threading.current_thread() is threading.main_thread():
+            taken = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+            self._start_watcher()
+            self._before = {number: signal.signal(number, self._on_signal) for number in taken}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give them back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+        self._before = {}
+        self._stop_watcher()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._reason = self._reason or signal.Signals(number).name
+
+    # Python runs a handler only between two of its instructions, so a second signal could not
+    # end a process that hangs in native code. The C part of Python's handlers also writes the
+    # number of each signal to a descriptor, at once; a sleeping thread reads it there.
+
+    def _start_watcher(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="second signal")
+        self._watcher.start()
+
+    def _stop_watcher(self) -> None:
+        if self._watcher is None:
+            return
+        signal.set_wakeup_fd(self._fd_before)
+        os.close(self._write)  # the thread reads the end of the pipe
+        self._watcher.join()
+        os.close(self._read)
+        self._watcher = None
+
+    def _watch(self) -> None:
+        first_at = None
+        while numbers := os.read(self._read, 1):
+            now = time.monotonic()
+            if numbers[0] not in SIGNALS:
+                continue
+            if first_at is None:
+                first_at = now
+            elif now - first_at > ECHO_S:
+                os._exit(128 + numbers[0])

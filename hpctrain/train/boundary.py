@@ -1,0 +1,105 @@
+"""What happens between two steps: checkpoints are written, and a run that should stop stops."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.comm.communicator import Communicator
+from hpctrain.errors import CheckpointError
+from hpctrain.logs import logger
+from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.state import RunState
+
+STOP, SAVE = 1, 2
+"""Bits that ride in the opening message of a step."""
+
+RETRY_S = 60.0
+"""After a checkpoint that could not be written, as when a disk is full."""
+
+
+class Boundary:
+    """The ranks agree in each step on what they do after it.
+
+    A rank may learn of a stop at any time; rank 0's clock says when a checkpoint is due. Both
+    travel with the step, so that no step costs a message more.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        requests: StopRequests,
+        manager: Manager | None,
+        metrics: Metrics,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take what is needed; without ``manager`` nothing is saved.
+
+        Args:
+            comm: all ranks.
+            requests: who wants a stop.
+            manager: of the checkpoints.
+            metrics: records of the run.
+            facts: what checkpoints tell people about the run.
+        """
+        self._comm, self._requests, self._manager = comm, requests, manager
+        self._metrics, self._facts = metrics, facts or {}
+        self._not_before = float("-inf")
+
+    def wishes(self, step: int) -> int:
+        """Return the bits of this rank for the end of ``step``; not collective."""
+        wishes = STOP if self._requests.reason else 0
+        if (
+            self._manager is not None
+            and self._comm.rank == 0
+            and self._manager.due(step)
+            and time.monotonic() >= self._not_before
+        ):
+            wishes |= SAVE
+        return wishes
+
+    def save(self, state: RunState, *, score: float | None = None) -> None:
+        """Save while training goes on; a disk that refuses is a warning. Collective."""
+        if self._manager is None:
+            return
+        try:
+            self._write(self._manager, state, wait=False, score=score)
+        except CheckpointError as error:
+            self._not_before = time.monotonic() + RETRY_S
+            if self._comm.rank == 0:
+                logger.warning(f"training goes on without this checkpoint: {error}")
+            return
+        self._metrics.write("checkpoint", step=state.step, **_figures(self._manager))
+
+    def stop(self, state: RunState) -> str:
+        """Save, and return who wanted the stop, for people. Collective.
+
+        Raises:
+            CheckpointError: the state cannot be written; on every rank.
+        """
+        reasons = self._comm.allgather_object(self._requests.reason)
+        if self._manager is not None:
+            self._write(self._manager, state, wait=True, score=None)
+        return ", ".join(sorted({reason for reason in reasons if reason}))
+
+    def _write(
+        self, manager: Manager, state: RunState, *, wait: bool, score: float | None
+    ) -> None:
+        self._metrics.sync()
+        state.num_records = self._comm.broadcast_object(self._metrics.num_records)
+        manager.save(
+            state.shared(self._comm),
+            step=state.step,
+            private=state.own(),
+            facts=self._facts,
+            wait=wait,
+            score=score,
+        )
+
+
+def _figures(manager: Manager) -> dict[str, Any]:
+    """Return what the last checkpoint cost that is on disk."""
+    figures = manager.figures()
+    return {} if figures is None else {"last": asdict(figures)}

@@ -1,0 +1,154 @@
+"""A run in its directory: its first part, and those that go on from a checkpoint."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.plain import save_on_root
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan_file import StoredPlan
+from hpctrain.errors import CheckpointError
+from hpctrain.logs import logger
+from hpctrain.runtime import world
+from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.agreed import agreed
+from hpctrain.train.boundary import Boundary
+from hpctrain.train.loop import Outcome, Stopped, hash_of, train
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.progress import Progress
+from hpctrain.train.run_directory import RunDirectory, environment
+from hpctrain.train.state import RunState
+from hpctrain.train.task import Task
+
+
+class RunInDirectory:
+    """Trains, and keeps what a later part needs to go on."""
+
+    def __init__(
+        self, task: Task, directory: RunDirectory, comm: Communicator, console: Console
+    ) -> None:
+        self._task, self._directory = task, directory
+        self._comm, self._console = comm, console
+        self._state = RunState(task=task)
+
+    def carry_out(
+        self, config_text: str, requests: StopRequests, *, continues: bool
+    ) -> Outcome | Stopped:
+        """Train to the end or to a stop. Collective.
+
+        Args:
+            config_text: the configuration, as it is kept.
+            requests: who wants a stop.
+            continues: go on from the last checkpoint, if there is any.
+
+        Raises:
+            MismatchError: the run directory cannot be written, or no checkpoint be read; on all
+                ranks.
+        """
+        here, comm, directory = world.current(), self._comm, self._directory
+        plan = {
+            "topology": dict(here.topology.describe()),
+            **StoredPlan.of(here.topology, here.plan).as_dict(),
+        }
+        table = self._task.config.checkpoint
+        with agreed(comm):
+            manager = Manager(
+                directory.checkpoints,
+                comm,
+                every=table.every,
+                keep=table.keep,
+                keep_best=table.keep_best,
+                mtbf=table.mtbf_s,
+                background=table.background,
+            )
+        if continues:
+            with agreed(comm):
+                self._load(manager)
+        with agreed(comm):
+            if comm.rank == 0 and continues:
+                directory.go_on(config_text, plan, self._state.num_records)
+            elif comm.rank == 0:
+                directory.create(config_text, environment(), plan)
+        with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
+            if self._state.num_records:
+                metrics.write(
+                    "resumed",
+                    step=self._state.step,
+                    epoch=self._state.epochs_done,
+                    **self._facts(),
+                    environment=environment(),
+                )
+            else:
+                metrics.write("started", **self._facts())
+            told = {
+                "configuration": config_text,
+                "plan": plan,
+                "dataset": self._task.train.dataset.uuid,
+                **self._facts(),
+            }
+            boundary = Boundary(comm, requests, manager, metrics, told)
+            outcome = self._train(metrics, boundary)
+            self._close(manager)
+        return outcome
+
+    def _load(self, manager: Manager) -> None:
+        loaded = manager.load_latest()
+        if loaded is None:
+            self._console.print("there is no checkpoint yet: the run begins again")
+            return
+        ranks, comm = len(loaded.private), self._comm
+        own = loaded.private.get(comm.rank) if ranks == comm.size else None
+        self._state.restore(loaded.state, own)
+        self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
+        if ranks != comm.size:
+            self._console.print(
+                f"the checkpoint is of {ranks} ranks, this run has {comm.size}: other random "
+                f"numbers, and sums that are rounded in another order"
+            )
+
+    def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
+        """Train, save the result, and write the last record."""
+        task, state, comm = self._task, self._state, self._comm
+        epochs = task.config.train.epochs
+        with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
+            outcome = train(state, comm, metrics, progress, boundary)
+        if isinstance(outcome, Stopped):
+            metrics.write("stopped", step=outcome.step, reason=outcome.reason)
+            return outcome
+        final = {
+            "model": task.model.state_dict(),
+            "optimizer": task.optimizer.state_dict(),
+            "epoch": epochs,
+            "step": state.step,
+        }
+        with agreed(comm):
+            save_on_root(self._directory.checkpoints / "final.pt", final, comm)
+        metrics.write(
+            "finished",
+            **self._facts(),
+            **asdict(outcome.scores),
+            metric_name=task.metric_name,
+            training_s=outcome.training_s,
+            samples_per_s=task.num_samples / outcome.training_s,
+            state_hash=hash_of(task, comm),
+        )
+        return outcome
+
+    def _close(self, manager: Manager) -> None:
+        try:
+            manager.close()
+        except CheckpointError as error:  # the run itself is saved
+            if self._comm.rank == 0:
+                logger.warning(f"the last checkpoint is not whole: {error}")
+
+    def _facts(self) -> dict[str, Any]:
+        here = world.current()
+        return {
+            "world_size": here.topology.size,
+            "nodes": here.topology.num_nodes,
+            "path": here.plan.node_memory,
+            "rails": here.plan.num_rails,
+            "parameters": self._task.num_parameters,
+        }

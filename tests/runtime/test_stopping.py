@@ -1,0 +1,98 @@
+"""A request to stop is remembered, and nothing is stopped by it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline
+
+PROGRAM = """
+import ctypes, time
+from hpctrain.runtime.stopping import StopRequests
+
+with StopRequests() as requests:
+    print("ready", flush=True)
+    while not requests.reason:
+        time.sleep(0.01)
+    print(requests.reason, flush=True)
+    # Hangs in native code, where Python's handlers do not run.
+    while True:
+        ctypes.CDLL(None).usleep(900_000)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_only_leaves_its_name_and_the_handlers_come_back(number):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with StopRequests() as requests:
+        assert not requests.reason
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the launcher's copy of the same request
+        assert requests.reason == number.name
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "second signal" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_signals_that_were_ignored_stay_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequests() as requests:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not requests.reason
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_second_signal_ends_a_process_that_hangs_in_native_code(number):
+    program = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number.name}\n"
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+
+
+def test_the_file_is_looked_at_once_in_a_while(tmp_path):
+    now = [0.0]
+    requests = StopRequests(stop_file=tmp_path / "STOP", look_s=1.0, clock=lambda: now[0])
+    assert not requests.reason
+    (tmp_path / "STOP").touch()
+    now[0] = 0.9
+    assert not requests.reason
+    now[0] = 1.0
+    assert requests.reason == "file STOP"
+    (tmp_path / "STOP").unlink()
+    assert requests.reason == "file STOP"
+
+
+def test_the_budget_ends_at_the_deadline():
+    now = [10.0]
+    requests = StopRequests(deadline=20.0, clock=lambda: now[0])
+    assert not requests.reason
+    assert requests.describe() == "in 10.00 s"
+    now[0] = 20.0
+    assert requests.reason == "budget"
+
+
+def test_the_earlier_of_budget_and_end_of_job_counts():
+    assert deadline(100, None, None, 60) is None
+    assert deadline(100, 50, None, 60) == 150
+    assert deadline(100, None, 1000, 60) == 940
+    assert deadline(100, 5000, 1000, 60) == 940
+    assert deadline(100, 50, 1000, 60) == 150
+
+
+def test_a_short_job_trains_for_nine_tenths_of_its_time():
+    assert deadline(1000, None, 1060, 120) == 1054
+    assert deadline(1000, None, 900, 120) == 900

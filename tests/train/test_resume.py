@@ -1,0 +1,272 @@
+"""A run that was stopped and goes on is the run that was never stopped, bit for bit."""
+
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.checkpoint.plain import load
+from hpctrain.errors import ConfigError
+from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.load import load as load_config
+from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.metrics import read
+from hpctrain.train.parts import RunInDirectory
+from hpctrain.train.progress import make_console
+from hpctrain.train.resume import check_same, finished, goes_on
+from hpctrain.train.run import How, run
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.task import build
+from hpctrain.train.template import render
+from tests.train.starting import start
+
+WAYS = ("SIGTERM", "SIGUSR1", "SIGINT", "budget", "file STOP")
+
+PLAIN = ["model.target=tests.train.problem:noisy_model"]
+SINGLE = [
+    "model.target=tests.train.problem:noisy_model",
+    "model.args={single = true, width = 33}",
+    "data.args.single=true",
+]
+ADAMW = ["optimizer.name=AdamW", "optimizer.args={}", "train.clip_norm=0.1"]
+WINDOW = ["data.order=window", "checkpoint.keep_best=1", "checkpoint.background=false"]
+
+TWO, ANY = pytest.mark.ranks(2), pytest.mark.ranks(1, 2, 3)
+
+
+class Job:
+    """A run whose parts are carried out one after the other in this process."""
+
+    def __init__(self, here, configure, folder: Path, *overrides: str) -> None:
+        self.here = here
+        self.directory = RunDirectory(folder)
+        self.config = configure(
+            "train.epochs=4",
+            "train.global_batch=9",  # 6 steps per epoch, the last one of 8 samples
+            "log.every_steps=2",
+            "optimizer.args.momentum=0.9",
+            *overrides,
+        )
+
+    def part(self, *, stop: str = "", after: int = 0, on_rank: int = 0, fail: bool = False):
+        """Train until the end, or until a stop that is asked for in the step ``after``."""
+        comm = self.here.comm
+        for generator in (torch.manual_seed, np.random.seed, random.seed):
+            generator(after + comm.rank)  # another process has other states
+        task = build(self.config, comm)
+        now, steps = [0.0], []
+
+        def ask(model, _):
+            if not model.training:
+                return
+            steps.append(1)
+            if len(steps) != after:
+                return
+            if fail:
+                raise KeyError("power")
+            if comm.rank != on_rank:
+                return
+            if stop == "budget":
+                now[0] = 100.0
+            elif stop == "file STOP":
+                self.directory.stop.touch()
+            elif stop:
+                os.kill(os.getpid(), signal.Signals[stop])
+
+        task.model.register_forward_pre_hook(ask)
+        is_root = comm.rank == 0
+        with StopRequests(
+            stop_file=self.directory.stop if is_root else None,
+            deadline=50.0 if is_root else None,
+            look_s=0.0,
+            clock=lambda: now[0],
+        ) as requests:
+            run = RunInDirectory(task, self.directory, comm, make_console(shown=False))
+            continues = comm.broadcast_object(self.directory.is_used())
+            return run.carry_out(render(self.config), requests, continues=continues)
+
+    def curve(self) -> list[tuple]:
+        """Everything of the records that is no time."""
+        names = ("event", "step", "epoch", "lr", "loss", "metric", "state_hash")
+        return [
+            tuple(record.get(name) for name in names)
+            for record in read(self.directory.metrics)
+            if record["event"] in ("step", "test", "hash", "finished")
+        ]
+
+    def final(self):
+        return load(self.directory.checkpoints / "final.pt")
+
+
+def assert_same_run(one: Job, other: Job) -> None:
+    one.here.comm.barrier()
+    assert one.curve() == other.curve()
+    assert_same_bits(one.final(), other.final())
+
+
+def assert_same_bits(one, other) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same_bits(one[name], other[name])
+    elif isinstance(one, list | tuple):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same_bits(mine, theirs)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    else:
+        assert one == other
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([*PLAIN, "log.hash_every=1"], id="hashes", marks=TWO),
+        pytest.param([*SINGLE, "checkpoint.every=3"], id="float32", marks=ANY),
+        pytest.param([*SINGLE, *WINDOW], id="window", marks=TWO),
+        pytest.param([*PLAIN, *ADAMW], id="adamw", marks=TWO),
+    ],
+)
+def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, shared, overrides):
+    whole = Job(here, configure, shared / "whole", *overrides)
+    assert isinstance(whole.part(), Outcome)
+    parts = Job(here, configure, shared / "parts", *overrides)
+    done = []
+    # Stops after 3 steps, at the end of an epoch, after one step, and in the middle again.
+    for number, (way, after) in enumerate(zip(WAYS, (2, 2, 1, 4, 5), strict=True)):
+        is_signal = way.startswith("SIG")
+        stopped = parts.part(stop=way, after=after, on_rank=number % here.comm.size * is_signal)
+        assert isinstance(stopped, Stopped)
+        assert stopped.reason == way
+        done.append(stopped.step)
+    assert done == [3, 6, 8, 13, 19]
+    assert isinstance(parts.part(), Outcome)
+    assert_same_run(whole, parts)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(here, configure, shared):
+    overrides = [*PLAIN, "checkpoint.every=5", "checkpoint.background=false"]
+    whole = Job(here, configure, shared / "whole", *overrides)
+    whole.part()
+    parts = Job(here, configure, shared / "parts", *overrides)
+    for after in (3, 9, 9):  # before there is any checkpoint, then at steps 9 and 14
+        with suppress(KeyError):
+            parts.part(after=after, fail=True)
+    parts.part()
+    assert_same_run(whole, parts)
+    events = [record["event"] for record in read(parts.directory.metrics)]
+    assert events.count("started") == 1
+    assert events.count("resumed") == 2
+
+
+@pytest.mark.ranks(2)
+def test_records_lost_with_the_machine_do_not_hinder(here, configure, shared):
+    job = Job(here, configure, shared / "run", *PLAIN)
+    job.part(stop="SIGTERM", after=9)
+    here.comm.barrier()
+    if here.comm.rank == 0:
+        text = job.directory.metrics.read_text()
+        job.directory.metrics.write_text(text[: len(text) // 2])
+    here.comm.barrier()
+    assert isinstance(job.part(), Outcome)
+    here.comm.barrier()
+    assert finished(job.directory) is not None
+
+
+def test_what_changes_the_mathematics_is_refused(here, configure, shared):
+    job = Job(here, configure, shared / "run", *PLAIN)
+    job.part(stop="SIGTERM", after=1)
+    other = configure(*PLAIN, "train.epochs=5", "log.every_steps=3", "train.global_batch=9")
+    with pytest.raises(ConfigError, match=r"train.epochs was 4, is 5.*--force") as refused:
+        check_same(job.directory, other, force=False)
+    assert "log.every_steps" not in str(refused.value)
+    assert len(check_same(job.directory, other, force=True)) == 3
+    assert check_same(job.directory, job.config, force=False) == []
+
+
+def test_a_run_goes_on_only_where_one_is_and_where_that_is_wanted(here, configure, shared):
+    job = Job(here, configure, shared / "run", *PLAIN)
+    auto = configure(*PLAIN, "checkpoint.resume=auto")
+    with pytest.raises(ConfigError, match="leave --resume out"):
+        goes_on(job.config, job.directory, asked=True)
+    assert not goes_on(auto, job.directory, asked=False)
+    job.part(stop="SIGTERM", after=1)
+    assert goes_on(job.config, job.directory, asked=True)
+    assert goes_on(auto, job.directory, asked=False)
+    assert not goes_on(job.config, job.directory, asked=False)
+
+
+TASK = """
+import os, signal
+from tests.train import problem
+
+class Model(type(problem.model())):
+    steps = 0
+
+    def forward(self, x):
+        import hpctrain
+        self.steps += self.training
+        if self.steps == 4 and hpctrain.rank() == hpctrain.size() - 1 and hpctrain.size() == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().forward(x)
+
+def model():
+    return Model(*problem.model())
+"""
+
+CONFIG = """
+name = "small"
+[model]
+target = "stopping_task:model"
+[data]
+target = "tests.train.problem:data"
+args = { folder = "d" }
+[train]
+epochs = 3
+global_batch = 16
+[log]
+every_steps = 1
+"""
+
+
+@pytest.mark.launches
+def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monkeypatch, capsys):
+    (tmp_path / "stopping_task.py").write_text(TASK)
+    (tmp_path / "small.toml").write_text(CONFIG)
+    command = ("-m", "hpctrain", "train", "small.toml")
+    launch = ("-m", "hpctrain", "launch", "-n", "2", "--nodes", "2", "hpctrain", *command[2:])
+    stopped = start(*launch, cwd=tmp_path)
+    assert stopped.returncode == 85, stopped.stderr
+    assert "stopped by SIGUSR1 after step 5 of 12" in stopped.stdout
+    assert stopped.stderr.count("hpctrain: the ranks have stopped with code 85") == 1
+    assert "Traceback" not in stopped.stderr
+    went_on = start(*command, "--resume", num_ranks=3, cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stderr
+    assert "goes on after step 5 of 12" in went_on.stdout
+    assert "the checkpoint is of 2 ranks, this run has 3" in went_on.stdout
+    monkeypatch.chdir(tmp_path)
+    whole = load_config(Path("small.toml"), ["output_dir=whole", "log.plots=false"])
+    again = load_config(Path("small.toml"))
+    try:
+        assert run(whole, {}, How()) == 0
+        capsys.readouterr()
+        assert run(again, {}, How(resume=True)) == 0
+    finally:
+        hpctrain.shutdown()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the run in runs/small is finished, there is nothing to go on with"
+    assert lines[1] == went_on.stdout.splitlines()[-1]
+    curves = [
+        [record["loss"] for record in read(path) if record["event"] in ("step", "test")]
+        for path in (Path("runs/small/metrics.jsonl"), Path("whole/metrics.jsonl"))
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-9)
