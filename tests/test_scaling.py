@@ -15,6 +15,8 @@ ALLOWED = {
     "comm/ops.py": "products of ranks, and the scale of 8-bit floats",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "sync/gradient_buckets.py": "a gradient, by its rank's weight",
+    # A step of fixed micro-shards has a factor of its own, decided in sync/reproducible.py:
+    "sync/step_values.py": "the sum over all micro-shards, by one over their number",
     # No gradients:
     "runtime/functions.py": "averages of integers, for which there is no scale",
 }
