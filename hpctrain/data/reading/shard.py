@@ -19,7 +19,7 @@ from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
 from hpctrain.units import MIB
 
-_AHEAD_BYTES = 16 * MIB
+_AHEAD_BYTES = 32 * MIB
 """Of blocks that are on their way while others are checked."""
 
 
@@ -76,7 +76,7 @@ class OpenShard:
         self._shard = manifest.shards[index]
         self._first = sum(shard.num_samples for shard in manifest.shards[:index])
         self._io, self._chunks = io, chunks or ChunkCache()
-        self._lock, self._checking = Lock(), Lock()
+        self._lock = Lock()
         self._num_taken = 0
         self.file = self._opened()
 
@@ -95,11 +95,11 @@ class OpenShard:
         if file.all_checked and not again:
             return
         blocks = np.unique(rows // self._manifest.block_size)
-        if again:
-            wrong = file.wrong_blocks(blocks)
-            file.checked[wrong] = False
-        else:
-            wrong = self._check_new(blocks)
+        blocks = blocks if again else blocks[~file.checked[blocks]]
+        wrong = file.wrong_blocks(blocks)
+        # Other threads look meanwhile: what is wrong must not count as checked at any time.
+        file.checked[wrong] = False
+        file.checked[np.setdiff1d(blocks, wrong)] = True
         for block in wrong:
             self._check_block(block)
         file = self.file
@@ -173,19 +173,10 @@ class OpenShard:
                 self._advise_blocks(group)
             if after is not None:
                 self._advise_blocks(after)  # while these are checked
-            self._check_new(group)
-
-    def _check_new(self, blocks: Array) -> list[int]:
-        """Check those of some blocks that were not; return which of them are wrong."""
-        if self.file.checked[blocks].all():
-            return []
-        with self._checking:  # no block is read by two threads
             file = self.file
-            new = blocks[~file.checked[blocks]]
+            new = group[~file.checked[group]]
             wrong = file.wrong_blocks(new)
-            # Others look meanwhile: what is wrong must not count as checked at any time.
             file.checked[np.setdiff1d(new, wrong)] = True
-        return wrong
 
     def _advise_blocks(self, blocks: Array) -> None:
         size = self._manifest.block_size
