@@ -89,7 +89,7 @@ def bench(  # noqa: PLR0913 - a command's options
     from hpctrain.runtime.benchmarks.measure import Effort  # noqa: PLC0415
     from hpctrain.runtime.benchmarks.request import Request  # noqa: PLC0415
     from hpctrain.runtime.benchmarks.run import run  # noqa: PLC0415
-    from hpctrain.train.progress import make_console  # noqa: PLC0415
+    from hpctrain.train.console import make_console  # noqa: PLC0415
     from hpctrain.units import parse_bytes  # noqa: PLC0415
 
     request = Request(

@@ -229,7 +229,7 @@ def _run(source: str, directory: Path, config: "PackConfig") -> None:
     from hpctrain.cli.pack_bar import PackBar  # noqa: PLC0415
     from hpctrain.data.pack import pack as pack_source  # noqa: PLC0415
     from hpctrain.errors import DataError, MismatchError  # noqa: PLC0415
-    from hpctrain.train.progress import make_console  # noqa: PLC0415
+    from hpctrain.train.console import make_console  # noqa: PLC0415
 
     comm = joined()
     console = make_console(shown=comm.rank == 0)

@@ -1,52 +1,28 @@
 """What a person sees while a run trains: a bar on a terminal, a line per epoch elsewhere."""
 
-import shutil
-import sys
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
+from hpctrain.train.console import Bar
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.tally import Interval, joined
 
 
-def make_console(*, shown: bool) -> Console:
-    """A console on stdout; one that is not ``shown`` swallows everything.
-
-    mpirun gives its ranks pseudo-terminals without a width even when its own output goes to a
-    file, so only what has a width counts as a terminal.
-    """
-    width = shutil.get_terminal_size((0, 0)).columns
-    terminal = sys.stdout.isatty() and width > 0
-    return Console(
-        quiet=not shown,
-        force_terminal=terminal,
-        width=width if terminal else 100,
-        highlight=False,
-        markup=False,
-    )
-
-
-class Progress:
+class Progress(Bar):
     """Shows the steps of a run on rank 0's console."""
 
     def __init__(self, console: Console, num_steps: int, num_epochs: int, metric: str) -> None:
-        self._console = console
-        self._num_epochs = num_epochs
-        self._metric = metric
-        self._of_epoch: list[Interval] = []
-        self._bar = Bar(
+        super().__init__(
+            console,
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or console.quiet,
         )
+        self._console = console
+        self._num_epochs = num_epochs
+        self._metric = metric
+        self._of_epoch: list[Interval] = []
         self._bar_task = self._bar.add_task("", total=num_steps)
 
     def advance(self, step: int, interval: Interval) -> None:
@@ -63,18 +39,6 @@ class Progress:
             line += f"  test {self._metric} {scores.metric:.4f}"
         self._console.print(line)
         self._of_epoch.clear()
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
 
 def _describe(interval: Interval) -> str:

@@ -17,11 +17,11 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import RunConfig
+from hpctrain.train.console import make_console
 from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
-from hpctrain.train.progress import make_console
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.targets import make_importable

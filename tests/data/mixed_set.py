@@ -7,7 +7,7 @@ import h5py
 import hdf5plugin  # noqa: F401 - registers its filters
 import numpy as np
 
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest, Shard
 from hpctrain.data.writer import ShardWriter
 
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -46,6 +46,12 @@ def write_mixed(
     ) as writer:
         writer.append(mixed(num_samples))
     return writer.manifest
+
+
+def shard(directory: Path, index: int = 1) -> tuple[Path, Shard]:
+    """Return the file of a shard, and what the manifest says of it."""
+    found = Manifest.read(directory).shards[index]
+    return directory / found.file, found
 
 
 def samples_in(directory: Path) -> list[dict[str, Any]]:

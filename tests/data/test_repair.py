@@ -14,7 +14,7 @@ from hpctrain.data.repair import Plan, repair
 from hpctrain.data.verify import verify
 from hpctrain.errors import DataError
 from hpctrain.runtime.world import current
-from tests.data.mixed_set import files_of, flip, numbers_in, samples_in, write_mixed
+from tests.data.mixed_set import files_of, flip, numbers_in, samples_in, shard, write_mixed
 from tests.full_disk import largest_file
 
 
@@ -39,11 +39,6 @@ def damaged(copy, tmp_path):
     """Give a copy of it, to be damaged."""
     shutil.copytree(copy, tmp_path / "set")
     return tmp_path / "set"
-
-
-def shard(directory, index=1):
-    found = Manifest.read(directory).shards[index]
-    return directory / found.file, found
 
 
 def damage(directory):

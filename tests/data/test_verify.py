@@ -20,7 +20,7 @@ from hpctrain.data.health.faults import merged
 from hpctrain.data.verify import verify
 from hpctrain.errors import DataError
 from hpctrain.runtime.world import current
-from tests.data.mixed_set import IN_MEMORY, files_of, flip, write_mixed
+from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed
 
 
 @pytest.fixture
@@ -42,11 +42,6 @@ def damaged(original, tmp_path):
     """Give a copy to be damaged."""
     shutil.copytree(original, tmp_path / "set")
     return tmp_path / "set"
-
-
-def shard(directory, index=1):
-    found = Manifest.read(directory).shards[index]
-    return directory / found.file, found
 
 
 def only_fault(directory):

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import Scores
-from hpctrain.train.progress import Progress, make_console
+from hpctrain.train.progress import Progress
 from hpctrain.train.tally import Interval
 
 INTERVAL = Interval(

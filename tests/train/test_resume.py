@@ -14,11 +14,11 @@ import hpctrain
 from hpctrain.checkpoint.plain import load
 from hpctrain.errors import ConfigError
 from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.console import make_console
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.parts import RunInDirectory
-from hpctrain.train.progress import make_console
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory

@@ -56,7 +56,9 @@ class ShardFile:
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
         self._check_size()
         self.in_memory = in_memory(self.descriptor, self.shard.num_bytes)
-        self.is_mapped = self.wants_map() if io == "auto" else io == "map"
+        self.is_mapped = io == "map" or (
+            io == "auto" and (self.in_memory or self._is_small_on_disk())
+        )
         self.space = self._mapping() if self.is_mapped else None
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
@@ -80,15 +82,12 @@ class ShardFile:
         return self._identity() != self.identity
 
     def wants_map(self) -> bool:
-        """Return whether the file is better mapped than read.
+        """Return whether the file, as it lies now, is better mapped than read.
 
         Where it lies in memory; and on a local disk, samples so small that a call for each of
         them costs more than to bring in its page. Their blocks are checked by reading first.
         """
-        if in_memory(self.descriptor, self.shard.num_bytes):
-            return True
-        mean_bytes = self.shard.num_bytes / self.shard.num_samples
-        return mean_bytes <= _SMALL_SAMPLE_BYTES and on_local_disk(self.descriptor)
+        return in_memory(self.descriptor, self.shard.num_bytes) or self._is_small_on_disk()
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
         """Return which of these blocks are not as they were written; ``problem`` says why."""
@@ -130,6 +129,10 @@ class ShardFile:
         """Close the file; mapped memory stays as long as an array refers to it."""
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+    def _is_small_on_disk(self) -> bool:
+        mean_bytes = self.shard.num_bytes / self.shard.num_samples
+        return mean_bytes <= _SMALL_SAMPLE_BYTES and on_local_disk(self.descriptor)
 
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
