@@ -9,12 +9,10 @@ from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.supervise import supervise
+from hpctrain.runtime.stopping import STOPPED
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
-
-STOPPED = 85
-"""Exit code of ranks that want to go on; hpctrain.runtime has it too, and needs torch."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""

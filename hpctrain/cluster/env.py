@@ -119,6 +119,13 @@ class Launched:
     """Where ``size`` was read, for messages."""
 
 
+TUNING = (
+    *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),
+    *("UCX_", "FI_", "MPIR_CVAR_", "I_MPI_FABRICS"),
+)
+"""How variables begin by which users tune their MPI library; others differ from job to job."""
+
+
 def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
 
@@ -154,6 +161,12 @@ def job_id(environ: Mapping[str, str] | None = None) -> str:
     name = scheduler(environ)
     variable = "JOB_ID" if name == "sge" else SCHEDULERS.get(name, "")
     return environ.get(variable, "")
+
+
+def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what the environment says to the MPI library and its network."""
+    environ = os.environ if environ is None else environ
+    return {name: text for name, text in environ.items() if name.startswith(TUNING)}
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:

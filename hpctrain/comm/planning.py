@@ -1,12 +1,12 @@
 """Where the plan of a world comes from: a file, an earlier measurement, a new one, or the rule."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain import __version__
+from hpctrain.cluster import env
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.plan_file import StoredPlan, key_of, load_cached, misfit, read, store_cached
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.watch import Watch
 
 _CPU = Path("/proc/cpuinfo")
-_TUNING = (
-    *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),
-    *("UCX_", "FI_", "MPIR_CVAR_", "I_MPI_FABRICS"),
-)
-"""How variables begin by which users tune their MPI library; others differ from job to job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +124,7 @@ def decide(
             "rule": rule.as_dict(),  # follows from all settings that matter
             "nodes": topology.nodes,
             "hosts": len({host.partition("#")[0] for host in topology.hosts}),
-            "environment": _tuning(),
+            "environment": env.tuning(),
             "cards": topology.cards,
             "machines": machines,
             "mpi": _mpi_library(),
@@ -182,11 +177,6 @@ def machine(num_cores: int) -> str:
     except OSError:
         pass  # no Linux: the number of cores has to do
     return f"{num_cores} x {model.partition(':')[2].strip()}"
-
-
-def _tuning() -> dict[str, str]:
-    """Return what this rank's environment says to the MPI library and its network."""
-    return {name: text for name, text in os.environ.items() if name.startswith(_TUNING)}
 
 
 def _mpi_library() -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.cluster.env import job_id, launched, scheduler
+from hpctrain.cluster.env import job_id, launched, scheduler, tuning
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -133,3 +133,8 @@ def test_scheduler_is_the_one_whose_job_this_is(environ, name):
 )
 def test_a_job_is_called_as_its_scheduler_calls_it(environ, name):
     assert job_id(environ) == name
+
+
+def test_what_tunes_the_library_is_told_from_what_differs_between_jobs():
+    environ = {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2", "OMPI_COMM_WORLD_RANK": "3"}
+    assert tuning(environ) == {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2"}
