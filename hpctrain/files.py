@@ -1,11 +1,11 @@
 """Files that appear whole or not at all, also when the machine stops in between."""
 
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hpctrain.checksum import crc32
 from hpctrain.units import MIB
 
 PART = ".part"
@@ -56,5 +56,5 @@ def crc32_of(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
         while piece := file.read(4 * MIB):
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
     return crc

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from hpctrain.checkpoint.shard import Shard, fault_of_cover
 from hpctrain.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, open_regular, printable
+from hpctrain.checksum import crc32
 from hpctrain.errors import CheckpointError
 from hpctrain.files import reason_of
 from hpctrain.units import GIB
@@ -88,7 +88,7 @@ class Manifest:
         first = _FIRST_LINE.match(data)
         if not first:
             raise _damaged(path, "its first line is not that of a manifest")
-        if zlib.crc32(data[first.end() :]) != int(first[1], 16):
+        if crc32(data[first.end() :]) != int(first[1], 16):
             raise _damaged(path, "its bytes have changed")
         try:
             told = json.loads(data)
@@ -121,7 +121,7 @@ class Manifest:
         }
         lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in told.items())
         body = (",\n".join(lines) + "\n}\n").encode()
-        return b'{"crc32": "%08x",\n' % zlib.crc32(body) + body
+        return b'{"crc32": "%08x",\n' % crc32(body) + body
 
 
 def read_bytes(directory: Path | str) -> bytes:

@@ -8,7 +8,6 @@ no code in it, other programs read it, and a reader that checks every offset nee
 import json
 import os
 import stat
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.checksum import crc32
 from hpctrain.comm.arguments import flat_of, name_of
 from hpctrain.errors import CheckpointError
 from hpctrain.units import MIB
@@ -110,7 +110,7 @@ def _write_blocks(descriptor: int, tensor: Tensor) -> list[int]:
     data, crcs = bytes_of(tensor), []
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
-        crcs.append(zlib.crc32(block))
+        crcs.append(crc32(block))
         _write_all(descriptor, block)
     return crcs
 
@@ -172,7 +172,7 @@ class TensorFile:
             block = memory[done : done + BLOCK_BYTES]
             self._pread(block, entry.start + start + done)
             number = (start + done) // BLOCK_BYTES
-            if zlib.crc32(block) != crcs[number]:
+            if crc32(block) != crcs[number]:
                 raise self._fault(f"the bytes of {name} have changed in block {number}")
 
     def _read_header(self) -> Iterator[tuple[str, _Entry]]:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hpctrain.data.batch import Batch
-from hpctrain.data.loading.batches import MOST_TOGETHER, Reading, num_together
+from hpctrain.data.loading.batches import (
+    MOST_TOGETHER,
+    PART_BYTES,
+    PART_BYTES_OF_THREAD,
+    Reading,
+    num_together,
+)
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.prefetch import prefetched
@@ -210,8 +216,13 @@ class Loader:
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
         batch_bytes = self.dataset.sample_bytes * self.global_batch / self.size
+        # A thread costs more than the copy that it would hide, and more buffers than one fall
+        # out of the caches.
+        is_copy = self.dataset.in_memory and not (self.transform or self.pin_memory)
+        part_bytes = PART_BYTES if is_copy else PART_BYTES_OF_THREAD
         # A transform has the threads for each batch, a small batch is read with others.
-        together = num_together(batch_bytes, most=1 if self.transform else MOST_TOGETHER)
+        most = 1 if self.transform else MOST_TOGETHER
+        together = num_together(batch_bytes, part_bytes, most=most)
         threads, depth = self.threads, max(self.threads, -(-self.prefetch // together))
         if together == 1:
             depth = self.prefetch
@@ -220,9 +231,7 @@ class Loader:
             # A thread waits for a worker; each worker has its next batch waiting.
             together, threads = 1, max(self.prefetch, 2 * self.workers)
             depth = threads
-        elif self.dataset.in_memory and not (self.transform or self.pin_memory):
-            # A thread costs more than the copy that it would hide, and more buffers than one
-            # fall out of the caches.
+        elif is_copy:
             depth = 0
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(

@@ -1,7 +1,7 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,15 @@ from hpctrain.data.reading.shard import OpenShard, check_file
 from hpctrain.data.reading.shardfile import IO, UNREADABLE
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError, MismatchError
+from hpctrain.units import GIB
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 Verify = Literal["first", "always", "off"]
+
+_WAIT_BYTES = 2 * GIB
+"""Up to here, samples are not to be had before all that is read ahead has come, in file order."""
 
 
 class ShardedDataset:
@@ -208,8 +212,8 @@ class ShardedDataset:
         """
         handles = self._handles()
         if not handles.is_in_memory:
-            wanted = self._in_range(indices).copy()
-            handles.in_background(lambda: self._bring(handles, wanted))
+            wanted = self._in_range(indices)
+            handles.in_background(self._coming(handles, wanted))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample; slow, ``take`` many at once.
@@ -270,11 +274,14 @@ class ShardedDataset:
             else:
                 shard.check_blocks(rows, again=self._verify == "always")
 
-    def _bring(self, handles: Handles, wanted: Array) -> None:
+    def _coming(self, handles: Handles, wanted: Array) -> Iterator[Callable[[], None]]:
+        # A batch that can be had soon is not kept waiting for gigabytes of others.
+        wait = len(wanted) * self.sample_bytes <= _WAIT_BYTES
         for home, rows, _ in split(wanted, self._starts):
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
-                handles.shard(home).will_need(rows, whole_blocks=self._verify != "off")
+                shard, checks = handles.shard(home), self._verify != "off"
+                yield from shard.coming(rows, whole_blocks=checks, wait=wait)
 
     def _num_rows(self, name: str) -> int:
         if not self.fields[name].ragged:

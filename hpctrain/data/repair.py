@@ -1,12 +1,12 @@
 """Make a damaged data set whole: from another copy, from its shards, or without what is lost."""
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from hpctrain.checksum import crc32
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.data.copying.copy import in_turns
@@ -220,7 +220,7 @@ def _copy(source: Path, target: Path, shard: Shard) -> None:
         crc = 0
         with source.open("rb") as old, part.open("wb") as new:
             while piece := old.read(_COPY_BYTES):
-                crc = zlib.crc32(piece, crc)
+                crc = crc32(piece, crc)
                 new.write(piece)
         if crc != shard.crc32 or crc32_of(part) != crc:
             raise DataError(

@@ -1,7 +1,6 @@
 """All samples of a data set in their order, for what writes them anew; bounded memory."""
 
 import time
-import zlib
 from collections.abc import Iterator
 from functools import reduce
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import Manifest
@@ -153,7 +153,7 @@ def _of_shard(
 
 def _table(blocks: ShardBlocks, name: str) -> NDArray[Any]:
     table = blocks.table(name)
-    if zlib.crc32(table.data) != blocks.shard.places[name].crc32:
+    if crc32(table.data) != blocks.shard.places[name].crc32:
         raise DataError(f"the checksums of field {name} are damaged")
     return table
 
@@ -166,7 +166,7 @@ def _rows(
         edges = blocks.bounds(name)[run.start : run.stop + 1]
         cuts = (edges - edges[0]).tolist()
         for block, (start, stop) in zip(run, pairwise(cuts), strict=True):
-            if zlib.crc32(values[start:stop].data) != table[block]:
+            if crc32(values[start:stop].data) != table[block]:
                 raise DataError(f"block {block} of field {name} has the wrong crc32")
     if not blocks.manifest.fields[name].ragged:
         return values

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 import traceback
-import zlib
 from importlib import import_module
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain.checksum import crc32
 from hpctrain.data.decode.parcel import Outbox
 
 GRACE_S = 1.0
@@ -110,7 +110,7 @@ def _work(rank: "Connection[Any, Any]") -> None:
 
 def _start_generators(indices: Any, epoch: int, seed: int) -> None:
     """Let random numbers depend on the samples, not on which worker happened to get them."""
-    start = zlib.crc32(np.ascontiguousarray(indices).data, zlib.crc32(f"{seed} {epoch}".encode()))
+    start = crc32(np.ascontiguousarray(indices).data, crc32(f"{seed} {epoch}".encode()))
     random.seed(start)
     np.random.seed(start)  # noqa: NPY002 - transforms use it all the same
     torch.manual_seed(start)

@@ -1,11 +1,11 @@
 """The crc32 of each block of samples, formed while the samples come in."""
 
-import zlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.rows import RaggedRows
 
 
@@ -31,7 +31,7 @@ class BlockCrcs:
                 piece = rows.values[rows.offsets[done] : rows.offsets[end]]
             else:
                 piece = rows[done:end]
-            self._crcs[-1] = zlib.crc32(np.ascontiguousarray(piece).data, self._crcs[-1])
+            self._crcs[-1] = crc32(np.ascontiguousarray(piece).data, self._crcs[-1])
             self._num_samples += end - done
             done = end
 

@@ -9,7 +9,6 @@ Samples of a ragged field lie one after another in ``/data/<field>``, with shape
 """
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.names import PLAIN_NAME, check_names
 from hpctrain.data.format.record import check_record
 from hpctrain.errors import DataError
@@ -254,7 +254,7 @@ def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _crc32(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _field(record: dict[str, Any]) -> Field:

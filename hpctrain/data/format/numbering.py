@@ -1,12 +1,12 @@
 """Tell a finished shard its place in the data set, once it is known."""
 
-import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import Shard
 from hpctrain.data.format.storage import PartFile
@@ -36,8 +36,8 @@ def number(path: Path, shard: Shard, *, index: int, first_index: int) -> Shard:
         storage.check()
     sync(path)
     rest_bytes = shard.num_bytes - len(before)
-    rest = shard.crc32 ^ combine(zlib.crc32(before), 0, rest_bytes)
-    return replace(shard, crc32=combine(zlib.crc32(_head(path)), rest, rest_bytes))
+    rest = shard.crc32 ^ combine(crc32(before), 0, rest_bytes)
+    return replace(shard, crc32=combine(crc32(_head(path)), rest, rest_bytes))
 
 
 def _head(path: Path) -> bytes:

@@ -1,7 +1,6 @@
 """One HDF5 shard while it is written, and where its bytes lie afterwards."""
 
 import json
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import h5py
 import numpy as np
 
 from hpctrain import __version__
+from hpctrain.checksum import crc32
 from hpctrain.data.format.checksums import BlockCrcs
 from hpctrain.data.format.columns import new_column
 from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, Shard
@@ -142,13 +142,13 @@ class ShardPart:
     def _finish_tables(self, name: str) -> Place:
         crcs = self._crcs[name].table
         self._file.create_dataset(f"crc/{name}", data=crcs)
-        place = Place(offset=None, crc_offset=None, crc32=zlib.crc32(crcs.data))
+        place = Place(offset=None, crc_offset=None, crc32=crc32(crcs.data))
         if name not in self._lengths:
             return place
         none = np.zeros(1, np.int64)
         index = np.cumsum(np.concatenate([none, *self._lengths[name]])).astype("<u8")
         self._file.create_dataset(f"index/{name}", data=index)
-        return replace(place, index_crc32=zlib.crc32(index.data), num_rows=int(index[-1]))
+        return replace(place, index_crc32=crc32(index.data), num_rows=int(index[-1]))
 
     def _with_offsets(self, places: dict[str, Place]) -> dict[str, Place]:
         num_bytes = self.path.stat().st_size

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import FORMAT, Manifest
 from hpctrain.data.health.faults import Fault, merged, name_blocks
@@ -122,7 +122,7 @@ class _Inspection:
         except UNREADABLE:
             table = None
         want = blocks.shard.places[name].crc32
-        if is_read.all() and zlib.crc32(found.data) == want:
+        if is_read.all() and crc32(found.data) == want:
             if table is not None and np.array_equal(table, found):
                 return []
             return [fault(what=f"has damaged checksums of field {name}; its samples are whole")]
@@ -183,5 +183,5 @@ def _decoded_crcs(blocks: ShardBlocks, name: str) -> list[int | None]:
             continue
         edges = blocks.bounds(name)[run.start : run.stop + 1]
         cuts = (edges - edges[0]).tolist()
-        crcs += [zlib.crc32(rows[a:b].data) for a, b in pairwise(cuts)]
+        crcs += [crc32(rows[a:b].data) for a, b in pairwise(cuts)]
     return crcs

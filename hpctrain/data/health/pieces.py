@@ -1,12 +1,12 @@
 """A file cut into pieces for its checksums: that of the file, and those of plain blocks."""
 
 import threading
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.crc import combine
 from hpctrain.data.health.salvage import PIECE_BYTES, UNREADABLE, ShardBlocks, runs
 from hpctrain.units import KIB
@@ -53,12 +53,12 @@ def read_piece(blocks: ShardBlocks, local: threading.local, piece: Piece) -> Rea
             return Read(None, [None] * len(piece.blocks))
         return Read(None, [block_crc(blocks, piece.field, block) for block in piece.blocks])
     if piece.field is None:
-        return Read(zlib.crc32(data), [])
+        return Read(crc32(data), [])
     edges = blocks.bounds(piece.field)[piece.blocks.start : piece.blocks.stop + 1]
     cuts = ((edges - edges[0]) * blocks.row_bytes(piece.field)).tolist()
-    crcs = [zlib.crc32(data[start:stop]) for start, stop in pairwise(cuts)]
+    crcs = [crc32(data[start:stop]) for start, stop in pairwise(cuts)]
     if num_bytes < _WORTH_COMBINING * len(crcs):
-        return Read(zlib.crc32(data), [*crcs])
+        return Read(crc32(data), [*crcs])
     sized = zip(crcs, (stop - start for start, stop in pairwise(cuts)), strict=True)
     return Read(reduce(lambda whole, block: combine(whole, *block), sized, 0), [*crcs])
 
@@ -66,7 +66,7 @@ def read_piece(blocks: ShardBlocks, local: threading.local, piece: Piece) -> Rea
 def block_crc(blocks: ShardBlocks, name: str, block: int) -> int | None:
     """Return the crc32 of the decoded bytes of a block; None where it cannot be read."""
     try:
-        return zlib.crc32(blocks.read(name, block, block + 1).data)
+        return crc32(blocks.read(name, block, block + 1).data)
     except UNREADABLE:
         return None
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.layout import FORMAT, Field, Manifest, Place, Shard
 from hpctrain.data.format.part import raw_offset
 from hpctrain.data.health.salvage import UNREADABLE
@@ -137,14 +137,14 @@ def _place(file: Any, name: str, field: Field, num_samples: int, num_blocks: int
         if offsets[0] or np.any(np.diff(offsets.astype(np.int64)) < 0):
             raise DataError(f"the index of field {name} does not grow from 0")
         index_offset, num_rows = raw_offset(index, num_bytes), int(offsets[-1])
-        index_crc32 = zlib.crc32(offsets.data)
+        index_crc32 = crc32(offsets.data)
     data, crcs = file[f"data/{name}"], file[f"crc/{name}"]
     _expect(data, (num_samples if num_rows is None else num_rows, *field.shape), field.dtype)
     _expect(crcs, (num_blocks,), "<u4")
     return Place(
         offset=raw_offset(data, num_bytes),
         crc_offset=raw_offset(crcs, num_bytes),
-        crc32=zlib.crc32(crcs[:].data),
+        crc32=crc32(crcs[:].data),
         index_offset=index_offset,
         index_crc32=index_crc32,
         num_rows=num_rows,

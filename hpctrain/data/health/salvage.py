@@ -7,7 +7,6 @@ asked only where the manifest knows no offset, as damaged metadata can lead it a
 
 import errno
 import os
-import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.errors import DataError
 from hpctrain.units import MIB
@@ -152,7 +152,7 @@ class ShardBlocks:
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
         offsets = self._array(f"index/{name}", place.index_offset, shape, "<u8")
-        if zlib.crc32(offsets.data) != place.index_crc32:
+        if crc32(offsets.data) != place.index_crc32:
             raise DataError("it has the wrong crc32")
         return offsets.astype(np.int64)
 

@@ -17,6 +17,8 @@ from hpctrain.units import MIB
 
 PART_BYTES = MIB
 """Small batches are read together up to this size: a read costs as much as many samples."""
+PART_BYTES_OF_THREAD = 4 * MIB
+"""The same where a thread reads them: to hand them over costs as well."""
 MOST_TOGETHER = 64
 """At most so many steps."""
 
@@ -77,9 +79,9 @@ class Reading:
         return Batch(fields, size, num_repeated)
 
 
-def num_together(batch_bytes: float, *, most: int) -> int:
+def num_together(batch_bytes: float, part_bytes: int, *, most: int) -> int:
     """Return how many steps to read at once."""
-    return max(1, min(most, int(PART_BYTES / max(1.0, batch_bytes))))
+    return max(1, min(most, int(part_bytes / max(1.0, batch_bytes))))
 
 
 def _cuts(values: Values, sizes: list[int]) -> Iterator[Values]:

@@ -3,7 +3,7 @@
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
-from hpctrain.data.reading.shard import OpenShard
+from hpctrain.data.reading.shard import OpenShard, Pieces
 from hpctrain.data.reading.shardfile import IO
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
 
 _FIRST_TRIES = 64
+_AHEAD_THREADS = 2
+"""That read ahead: one looks at what it has read while the other one waits for the disk."""
 
 
 class ReadableShard(Protocol):
@@ -41,8 +43,8 @@ class ReadableShard(Protocol):
     ) -> None:
         """Copy samples of a ragged field."""
 
-    def will_need(self, rows: Array, *, whole_blocks: bool = True) -> None:
-        """Bring samples into memory."""
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+        """Return what brings samples into memory."""
 
     def close(self) -> None:
         """Free what is open."""
@@ -112,12 +114,16 @@ class Handles:
             self.is_in_memory = self.stitched.is_in_memory()
         return self.stitched is not None and self.is_in_memory
 
-    def in_background(self, work: Callable[[], None]) -> None:
-        """Do some work in a thread of its own, one piece after another."""
+    def in_background(self, pieces: Iterable[Callable[[], None]]) -> None:
+        """Do all of some work in threads of their own, in order."""
         with self._lock:
             if self._ahead is None:
-                self._ahead = ThreadPoolExecutor(1, thread_name_prefix="hpctrain-ahead")
-        self._ahead.submit(work)
+                self._ahead = ThreadPoolExecutor(_AHEAD_THREADS, "hpctrain-ahead")
+        for piece in pieces:
+            try:
+                self._ahead.submit(piece)
+            except RuntimeError:  # the interpreter ends; still, somebody may wait for it
+                piece()
 
     def _stitch(self) -> None:
         """Join all shards to one array, now and then tried: once all are open and in memory."""

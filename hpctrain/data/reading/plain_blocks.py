@@ -2,17 +2,23 @@
 
 import os
 import threading
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
+from hpctrain.data.reading.ahead import runs_of
 from hpctrain.data.reading.direct import read_into
 from hpctrain.data.reading.values import Array
+from hpctrain.units import MIB
 
 Read = Callable[[int, int], memoryview]
 """Gives the bytes ``[begin, end)`` of a field; valid until the same thread asks again."""
+
+READ_BYTES = 2 * MIB
+"""What a disk is best asked for at once: more falls out of the caches before it is looked at."""
 
 _SCRATCH = threading.local()
 
@@ -31,19 +37,37 @@ class PlainBlocks:
         self._edges, self._crcs, self._read = edges, crcs, read
 
     def wrong(self, blocks: Array) -> list[int]:
-        """Return which of these blocks cannot be read, or have another crc32."""
-        columns = blocks, self._edges[blocks], self._edges[blocks + 1], self._crcs[blocks]
-        return [
-            block
-            for block, begin, end, crc in zip(*(c.tolist() for c in columns), strict=True)
-            if not self._is_right(begin, end, crc)
-        ]
+        """Return which of these blocks cannot be read, or have another crc32.
 
-    def _is_right(self, begin: int, end: int, crc: int) -> bool:
+        Neighbours are read by one call.
+        """
+        return [block for run in self._runs(blocks) for block in self._wrong_of(run)]
+
+    def _runs(self, blocks: Array) -> Iterator[range]:
+        """Cut blocks into runs of neighbours, of about as many bytes as are best read at once."""
+        if not len(blocks):
+            return
+        starts, stops = runs_of(blocks)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            num_bytes = int(self._edges[stop] - self._edges[start])
+            length = max(1, READ_BYTES * (stop - start) // max(1, num_bytes))
+            for first in range(start, stop, length):
+                yield range(first, min(first + length, stop))
+
+    def _wrong_of(self, run: range) -> list[int]:
+        edges = self._edges[run.start : run.stop + 1].tolist()
         try:
-            return zlib.crc32(self._read(begin, end)) == crc
+            data = self._read(edges[0], edges[-1])
         except OSError:
-            return False
+            return (
+                [run[0]]
+                if len(run) == 1
+                else [b for one in run for b in self._wrong_of(range(one, one + 1))]
+            )
+        base = edges[0]
+        crcs = self._crcs[run.start : run.stop].tolist()
+        pieces = zip(run, pairwise(edges), crcs, strict=True)
+        return [block for block, (a, b), crc in pieces if crc32(data[a - base : b - base]) != crc]
 
 
 def from_memory(values: NDArray[np.uint8]) -> Read:

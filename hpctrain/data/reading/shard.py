@@ -1,8 +1,9 @@
 """One shard opened for reading: its samples, or an error that says which cannot be had."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,14 +14,17 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.ahead import advise, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.plain_blocks import READ_BYTES
 from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardFile
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
 from hpctrain.units import MIB
 
-_AHEAD_BYTES = 32 * MIB
-"""Of blocks that are on their way while others are checked."""
+_SOON = 2
+"""Pieces between asking for blocks and reading them, one for each thread that reads ahead."""
+
+Pieces = Sequence[Callable[[], None]]
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -95,7 +99,9 @@ class OpenShard:
         if file.all_checked and not again:
             return
         blocks = np.unique(rows // self._manifest.block_size)
-        blocks = blocks if again else blocks[~file.checked[blocks]]
+        if not again:
+            file.arrivals.wait_for(blocks)
+            blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
         # Other threads look meanwhile: what is wrong must not count as checked at any time.
         file.checked[wrong] = False
@@ -150,33 +156,45 @@ class OpenShard:
 
         self._read(rows, copy)
 
-    def will_need(self, rows: Array, *, whole_blocks: bool = True) -> None:
-        """Bring samples into memory, and return when they are there or on their way.
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+        """Return what brings samples into memory: pieces of work for several threads, in order.
+
+        Every piece must be done: from now on, whoever takes samples waits for the blocks.
 
         Args:
             rows: samples, numbered from the start of this shard, in any order.
             whole_blocks: bring the whole of their blocks, and check those that are new. What is
                 wrong is left to whoever takes samples of it.
+            wait: for all the blocks; else only for those that are being read.
         """
         if self.file.in_memory or not len(rows):
-            return
+            return []
         if not whole_blocks:
-            self._advise(*runs_of(np.unique(rows)))
-            return
-        size = self._manifest.block_size
+            return [lambda: self._advise(*runs_of(np.unique(rows)))]
+        file, size = self.file, self._manifest.block_size
         blocks = np.unique(rows // size)
+        is_new = ~file.checked[blocks]
+        old, new = blocks[~is_new], blocks[is_new]
+        if wait:
+            file.arrivals.expect(new)
         block_bytes = max(1, size * self._shard.num_bytes // self._shard.num_samples)
-        num_groups = min(len(blocks), -(-len(blocks) * block_bytes // _AHEAD_BYTES))
-        groups = np.array_split(blocks, num_groups)
-        for group, after in zip(groups, [*groups[1:], None], strict=True):
-            if group is groups[0]:
-                self._advise_blocks(group)
-            if after is not None:
-                self._advise_blocks(after)  # while these are checked
-            file = self.file
-            new = group[~file.checked[group]]
-            wrong = file.wrong_blocks(new)
-            file.checked[np.setdiff1d(new, wrong)] = True
+        at_once = max(1, READ_BYTES // block_bytes)
+        parts = [new[first : first + at_once] for first in range(0, len(new), at_once)]
+        # Of blocks that lie apart, the disk has many to find at the same time.
+        lie_apart = len(parts) and len(runs_of(new)[0]) * MIB > len(new) * block_bytes
+        soon = [*parts[_SOON:], *[new[:0]] * _SOON] if lie_apart else [new[:0]] * len(parts)
+        return [
+            partial(self._bring, file, part, after)
+            for part, after in [(new[:0], old), *zip(parts, soon, strict=False)]
+        ]
+
+    def _bring(self, file: ShardFile, blocks: Array, soon: Array) -> None:
+        """Read and check blocks, while others are on their way."""
+        try:
+            if len(soon):
+                self._advise_blocks(soon)
+        finally:
+            file.bring(blocks)
 
     def _advise_blocks(self, blocks: Array) -> None:
         size = self._manifest.block_size

@@ -1,7 +1,6 @@
 """The file of one shard, open: its values, its checksums and what has been checked of it."""
 
 import os
-import zlib
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +9,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import Field, Manifest, Place
+from hpctrain.data.reading.arrivals import Arrivals
 from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_for
 from hpctrain.data.reading.direct import read_at
 from hpctrain.data.reading.hdf5 import HDF5Values, open_hdf5
@@ -48,6 +49,7 @@ class ShardFile:
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
+        self.arrivals = Arrivals(len(self.checked))
         self.is_replaced = False
         """Whether the file was opened anew, as another object."""
         self._hdf5: Any = None
@@ -96,6 +98,15 @@ class ShardFile:
             wrong.update(block for block in blocks.tolist() if self.problem(block))
         return sorted(wrong)
 
+    def bring(self, blocks: Array) -> None:
+        """Read and check blocks, unless that was done; what is wrong stays unchecked."""
+        self.arrivals.expect(blocks)
+        try:
+            new = blocks[~self.checked[blocks]]
+            self.checked[np.setdiff1d(new, self.wrong_blocks(new))] = True
+        finally:
+            self.arrivals.arrived(blocks)
+
     def rows_of(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
         """Return which rows of a field are the samples ``[starts[i], stops[i])``."""
         index = self.indices.get(name)
@@ -112,7 +123,7 @@ class ShardFile:
                 rows = values.between(begin, end)
             except UNREADABLE as error:
                 return f"block {block} of field {name} cannot be read ({_first_line(error)})"
-            if zlib.crc32(rows.data) != self.crcs[name][block]:
+            if crc32(rows.data) != self.crcs[name][block]:
                 return f"block {block} of field {name} has the wrong crc32"
         return None
 
@@ -185,8 +196,8 @@ class ShardFile:
         self._check_table(f"index/{name}", index, place.index_crc32)
         return index.view(np.int64)
 
-    def _check_table(self, what: str, table: NDArray[Any], crc32: int | None) -> None:
-        if zlib.crc32(table.data) != crc32:
+    def _check_table(self, what: str, table: NDArray[Any], want: int | None) -> None:
+        if crc32(table.data) != want:
             raise ValueError(
                 f"it is not the file that its manifest describes: /{what} has the wrong crc32"
             )

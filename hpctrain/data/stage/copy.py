@@ -3,7 +3,6 @@
 import errno
 import os
 import time
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checksum import crc32
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.health.pieces import Piece, cut
@@ -139,7 +139,7 @@ class Copier:
             data = blocks.read_bytes(start, stop)
             for number in run.tolist():
                 first, last = (offset + int(edge) - start for edge in edges[number : number + 2])
-                if zlib.crc32(data[first:last]) != work.tables[name][number]:
+                if crc32(data[first:last]) != work.tables[name][number]:
                     why = f"block {number} of field {name} has the wrong crc32"
                     raise self._damaged(blocks.index, why, *blocks.samples(number, number + 1))
             work.mine.num_bytes += len(data)
@@ -224,14 +224,14 @@ def rank_of(part: int, shard: int, size: int) -> int:
 def _tables(blocks: ShardBlocks) -> dict[str, NDArray[Any]]:
     tables = {name: blocks.table(name) for name in blocks.manifest.fields}
     for name, table in tables.items():
-        if zlib.crc32(table.data) != blocks.shard.places[name].crc32:
+        if crc32(table.data) != blocks.shard.places[name].crc32:
             raise DataError(f"the checksums of field {name} are damaged")
     return tables
 
 
 def _copy_bytes(blocks: ShardBlocks, piece: Piece, work: _Work) -> None:
     data = blocks.read_bytes(piece.start, piece.stop)
-    work.mine.crc32 = combine(work.mine.crc32, zlib.crc32(data), len(data))
+    work.mine.crc32 = combine(work.mine.crc32, crc32(data), len(data))
     work.mine.num_bytes += len(data)
     _write(work.target, data, piece.start)
 

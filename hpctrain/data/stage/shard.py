@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.handles import ReadableShard
-from hpctrain.data.reading.shard import OpenShard
+from hpctrain.data.reading.shard import OpenShard, Pieces
 from hpctrain.data.reading.shardfile import IO
 from hpctrain.data.reading.values import Array
 from hpctrain.data.stage.directory import StageDirectory
@@ -117,10 +117,13 @@ class PartialShard:
         for shard, here in self._parts(rows):
             shard.gather_ragged(name, rows[here], out, starts[here])
 
-    def will_need(self, rows: Array, *, whole_blocks: bool = True) -> None:
-        """Ask the system to bring samples into memory."""
-        for shard, here in self._parts(rows):
-            shard.will_need(rows[here], whole_blocks=whole_blocks)
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+        """Return what brings samples into memory."""
+        return [
+            piece
+            for shard, here in self._parts(rows)
+            for piece in shard.coming(rows[here], whole_blocks=whole_blocks, wait=wait)
+        ]
 
     def close(self) -> None:
         """Close both files."""
