@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hpctrain.data.batch import Batch
-from hpctrain.data.loading.batches import (
-    MOST_TOGETHER,
-    PART_BYTES,
-    PART_BYTES_OF_THREAD,
-    Reading,
-    num_together,
-)
+from hpctrain.data.loading.batches import Reading
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
+from hpctrain.data.loading.pace import Pace
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.prefetch import prefetched
 from hpctrain.data.loading.skipped import Skipped
@@ -215,28 +210,20 @@ class Loader:
 
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
-        batch_bytes = self.dataset.sample_bytes * self.global_batch / self.size
-        # A thread costs more than the copy that it would hide, and more buffers than one fall
-        # out of the caches.
-        is_copy = self.dataset.in_memory and not (self.transform or self.pin_memory)
-        part_bytes = PART_BYTES if is_copy else PART_BYTES_OF_THREAD
-        # A transform has the threads for each batch, a small batch is read with others.
-        most = 1 if self.transform else MOST_TOGETHER
-        together = num_together(batch_bytes, part_bytes, most=most)
-        threads, depth = self.threads, max(self.threads, -(-self.prefetch // together))
-        if together == 1:
-            depth = self.prefetch
+        pace = Pace.of(
+            self.dataset.sample_bytes * self.global_batch / self.size,
+            threads=self.threads,
+            prefetch=self.prefetch,
+            workers=self.workers,
+            is_copy=self.dataset.in_memory and not (self.transform or self.pin_memory),
+            has_transform=self.transform is not None,
+        )
         if self.workers:
             self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
-            # A thread waits for a worker; each worker has its next batch waiting.
-            together, threads = 1, max(self.prefetch, 2 * self.workers)
-            depth = threads
-        elif is_copy:
-            depth = 0
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(
             dataset=self.dataset,
-            steps=Steps(order, cut, together, depth),
+            steps=Steps(order, cut, pace.together, pace.depth),
             skipped=self._skipped,
             seed=self.seed,
             epoch=self.epoch,
@@ -246,7 +233,7 @@ class Loader:
             is_pinned=self.pin_memory,
         )
         numbers = range(len(reading.steps))
-        return prefetched(reading.read, numbers, threads=threads, depth=depth)
+        return prefetched(reading.read, numbers, threads=pace.threads, depth=pace.depth)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.

@@ -1,8 +1,7 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,7 +19,7 @@ from hpctrain.data.reading.gathering import Part, gather, gather_ragged, split
 from hpctrain.data.reading.handles import Handles, Opener
 from hpctrain.data.reading.picked import Picked
 from hpctrain.data.reading.shard import OpenShard, check_file
-from hpctrain.data.reading.shardfile import IO, UNREADABLE
+from hpctrain.data.reading.shardfile import IO
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError, MismatchError
 from hpctrain.units import GIB
@@ -213,7 +212,10 @@ class ShardedDataset:
         handles = self._handles()
         if not handles.is_in_memory:
             wanted = self._in_range(indices)
-            handles.in_background(self._coming(handles, wanted))
+            # A batch that can be had soon is not kept waiting for gigabytes of others.
+            wait = len(wanted) * self.sample_bytes <= _WAIT_BYTES
+            parts = split(wanted, self._starts)
+            handles.bring(parts, whole_blocks=self._verify != "off", wait=wait)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample; slow, ``take`` many at once.
@@ -273,15 +275,6 @@ class ShardedDataset:
                 shard.check_blocks(rows[:0], again=False)
             else:
                 shard.check_blocks(rows, again=self._verify == "always")
-
-    def _coming(self, handles: Handles, wanted: Array) -> Iterator[Callable[[], None]]:
-        # A batch that can be had soon is not kept waiting for gigabytes of others.
-        wait = len(wanted) * self.sample_bytes <= _WAIT_BYTES
-        for home, rows, _ in split(wanted, self._starts):
-            # Whatever is wrong with a shard is told by the one who takes samples from it.
-            with suppress(DataError, *UNREADABLE):
-                shard, checks = handles.shard(home), self._verify != "off"
-                yield from shard.coming(rows, whole_blocks=checks, wait=wait)
 
     def _num_rows(self, name: str) -> int:
         if not self.fields[name].ragged:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.batches import PART_BYTES_OF_THREAD, num_together
+from hpctrain.data.loading.pace import Pace
 from hpctrain.data.loading.steps import share
 from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.ragged import Ragged
@@ -128,7 +128,7 @@ def test_what_is_read_was_asked_for_once():
         asked = np.concatenate(dataset.asked).tolist()
         assert len(set(asked)) == len(asked)
         # What comes first of single samples is read at once, four of each step.
-        first = 4 * num_together(4 * sample_bytes, PART_BYTES_OF_THREAD, most=99)
+        first = 4 * Pace.of(4 * sample_bytes, threads=4, prefetch=4).together
         assert len(taken - set(asked)) <= (first if "order" in order else 0)
 
 

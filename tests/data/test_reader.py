@@ -165,49 +165,6 @@ def test_looking_ahead_changes_nothing_and_fails_nowhere(tmp_path):
         other.take([40])
 
 
-@pytest.fixture
-def on_disk(directory):
-    """Open the first shard, of 40 samples in blocks of 7, as from a slow disk."""
-    opened = OpenShard(directory, Manifest.read(directory), 0, io="read")
-    opened.file.in_memory = False
-    return opened
-
-
-@pytest.mark.parametrize("at_once", [1, 10**9])
-def test_blocks_of_any_size_are_brought_ahead(on_disk, monkeypatch, at_once):
-    monkeypatch.setattr("hpctrain.data.reading.shard.READ_BYTES", at_once)
-    monkeypatch.setattr("hpctrain.data.reading.plain_blocks.READ_BYTES", at_once)
-    for piece in on_disk.coming(np.array([39, 3, 20])):
-        piece()
-    assert np.flatnonzero(on_disk.file.checked).tolist() == [0, 2, 5]
-
-
-def test_what_is_on_its_way_is_waited_for_and_read_once(on_disk, monkeypatch):
-    read = []
-    wrong_blocks = on_disk.file.wrong_blocks
-    monkeypatch.setattr(
-        on_disk.file, "wrong_blocks", lambda blocks: read.extend(blocks) or wrong_blocks(blocks)
-    )
-    pieces = on_disk.coming(np.arange(30))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(on_disk.check_blocks, np.arange(40), again=False)
-        with pytest.raises(TimeoutError):
-            waiting.result(timeout=0.1)
-        for piece in pieces:
-            piece()
-        waiting.result()
-    assert sorted(read) == [0, 1, 2, 3, 4, 5]
-
-
-def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(on_disk):
-    on_disk.file.crcs["number"][2] ^= 1
-    for piece in on_disk.coming(np.arange(40)):
-        piece()
-    assert np.flatnonzero(~on_disk.file.checked).tolist() == [2]
-    on_disk.check_blocks(np.arange(40), again=False)  # reads anew what was wrong
-    assert on_disk.file.checked.all()
-
-
 def descriptors():
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 

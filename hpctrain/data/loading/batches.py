@@ -13,14 +13,6 @@ from hpctrain.data.pool import DecodePool
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Samples, Values
 from hpctrain.data.transform import Transform, apply
-from hpctrain.units import MIB
-
-PART_BYTES = MIB
-"""Small batches are read together up to this size: a read costs as much as many samples."""
-PART_BYTES_OF_THREAD = 4 * MIB
-"""The same where a thread reads them: to hand them over costs as well."""
-MOST_TOGETHER = 64
-"""At most so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +69,6 @@ class Reading:
         if self.is_pinned:
             fields = pinned(fields)
         return Batch(fields, size, num_repeated)
-
-
-def num_together(batch_bytes: float, part_bytes: int, *, most: int) -> int:
-    """Return how many steps to read at once."""
-    return max(1, min(most, int(part_bytes / max(1.0, batch_bytes))))
 
 
 def _cuts(values: Values, sizes: list[int]) -> Iterator[Values]:

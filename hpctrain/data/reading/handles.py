@@ -5,6 +5,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.shard import OpenShard, Pieces
-from hpctrain.data.reading.shardfile import IO
+from hpctrain.data.reading.shardfile import IO, UNREADABLE
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
+from hpctrain.errors import DataError
 
 _FIRST_TRIES = 64
 _AHEAD_THREADS = 2
@@ -114,16 +116,31 @@ class Handles:
             self.is_in_memory = self.stitched.is_in_memory()
         return self.stitched is not None and self.is_in_memory
 
-    def in_background(self, pieces: Iterable[Callable[[], None]]) -> None:
-        """Do all of some work in threads of their own, in order."""
+    def bring(
+        self, parts: Iterable[tuple[int, Array, Any]], *, whole_blocks: bool, wait: bool
+    ) -> None:
+        """Begin to bring samples into memory, in threads of their own.
+
+        Args:
+            parts: of some shards, the number, rows in it, and whatever.
+            whole_blocks: as for ``OpenShard.coming``.
+            wait: likewise.
+        """
         with self._lock:
             if self._ahead is None:
                 self._ahead = ThreadPoolExecutor(_AHEAD_THREADS, "hpctrain-ahead")
-        for piece in pieces:
-            try:
-                self._ahead.submit(piece)
-            except RuntimeError:  # the interpreter ends; still, somebody may wait for it
-                piece()
+        for home, rows, _ in parts:
+            # Whatever is wrong with a shard is told by the one who takes samples from it.
+            with suppress(DataError, *UNREADABLE):
+                for piece in self.shard(home).coming(rows, whole_blocks=whole_blocks, wait=wait):
+                    self._submit(self._ahead, piece)
+
+    @staticmethod
+    def _submit(pool: ThreadPoolExecutor, piece: Callable[[], None]) -> None:
+        try:
+            pool.submit(piece)
+        except RuntimeError:  # the interpreter ends; still, somebody may wait for it
+            piece()
 
     def _stitch(self) -> None:
         """Join all shards to one array, now and then tried: once all are open and in memory."""
