@@ -6,6 +6,7 @@ Their index, ``.metadata``, is a pickle: only the classes that torch writes ther
 import io
 import math
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +68,19 @@ def read(directory: Path) -> dict[str, Any]:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"{DCP_INDEX} names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enumeration: Python 3.11.2 pickles one as a call of getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{DCP_INDEX} asks for {name!r} of {kind!r}")
+    return kind[name]
 
 
 def _index(directory: Path) -> dcp.Metadata:

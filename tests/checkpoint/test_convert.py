@@ -103,6 +103,16 @@ def test_a_hostile_index_of_dcp_is_an_error(tmp_path, change):
         read_foreign(out)
 
 
+def test_an_index_of_dcp_reaches_no_attribute_but_members_of_enumerations(tmp_path):
+    out = tmp_path / "x"
+    export({"w": torch.zeros(4)}, out, "dcp")
+    here = b"torch.distributed.checkpoint.metadata"
+    call = b"cbuiltins\ngetattr\n(c" + here + b"\nMetadata\nV__init__\ntR."
+    (out / ".metadata").write_bytes(call)
+    with pytest.raises(CheckpointError, match="asks for '__init__'"):
+        read_foreign(out)
+
+
 def test_what_is_no_state_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="there is no"):
         read_foreign(tmp_path / "x.safetensors")
