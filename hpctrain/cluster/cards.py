@@ -8,8 +8,13 @@ CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:
     """Count the fast network cards with a live port; a host without one counts as 1 (Ethernet)."""
+    return max(1, len(live_cards(classes)))
+
+
+def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
+    """List the folders of the fast network cards with a live port, by name."""
     cards = [card for folder in classes if folder.exists() for card in folder.iterdir()]
-    return max(1, sum(map(_is_live, cards)))
+    return sorted(filter(_is_live, cards))
 
 
 def _is_live(card: Path) -> bool:

@@ -169,6 +169,24 @@ def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: text for name, text in environ.items() if name.startswith(TUNING)}
 
 
+def ranks_of_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
+    """Return the ranks of each node, in order; None where the launcher does not say it of all."""
+    environ = os.environ if environ is None else environ
+    found = launched(environ)
+    if found is None:
+        return (1,)
+    if found.local_size == found.size:
+        return (found.size,)
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "") if found.name == "srun" else ""
+    nodes: list[int] = []
+    for group in text.split(",") if text else ():
+        ranks, _, times = group.rstrip(")").partition("(x")  # 2(x3): three nodes of two
+        if not (ranks.isdigit() and (times.isdigit() or not times)):
+            return None
+        nodes += [int(ranks)] * int(times or 1)
+    return tuple(nodes) if sum(nodes) == found.size else None
+
+
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     """Return the first name that is set to a number."""
     return next((name for name in names if environ.get(name, "").isdigit()), None)

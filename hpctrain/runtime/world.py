@@ -11,7 +11,8 @@ import torch
 from hpctrain import config, logs
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import Connection, connect, find_world
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.observed import observed
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.statistics import Statistics, wanted_statistics

@@ -5,7 +5,8 @@ from collections.abc import Generator
 import pytest
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import Connection, connect, find_world
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.joining import find_world
 from hpctrain.config import Settings
 
 PATHS = {

@@ -5,7 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.ops import Op
 from hpctrain.config import Settings
 from hpctrain.errors import CommError, MismatchError

@@ -8,7 +8,8 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.config import Settings
 from tests.comm.conftest import close
 

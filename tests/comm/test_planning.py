@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hpctrain import config
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.plan_file import StoredPlan
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.choice import SIZES
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.probe import Stopwatch, measure
 from hpctrain.comm.watch import Watch
 from hpctrain.config import Settings

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.slices import ALIGN, slice_bounds
 from hpctrain.config import Settings
 from hpctrain.errors import NodeMemoryError

