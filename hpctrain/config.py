@@ -155,15 +155,9 @@ def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
     return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
 
 
-def job_end(environ: Mapping[str, str] | None = None) -> float | None:
-    """Return when Slurm ends this job, in seconds since 1970; None where it does not say."""
-    environ = os.environ if environ is None else environ
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() else None
-
-
-_FOR_TOOLS = ("REQUIRE", "TEST_HANG_S")
-"""Names under our prefix that other parts read: the test suite's, never an unknown setting."""
+_FOR_TOOLS = ("REQUIRE", "TEST_HANG_S", "SITE")
+"""Names under our prefix that other parts read: the test suite's and the batch scripts', never
+an unknown setting."""
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:

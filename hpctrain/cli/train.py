@@ -1,5 +1,6 @@
 """``hpctrain train``: a run from a TOML file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -61,34 +62,49 @@ def train(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
-    from hpctrain.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
-
     if init:
         _init(config)
-        return
-    if config is None and key is None:
+    elif key is not None:
+        _explain(key, config, overrides or ())
+    elif config is None:
         raise ConfigError(
             "a run needs a configuration: hpctrain train CONFIG.toml; "
             "hpctrain train my.toml --init writes one with every key"
         )
-    environment = given()
-    loaded = load(config, overrides or (), environment)
-    if key is not None:
-        from hpctrain.train.explain import explain  # noqa: PLC0415
+    else:
+        code = _run(config, overrides or (), dry_run=dry_run, resume=resume, force=force)
+        if code:
+            raise typer.Exit(code)
 
-        rows = explain(key, loaded)
-        width = max(len(name) for name, _ in rows)
-        typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in rows))
-        return
-    from hpctrain.train.run import How, run  # noqa: PLC0415
 
-    code = run(loaded, environment, How(dry_run=dry_run, resume=resume, force=force))
-    if code:
-        raise typer.Exit(code)
+def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
+    from hpctrain.comm.joining import doubt  # noqa: PLC0415
+    from hpctrain.runtime.stopping import held_back  # noqa: PLC0415
+
+    # torch takes seconds to load: a launch that cannot work ends before, and a request to stop
+    # that comes meanwhile is not lost.
+    doubt()
+    with held_back():
+        from hpctrain.config import given  # noqa: PLC0415
+        from hpctrain.train.load import load  # noqa: PLC0415
+        from hpctrain.train.run import How, run  # noqa: PLC0415
+
+        environment = given()
+        return run(load(config, overrides, environment), environment, How(**how))
+
+
+def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
+    from hpctrain.config import given  # noqa: PLC0415
+    from hpctrain.train.explain import explain  # noqa: PLC0415
+    from hpctrain.train.load import load  # noqa: PLC0415
+
+    rows = explain(key, load(config, overrides, given()))
+    width = max(len(name) for name, _ in rows)
+    typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in rows))
 
 
 def _init(path: Path | None) -> None:
+    from hpctrain.train import trial  # noqa: PLC0415
     from hpctrain.train.template import render  # noqa: PLC0415
 
     if path is None:
@@ -97,12 +113,12 @@ def _init(path: Path | None) -> None:
         )
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(render())
+            file.write(render(trial.config()))
     except FileExistsError:
         raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     typer.echo(
-        f"{path} has every key with its default; set model.target and data.target, then: "
-        f"hpctrain train {path}"
+        f"{path} has every key; as it is, it trains a small made-up problem: "
+        f"hpctrain train {path}; then put your own model.target and data.target in"
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.loading.arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.batches import Reading
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
 from hpctrain.data.loading.pace import Pace
@@ -60,6 +61,9 @@ class Loader:
     """``global``: any sample can come at any time. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: as they lie on disk. ``auto``: global
     for samples of 100 kB and for a data set that stays in memory, else window."""
+    micro_shards: int | None = None
+    """Fixed parts of a global batch, at least as many as ranks, of which each rank gets some in a
+    row, so that the parts do not depend on the number of ranks; None for one part per rank."""
     tail: Tail = "short"
     """The last samples make a ``short`` step, are left out: ``drop``, or are filled up from the
     start of the epoch: ``wrap``, where ``num_repeated`` of a batch tells how many."""
@@ -85,6 +89,8 @@ class Loader:
     """The epoch of the next batch."""
     consumed: int = field(default=0, init=False)
     """Samples of this epoch that were delivered, on all ranks together."""
+    step_samples: int = field(default=0, init=False)
+    """Samples of the step that was delivered last, on all ranks together, repeated ones apart."""
     _ordering: Ordering = field(init=False, repr=False)
     _skipped: Skipped = field(init=False, repr=False)
     _pool: DecodePool | None = field(default=None, init=False, repr=False)
@@ -94,16 +100,23 @@ class Loader:
         """Check the arguments."""
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
-        self._check_numbers()
-        _check_choice("tail", self.tail, "short", "drop", "wrap")
-        _check_choice("ragged", self.ragged, "packed", "padded")
-        _check_choice("on_corrupt", self.on_corrupt, "raise", "skip")
+        check_numbers(
+            {name: getattr(self, name) for name in ("global_batch", "threads", "prefetch")},
+            workers=self.workers,
+            rank=self.rank,
+            size=self.size,
+        )
+        check_choice("tail", self.tail, "short", "drop", "wrap")
+        check_choice("ragged", self.ragged, "packed", "padded")
+        check_choice("on_corrupt", self.on_corrupt, "raise", "skip")
+        skips = self.on_corrupt == "skip"
+        check_micro_shards(self.micro_shards, size=self.size, tail=self.tail, skips=skips)
         if not len(self):
             raise DataError(
                 f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
                 f"of {self.global_batch}; use tail='short', a smaller batch or other data"
             )
-        if self.on_corrupt == "skip" and self.size > 1 and self.comm is None:
+        if skips and self.size > 1 and self.comm is None:
             raise DataError('on_corrupt="skip" needs comm: all ranks must skip the same samples')
         if self.pin_memory and not torch.cuda.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
@@ -164,7 +177,8 @@ class Loader:
                     if left_out := self._leave_out(failures(error, self.comm)):
                         break
                     assert isinstance(batch, Batch)
-                    self.consumed = min(self.consumed + self.global_batch, len(self.dataset))
+                    end = min(self.consumed + self.global_batch, len(self.dataset))
+                    self.step_samples, self.consumed = end - self.consumed, end
                     # Nothing here keeps it: once the consumer drops it, its memory is free for
                     # the next one.
                     given = [batch]
@@ -199,6 +213,7 @@ class Loader:
             tail=self.tail,
             rank=self.rank,
             size=self.size,
+            micro_shards=self.micro_shards,
         )
         if not len(cut):
             return
@@ -271,6 +286,7 @@ class Loader:
         return self.state_dict() | {
             "global_batch": self.global_batch,
             "tail": self.tail,
+            "micro_shards": self.micro_shards,
             "on_corrupt": self.on_corrupt,
         }
 
@@ -280,17 +296,3 @@ class Loader:
                 "a pass over a loader ends when another one begins, and with set_epoch and "
                 "load_state_dict; call iter() again, or use a loader for each pass"
             )
-
-    def _check_numbers(self) -> None:
-        for name in ("global_batch", "threads", "prefetch"):
-            if getattr(self, name) < 1:
-                raise DataError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.workers < 0:
-            raise DataError(f"workers is a number of processes or 0, got {self.workers}")
-        if not 0 <= self.rank < self.size:
-            raise DataError(f"rank must be in [0, size), got rank {self.rank} of {self.size}")
-
-
-def _check_choice(name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise DataError(f"{name} is one of {', '.join(choices)}, got {value!r}")

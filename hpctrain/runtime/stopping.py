@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -39,6 +40,19 @@ def deadline(
     if job_end is not None:
         ends.append(job_end - min(margin_s, max(0.0, 0.1 * (job_end - started))))
     return min(ends, default=None)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Keep a SIGUSR1 that comes in the block until ``StopRequests`` is entered there.
+
+    Before a program has its handlers, while it still imports, the signal would end it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StopRequests:
@@ -104,6 +118,7 @@ class StopRequests:
             taken = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
             self._start_watcher()
             self._before = {number: signal.signal(number, self._on_signal) for number in taken}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         return self
 
     def __exit__(

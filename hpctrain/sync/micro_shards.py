@@ -88,6 +88,24 @@ def aligned(tensor: Tensor) -> Tensor:
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+def aligned_parts(
+    batch: Any, num_samples: int, num_micro_shards: int, shards: range
+) -> Iterator[Any]:
+    """Yield the micro-shards of a rank that have samples, each as ``aligned_part`` copies it.
+
+    Args:
+        batch: samples ``sample_range(num_samples, num_micro_shards, shards)`` of a global batch.
+        num_samples: of the global batch.
+        num_micro_shards: of the global batch.
+        shards: numbers of the rank's.
+    """
+    start = sample_range(num_samples, num_micro_shards, shards).start
+    for shard in shards:
+        own = sample_range(num_samples, num_micro_shards, range(shard, shard + 1))
+        if own:
+            yield aligned_part(batch, slice(own.start - start, own.stop - start))
+
+
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch

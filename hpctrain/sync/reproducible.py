@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.logs import logger
 from hpctrain.sync.arithmetic import arithmetic
 from hpctrain.sync.fixed_tree import Node, push, sum_over_ranks
 from hpctrain.sync.micro_shards import (
@@ -79,7 +80,7 @@ class Reproducible:
             num_micro_shards: a power of two, at least the number of ranks. Another one changes
                 the result.
             seed: of the random numbers of forward and backward.
-            num_threads: threads of torch in this process from the first step on.
+            num_threads: threads of torch in this process from now on.
 
         Raises:
             ConfigError: an argument cannot be taken.
@@ -106,11 +107,17 @@ class Reproducible:
         ]
         self._flags = 0
         self._check_same()
+        torch.set_num_threads(num_threads)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the bits depend on beside model, data and settings, for the record of a run."""
+        """What the bits depend on beside model, data and settings."""
         return {"micro_shards": str(self._num_micro_shards), **arithmetic(self._num_threads)}
+
+    def describe(self) -> str:
+        """Say for people how steps are taken."""
+        number = self._num_micro_shards
+        return f"the same bits on up to {number} ranks, by {number} micro-shards of each batch"
 
     def step(
         self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
@@ -172,12 +179,19 @@ class Reproducible:
         self._flags = flags
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the random numbers are: the same on every rank."""
-        return {"next_step": self.next_step, "seed": self._seed}
+        """Return where the random numbers are, and the facts: the same on every rank."""
+        return {"next_step": self.next_step, "seed": self._seed, "facts": self.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the step and the seed of ``state_dict``."""
+        """Go on with the step and the seed of ``state_dict``; warn where facts have changed."""
         self.next_step, self._seed = state["next_step"], state["seed"]
+        changes = [
+            f"{name} was {state['facts'].get(name)}, is {fact}"
+            for name, fact in self.facts.items()
+            if state["facts"].get(name) != fact
+        ]
+        if changes and self._comm.rank == 0:
+            logger.warning(f"from here on the bits may be others: {'; '.join(changes)}")
 
     def _run(
         self,

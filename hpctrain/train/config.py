@@ -119,12 +119,46 @@ class TrainingConfig:
     """Samples of one step, over all ranks: the same training on any number of ranks."""
     clip_norm: float = 0.0
     """Largest norm of the averaged gradient; 0 does not clip."""
+    reproducible: bool = False
+    """The same bits on any number of ranks, on processors of one type: slower, as each rank takes
+    its micro-shards one after the other, on one thread."""
+    micro_shards: int = 0
+    """Equal parts of the global batch that reproducible fixes, for example for BatchNorm: a power
+    of two, and the most ranks that there can be; 0 takes the smallest for the ranks of the start.
+    Another number has other bits."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
         require(self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch)
         require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
+        require(
+            self.micro_shards >= 0 and self.micro_shards & (self.micro_shards - 1) == 0,
+            "train.micro_shards is a power of two, or 0",
+            self.micro_shards,
+        )
+        if self.reproducible:
+            self._check_micro_shards(self.micro_shards)
+
+    def micro_shards_on(self, num_ranks: int) -> int | None:
+        """Return the number of micro-shards of a run that begins on so many ranks.
+
+        Raises:
+            ConfigError: the global batch has not so many samples.
+        """
+        if not self.reproducible:
+            return None
+        found = self.micro_shards or 1 << (num_ranks - 1).bit_length()
+        self._check_micro_shards(found)
+        return found
+
+    def _check_micro_shards(self, number: int) -> None:
+        require(
+            self.global_batch >= number,
+            f"train.global_batch gives each of {number} micro-shards a sample, for "
+            f"train.reproducible = true",
+            self.global_batch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,13 +248,19 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
-        """Check name and seed."""
+        """Check name and seed, and what goes together."""
         require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
             "name is a plain word, the name of a folder",
             self.name,
         )
         require(0 <= self.seed < 2**63, "seed is between 0 and 2^63 - 1", self.seed)
+        require(
+            not self.train.reproducible or self.data.on_corrupt == "raise",
+            "data.on_corrupt is raise for train.reproducible = true: what is left out would move "
+            "the samples of a rank",
+            self.data.on_corrupt,
+        )
 
     @property
     def directory(self) -> Path:

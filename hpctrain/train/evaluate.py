@@ -1,10 +1,14 @@
 """How good the model is, exactly, on any number of ranks."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.sync.micro_shards import aligned_parts
 from hpctrain.train.task import Task
 
 
@@ -24,22 +28,42 @@ def evaluate(task: Task, comm: Communicator) -> Scores:
 
     Collective. Each sample counts once whatever the number of ranks; sums are float64, so counts
     of right answers are exact. Buffers such as running means become those of rank 0 first: every
-    rank must test the model that rank 0 saves.
+    rank must test the model that rank 0 saves. With reproducible steps all bits are the same on
+    any number of ranks.
     """
     for buffer in task.model.buffers():
         comm.broadcast_(buffer).wait()
     task.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
-    for batch in task.test:
-        if batch.num_samples:
-            inputs, labels = task.split(batch)
-            output = task.model(inputs)
-            loss = task.loss(output, labels).double() * batch.num_samples
-            metric = loss if task.metric is None else task.metric(output, labels).double().sum()
-            sums += torch.stack((loss, metric, torch.tensor(float(batch.num_samples))))
+    rows = []
+    for inputs, labels in _parts(task):
+        output = task.model(inputs)
+        loss = task.loss(output, labels).item() * len(inputs)
+        metric = loss if task.metric is None else task.metric(output, labels).double().sum().item()
+        rows.append((loss, metric, float(len(inputs))))
     task.model.train()
-    comm.allreduce_(sums).wait()
+    if task.steps is not None:
+        rows = [row for each in comm.allgather_object(rows) for row in each]
+    # Rounded once at the end, so that the order of the terms does not count.
+    sums = torch.tensor(
+        [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * 3, dtype=torch.float64
+    )
+    if task.steps is None:
+        comm.allreduce_(sums).wait()
     loss_sum, metric_sum, num_samples = sums.tolist()
     return Scores(
         loss=loss_sum / num_samples, metric=metric_sum / num_samples, num_samples=int(num_samples)
     )
+
+
+def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what this rank gives the model at once: its part of a batch, or a micro-shard."""
+    loader = task.test
+    for batch in loader:
+        values = task.split(batch)
+        if task.steps is not None:
+            assert loader.micro_shards is not None
+            yield from aligned_parts(
+                values, loader.step_samples, loader.micro_shards, task.steps.own
+            )
+        elif batch.num_samples:
+            yield values

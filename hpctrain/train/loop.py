@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.batch import Batch
+from hpctrain.sync.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.metrics import Metrics
@@ -76,18 +77,18 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
     boundary: Boundary,
 ) -> int:
     """Take one step, record it where that is due, and return the ranks' wishes."""
-    task, optimizer = state.task, state.task.optimizer
+    task, exchange = state.task, state.task.exchange
     lr = task.config.optimizer.lr * task.schedule(state.step)
-    for group in optimizer.param_groups:
+    for group in task.optimizer.param_groups:
         group["lr"] = lr
-    optimizer.raise_flags(boundary.wishes(state.step + 1))
+    exchange.raise_flags(boundary.wishes(state.step + 1))
     start = perf_counter()
-    loss = train_step(task, batch, comm.size)
+    loss, num_samples = train_step(task, batch, comm)
     state.tally.add(
         loss=loss,
-        num_samples=batch.num_samples,
+        num_samples=num_samples,
         work_s=perf_counter() - start,
-        communication_s=optimizer.communication_seconds,
+        communication_s=exchange.communication_seconds,
     )
     state.step += 1
     if ends_interval(state.step, len(task.train), task.config.log.every_steps):
@@ -98,7 +99,7 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
     every = task.config.log.hash_every
     if every and state.step % every == 0:
         metrics.write("hash", step=state.step, state_hash=hash_of(task, comm))
-    flags: int = optimizer.raised_flags
+    flags: int = exchange.raised_flags
     return flags
 
 
@@ -125,26 +126,51 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int) -> bool:
     return last * num_intervals // epoch_steps > (last - 1) * num_intervals // epoch_steps
 
 
-def train_step(task: Task, batch: Batch, size: int) -> float:
-    """Learn from one global batch, of which this rank holds its part; return this part's loss.
+def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int]:
+    """Learn from one global batch, of which this rank holds its part.
 
     Collective. Parts are weighted by their samples, so the step is that of the global batch. A
     rank whose part of a short last batch is empty computes nothing and still takes the step.
+
+    Returns:
+        A mean loss, and the number of samples that it is the mean of: over all ranks each sample
+        is in one of them.
     """
     config, optimizer = task.config.train, task.optimizer
-    optimizer.zero_grad()
-    optimizer.set_num_samples(batch.num_samples, nominal=config.global_batch / size)
-    value = 0.0
-    if batch.num_samples:
-        inputs, labels = (aligned(values) for values in task.split(batch))
-        loss = task.loss(task.model(inputs), labels)
-        loss.backward()
-        value = loss.item()
+    if task.steps is not None:
+        done = _reproducible_backward(task, task.steps, batch, comm)
+    else:
+        done = _backward(task, batch, nominal=config.global_batch / comm.size)
+        if config.clip_norm:
+            optimizer.synchronize()
     if config.clip_norm:
-        optimizer.synchronize()
         nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
     optimizer.step()
-    return value
+    return done
+
+
+def _backward(task: Task, batch: Batch, *, nominal: float) -> tuple[float, int]:
+    task.optimizer.zero_grad()
+    task.optimizer.set_num_samples(batch.num_samples, nominal=nominal)
+    if not batch.num_samples:
+        return 0.0, 0
+    inputs, labels = (aligned(values) for values in task.split(batch))
+    loss = task.loss(task.model(inputs), labels)
+    loss.backward()
+    return loss.item(), batch.num_samples
+
+
+def _reproducible_backward(
+    task: Task, steps: Reproducible, batch: Batch, comm: Communicator
+) -> tuple[float, int]:
+    """Give the loss of the whole batch to rank 0: a sum over ranks would round it otherwise."""
+    num_samples = task.train.step_samples
+    loss = steps.backward(
+        task.split(batch),
+        lambda part: task.loss(task.model(part[0]), part[1]),
+        num_samples=num_samples,
+    )
+    return (loss, num_samples) if comm.rank == 0 else (0.0, 0)
 
 
 def aligned(values: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.agreed import agreed
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.loop import Outcome, Stopped, hash_of, train
-from hpctrain.train.metrics import Metrics
+from hpctrain.train.metrics import Metrics, read
+from hpctrain.train.part import Part
 from hpctrain.train.progress import Progress
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.state import RunState
@@ -52,21 +53,15 @@ class RunInDirectory:
             "topology": dict(here.topology.describe()),
             **StoredPlan.of(here.topology, here.plan).as_dict(),
         }
-        table = self._task.config.checkpoint
         with agreed(comm):
-            manager = Manager(
-                directory.checkpoints,
-                comm,
-                every=table.every,
-                keep=table.keep,
-                keep_best=table.keep_best,
-                mtbf=table.mtbf_s,
-                background=table.background,
-            )
+            manager = self._manager()
         if continues:
             with agreed(comm):
                 self._load(manager)
+        part = Part()
         with agreed(comm):
+            if comm.rank == 0:
+                part = self._part()
             if comm.rank == 0 and continues:
                 directory.go_on(config_text, plan, self._state.num_records)
             elif comm.rank == 0:
@@ -77,11 +72,12 @@ class RunInDirectory:
                     "resumed",
                     step=self._state.step,
                     epoch=self._state.epochs_done,
+                    **asdict(part),
                     **self._facts(),
                     environment=environment(),
                 )
             else:
-                metrics.write("started", **self._facts())
+                metrics.write("started", **asdict(part), **self._facts())
             told = {
                 "configuration": config_text,
                 "plan": plan,
@@ -91,7 +87,29 @@ class RunInDirectory:
             boundary = Boundary(comm, requests, manager, metrics, told)
             outcome = self._train(metrics, boundary)
             self._close(manager)
+            metrics.sync()
+        comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
+
+    def _manager(self) -> Manager:
+        table = self._task.config.checkpoint
+        return Manager(
+            self._directory.checkpoints,
+            self._comm,
+            every=table.every,
+            keep=table.keep,
+            keep_best=table.keep_best,
+            mtbf=table.mtbf_s,
+            background=table.background,
+        )
+
+    def _part(self) -> Part:
+        """Return which part of the run this is; read before its last records are cut off."""
+        path = self._directory.metrics
+        part = Part.after(read(path) if path.exists() else ())
+        if part.ended_by:
+            self._console.print(part.describe())
+        return part
 
     def _load(self, manager: Manager) -> None:
         loaded = manager.load_latest()
@@ -103,9 +121,10 @@ class RunInDirectory:
         self._state.restore(loaded.state, own)
         self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
         if ranks != comm.size:
+            differ = "other random numbers, and sums that are rounded in another order"
             self._console.print(
-                f"the checkpoint is of {ranks} ranks, this run has {comm.size}: other random "
-                f"numbers, and sums that are rounded in another order"
+                f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
+                f"{'the same bits' if self._task.steps else differ}"
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
@@ -127,6 +146,7 @@ class RunInDirectory:
             save_on_root(self._directory.checkpoints / "final.pt", final, comm)
         metrics.write(
             "finished",
+            step=state.step,
             **self._facts(),
             **asdict(outcome.scores),
             metric_name=task.metric_name,
@@ -151,4 +171,5 @@ class RunInDirectory:
             "path": here.plan.node_memory,
             "rails": here.plan.num_rails,
             "parameters": self._task.num_parameters,
+            **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
         }

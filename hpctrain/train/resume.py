@@ -1,11 +1,14 @@
 """Whether a run goes on where an earlier one stopped, and whether it is the same run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env
 from hpctrain.comm import plan_file
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import ConfigError
+from hpctrain.train.agreed import agreed
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import all_keys, value_of
 from hpctrain.train.load import load
@@ -64,18 +67,54 @@ def check_same(directory: RunDirectory, config: RunConfig, *, force: bool) -> li
     return list(changed.values())
 
 
+def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:
+    """Return the configuration with the number of micro-shards, so that it is kept with the run.
+
+    Collective. What the user leaves open is what the run has, or follows from the ranks here.
+
+    Args:
+        config: of this part; the same on every rank, or the error of that comes later.
+        directory: of the run to go on with; None where it begins.
+        comm: all ranks.
+
+    Raises:
+        MismatchError: the configuration of the run cannot be read, or the global batch is too
+            small; on all ranks.
+    """
+    found: int | None = None
+    with agreed(comm):
+        if comm.rank == 0:
+            before = load(directory.config).config.train if directory else config.train
+            same = before.reproducible and not config.train.micro_shards
+            found = (before if same else config.train).micro_shards_on(comm.size)
+    found = comm.broadcast_object(found)
+    if found is None or not config.train.reproducible:
+        return config
+    return replace(config, train=replace(config.train, micro_shards=found))
+
+
 def plan_to_keep(directory: RunDirectory, config: RunConfig) -> Path | None:
     """Return the plan of the run where this part can use it: the same plan, the same bits."""
-    launched = env.launched()
-    size = launched.size if launched else 1
-    per_node = config.comm.ranks_per_node or (launched.local_size if launched else 1) or size
     try:
         stored = plan_file.read(directory.plan)
         before = load(directory.config).config
     except ConfigError:
         return None
-    same_world = sum(stored.nodes) == size and stored.nodes[0] == min(per_node, size)
-    return directory.plan if same_world and before.comm == config.comm else None
+    same = before.comm == config.comm and _same_nodes(stored.nodes, config.comm.ranks_per_node)
+    return directory.plan if same else None
+
+
+def _same_nodes(stored: tuple[int, ...], ranks_per_node: int) -> bool:
+    """Say whether this job has nodes of so many ranks, as far as its launcher tells."""
+    launched, hosts = env.launched(), env.ranks_of_nodes()
+    if hosts is not None:
+        most = ranks_per_node or max(hosts)
+        return stored == tuple(
+            min(most, ranks - start) for ranks in hosts for start in range(0, ranks, most)
+        )
+    if launched is None or launched.local_size is None or sum(stored) != launched.size:
+        return False
+    return stored[0] == min(ranks_per_node or launched.local_size, launched.local_size)
 
 
 def _is_mathematics(name: str) -> bool:

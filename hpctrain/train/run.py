@@ -10,8 +10,9 @@ from rich.table import Table
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
-from hpctrain.config import Settings, job_end
-from hpctrain.errors import ConfigError
+from hpctrain.config import Settings
+from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.launch.slurm import job_end
 from hpctrain.logs import logger
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
@@ -22,7 +23,7 @@ from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
-from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep
+from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
@@ -71,12 +72,13 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
     here = world.current()
     comm = here.comm
     console = make_console(shown=comm.rank == 0)
+    continues = comm.broadcast_object(continues)
+    config = settled(config, directory if continues else None, comm)
     text = render(config)
     comm.agree(
         comm.broadcast_object(text) == text,
         "this rank has read another configuration than rank 0; all must see the same file",
     )
-    continues = comm.broadcast_object(continues)
     changes: list[str] = []
     with agreed(comm):
         if comm.rank == 0:
@@ -113,7 +115,14 @@ def _requests(
     """Look for who wants a stop: signals on every rank, clock and file on rank 0."""
     if comm.rank:
         return StopRequests()
-    end = deadline(started, config.stop.after_s, job_end(), config.stop.margin_s)
+    try:
+        ends = job_end()
+    except LaunchError as error:
+        logger.warning(
+            f"the run cannot stop by itself before its job ends: {error}; set stop.after"
+        )
+        ends = None
+    end = deadline(started, config.stop.after_s, ends, config.stop.margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 
@@ -176,6 +185,7 @@ def _describe(console: Console, here: world.World, task: Task, directory: RunDir
         ("data", f"{config.data.target}, {task.num_train_samples} samples"),
         ("epochs", f"{config.train.epochs} of {len(task.train)} steps, {task.num_steps} in all"),
         ("global batch", f"{config.train.global_batch} samples"),
+        *([("reproducible", task.steps.describe())] if task.steps else []),
         ("optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"),
     ]
     for title, part in (

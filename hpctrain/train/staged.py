@@ -5,6 +5,7 @@ import numpy as np
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.loader import Loader
+from hpctrain.data.loading.steps import share
 from hpctrain.data.orders.lanes import lane_blocks, rank_lanes
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Indices
@@ -49,10 +50,12 @@ def blocks_of_node(loader: Loader, topology: Topology) -> Indices | None:
     if shape is None:
         return None
     num_samples, block_size = len(loader.dataset), loader.dataset.block_size
+    num_parts = loader.micro_shards or topology.size
+    parts = [share(0, num_parts, rank, topology.size) for rank in topology.node_ranks]
     lanes = {
         lane
-        for rank in topology.node_ranks
-        for lane in rank_lanes(rank, rank + 1, size=topology.size, lanes=shape.lanes)
+        for own in parts
+        for lane in rank_lanes(own.start, own.stop, size=num_parts, lanes=shape.lanes)
     }
     blocks = [
         lane_blocks(num_samples, loader.seed, lane, block=shape.block, lanes=shape.lanes)

@@ -60,6 +60,8 @@ class RunState:
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
+            "steps": None if self.task.steps is None else self.task.steps.state_dict(),
+            "tally": self.tally.shared(comm),
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
             "num_records": self.num_records,
@@ -80,8 +82,7 @@ class RunState:
         Args:
             shared: what ``shared`` returned.
             own: what ``own`` returned on this rank; None where the number of ranks has changed:
-                then random numbers begin anew, each rank has the buffers of rank 0, and the
-                steps since the last record are not in the next one.
+                then random numbers begin anew, and each rank has the buffers of rank 0.
 
         Raises:
             CheckpointError: the model or the optimizer does not fit the state.
@@ -101,9 +102,15 @@ class RunState:
         self.step, self.training_s = shared["step"], shared["training_s"]
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
+        if task.steps is not None and shared.get("steps"):
+            task.steps.load_state_dict(shared["steps"])
+        elif task.steps is not None:
+            task.steps.next_step = self.step  # of a run that was not reproducible
         if own is None:
             # Not the numbers of the first steps once more, and not the same on every rank.
             seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
+            if "tally" in shared:
+                self.tally.load_shared(shared["tally"], task.train.rank)
             return
         with torch.no_grad():
             for name, buffer in self._buffers().items():

@@ -75,6 +75,19 @@ class Tally:
         self._sums.copy_(state["sums"])
         self._num_steps = state["num_steps"]
 
+    def shared(self, comm: Communicator) -> dict[str, Any]:
+        """Return what all ranks have added since the last ``take``, as of one; collective."""
+        sums = self._sums.clone()
+        comm.allreduce_(sums).wait()
+        sums[2:] /= comm.size
+        return {"sums": sums, "num_steps": self._num_steps}
+
+    def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
+        """Go on from a state of another number of ranks: rank 0 has the samples of all."""
+        self.load_state_dict(state)
+        if rank:
+            self._sums[:2] = 0.0
+
     def inputs(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield ``batches`` and note how long each let us wait."""
         iterator = iter(batches)

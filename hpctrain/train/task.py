@@ -10,18 +10,26 @@ from torch.nn import functional
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.batch import Batch
+from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.transform import PerSample, Transform
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, DataError
 from hpctrain.runtime import world
 from hpctrain.runtime.functions import broadcast_parameters
 from hpctrain.sync.optimizer import DistributedOptimizer
+from hpctrain.sync.reproducible import Reproducible
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
+from hpctrain.train.labels import check_label, checking, dtype_of
 from hpctrain.train.random_states import seed_all
 from hpctrain.train.schedule import make_schedule
 from hpctrain.train.staged import stage_for
 from hpctrain.train.targets import call, check, member, resolve
+
+_ONE_LENGTH = (
+    "train.reproducible needs samples of one length, as others would be padded to the longest of "
+    "a rank's part of the batch; pad them to a fixed length in data.transform"
+)
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """From (output, label) to one value for every sample."""
@@ -38,11 +46,19 @@ class Task:
     metric: Metric | None
     """None when the loss is the metric."""
     optimizer: Any
-    """The torch optimizer that ``DistributedOptimizer`` returned."""
+    """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps``."""
     train: Loader
     test: Loader
     schedule: Callable[[int], float]
     """Factor of the learning rate at each step."""
+    steps: Reproducible | None = None
+    """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
+    for."""
+
+    @property
+    def exchange(self) -> Any:
+        """What speaks with the other ranks in a step: gradients and flags go through it."""
+        return self.steps or self.optimizer
 
     @property
     def num_parameters(self) -> int:
@@ -70,11 +86,15 @@ class Task:
         return self.config.test.metric.rpartition(":")[2]
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The input of the model and the label that its output is compared with."""
-        values = batch[self.config.data.input], batch[self.config.data.label]
-        assert isinstance(values[0], Tensor)  # the loaders pad what is ragged
-        assert isinstance(values[1], Tensor)
-        return values[0], values[1]
+        """The input of the model and the label that its output is compared with.
+
+        Raises:
+            DataError: they have samples of different lengths, and the loader does not pad.
+        """
+        inputs, labels = batch[self.config.data.input], batch[self.config.data.label]
+        if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
+            raise DataError(_ONE_LENGTH)
+        return inputs, labels
 
 
 def build(config: RunConfig, comm: Communicator) -> Task:
@@ -102,15 +122,20 @@ def build(config: RunConfig, comm: Communicator) -> Task:
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     broadcast_parameters(model.state_dict())
+    with agreed(comm):
+        steps = _steps(config, model, optimizer, comm)
+    if steps is None:
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters())
     return Task(
         config=config,
         model=model,
         loss=loss,
         metric=metric,
-        optimizer=DistributedOptimizer(optimizer, model.named_parameters()),
+        optimizer=optimizer,
         train=train,
         test=test,
         schedule=schedule,
+        steps=steps,
     )
 
 
@@ -131,6 +156,7 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         function = member(functional, config.target, "loss.target")
     args: Mapping[str, Any] = dict(config.args)
     check(function, 2, args, "loss.args")
+    function = checking(config.target, function)
     return lambda output, label: function(output, label, **args)
 
 
@@ -157,6 +183,15 @@ def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimiz
     return optimizer
 
 
+def _steps(
+    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
+) -> Reproducible | None:
+    micro_shards = config.train.micro_shards_on(comm.size)
+    if micro_shards is None:
+        return None
+    return Reproducible(model, optimizer, comm, num_micro_shards=micro_shards, seed=config.seed)
+
+
 def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loader, Loader]:
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
@@ -164,21 +199,18 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
             f"them, {config.data.target} returned {data!r}"
         )
     train, test = data
-    for dataset in (train, test):
-        for key in ("input", "label"):
-            name = getattr(config.data, key)
-            if not config.data.transform and name not in dataset.fields:
-                raise ConfigError(
-                    f'data.{key} = "{name}" is no field of the data; '
-                    f"there are {', '.join(dataset.fields)}"
-                )
+    if not config.data.transform:
+        for dataset in (train, test):
+            _check_fields(config, dataset.fields)
+    micro_shards = config.train.micro_shards_on(comm.size)
     shared: dict[str, Any] = {
         "global_batch": config.train.global_batch,
         "comm": comm,
         "seed": config.seed,
         "prefetch": config.data.prefetch,
         "on_corrupt": config.data.on_corrupt,
-        "ragged": "padded",
+        "ragged": "packed" if micro_shards else "padded",
+        "micro_shards": micro_shards,
     }
     return (
         Loader(
@@ -190,6 +222,19 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
         ),
         Loader(test, order="sequential", **shared),
     )
+
+
+def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
+    """Raise if a batch of these fields is not what model and loss take."""
+    for key in ("input", "label"):
+        name = getattr(config.data, key)
+        if name not in fields:
+            raise ConfigError(
+                f'data.{key} = "{name}" is no field of the data; there are {", ".join(fields)}'
+            )
+        if fields[name].ragged and config.train.reproducible:
+            raise DataError(f'data.{key} = "{name}": {_ONE_LENGTH}')
+    check_label(config.loss.target, dtype_of(fields[config.data.label].dtype))
 
 
 def _has_samples(data: object) -> bool:

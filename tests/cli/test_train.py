@@ -3,7 +3,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.errors import ConfigError
-from hpctrain.train.config import RunConfig
+from hpctrain.train import trial
 from hpctrain.train.load import load
 
 
@@ -14,7 +14,7 @@ def invoke(*words):
 def test_init_writes_a_file_that_loads_and_never_replaces_one(tmp_path):
     path = tmp_path / "my.toml"
     assert invoke(path, "--init").exit_code == 0
-    assert load(path).config == RunConfig()
+    assert load(path).config == trial.config()
     path.write_text("precious")
     assert isinstance(invoke(path, "--init").exception, ConfigError)
     assert path.read_text() == "precious"

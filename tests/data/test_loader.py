@@ -76,6 +76,29 @@ def test_counts_sum_to_the_global_batch_and_differ_by_one_at_most(n, size, batch
 
 
 @settings(max_examples=50)
+@given(
+    n=SAMPLES,
+    shards=st.sampled_from([1, 4, 8]),
+    batch=st.integers(1, 120),
+    order=ORDERS,
+    data=st.data(),
+)
+def test_micro_shards_do_not_depend_on_the_number_of_ranks(n, shards, batch, order, data):
+    size = data.draw(st.integers(1, shards))
+    how = {"global_batch": batch, **order}
+    every = epoch_of(InMemory(n), shards, **how)  # one rank for each
+    loaders = [
+        Loader(InMemory(n), rank=rank, size=size, micro_shards=shards, **how)
+        for rank in range(size)
+    ]
+    cuts = [shards * rank // size for rank in range(size + 1)]
+    for step, batches in enumerate(zip(*loaders, strict=True)):
+        for found, (first, last) in zip(batches, itertools.pairwise(cuts), strict=True):
+            assert found.number.tolist() == list(itertools.chain(*every[step][first:last]))
+        assert {loader.step_samples for loader in loaders} == {min(batch, n - step * batch)}
+
+
+@settings(max_examples=50)
 @given(start=st.integers(0, 10**12), total=st.integers(0, 10**12), size=st.integers(1, 2000))
 def test_shares_join_to_the_whole(start, total, size):
     shares = [share(start, start + total, rank, size) for rank in range(min(size, 50))]
@@ -213,6 +236,9 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"tail": "drop", "global_batch": 32}, "no step"),
         ({"on_corrupt": "ignore"}, "raise, skip"),
         ({"on_corrupt": "skip"}, "needs comm"),
+        ({"micro_shards": 1}, "micro_shards = 1 on 2 ranks"),
+        ({"micro_shards": 2, "tail": "wrap"}, "fixed parts of a global batch"),
+        ({"micro_shards": 2, "on_corrupt": "skip"}, "fixed parts of a global batch"),
     ],
 )
 def test_wrong_arguments_are_told(wrong, words):

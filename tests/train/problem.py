@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from hpctrain.errors import DataError
@@ -50,7 +51,9 @@ def noisy_model(width: int = 8, *, single: bool = False) -> nn.Sequential:
     return network.to(torch.float32) if single else network
 
 
-def data(comm, folder: str, *, single: bool = False) -> tuple[ShardedDataset, ShardedDataset]:
+def data(
+    comm, folder: str, *, single: bool = False, label_type: str = "<i8"
+) -> tuple[ShardedDataset, ShardedDataset]:
     """The same samples to train and to test with, written once.
 
     Single ones have 24 bytes, so that batches begin at addresses of any kind.
@@ -58,10 +61,28 @@ def data(comm, folder: str, *, single: bool = False) -> tuple[ShardedDataset, Sh
     if comm.rank == 0 and not Path(folder).exists():
         values = samples()
         values["x"] = values["x"].astype(np.float32 if single else np.float64)
+        values["y"] = values["y"].astype(label_type)
         write_arrays(Path(folder), values, samples_per_shard=20)
     comm.barrier()
     dataset = ShardedDataset.open(folder, comm)
     return dataset, dataset
+
+
+def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
+    """Samples of different lengths."""
+    if comm.rank == 0 and not Path(folder).exists():
+        words = Ragged.of([torch.ones(length) for length in range(1, 9)])
+        write_arrays(
+            Path(folder), {"words": words, "y": np.zeros(8, np.int64)}, samples_per_shard=8
+        )
+    comm.barrier()
+    dataset = ShardedDataset.open(folder, comm)
+    return dataset, dataset
+
+
+def unchanged(columns):
+    """A transform that changes nothing."""
+    return columns
 
 
 def distance(output: Tensor, label: Tensor) -> Tensor:

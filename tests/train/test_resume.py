@@ -1,32 +1,19 @@
 """A run that was stopped and goes on is the run that was never stopped, bit for bit."""
 
-import os
-import random
-import signal
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import hpctrain
-from hpctrain.checkpoint.plain import load
 from hpctrain.errors import ConfigError
-from hpctrain.runtime.stopping import StopRequests
-from hpctrain.train.console import make_console
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
-from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
-from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.task import build
-from hpctrain.train.template import render
+from tests.train.job import WAYS, Job, assert_same_run
 from tests.train.starting import start
-
-WAYS = ("SIGTERM", "SIGUSR1", "SIGINT", "budget", "file STOP")
 
 PLAIN = ["model.target=tests.train.problem:noisy_model"]
 SINGLE = [
@@ -35,94 +22,16 @@ SINGLE = [
     "data.args.single=true",
 ]
 ADAMW = ["optimizer.name=AdamW", "optimizer.args={}", "train.clip_norm=0.1"]
+FIXED = [
+    "model.target=tests.train.problem:model",
+    "model.args.dropout=0.3",
+    "train.reproducible=true",
+    "train.micro_shards=4",
+    "checkpoint.every=3",
+]
 WINDOW = ["data.order=window", "checkpoint.keep_best=1", "checkpoint.background=false"]
 
-TWO, ANY = pytest.mark.ranks(2), pytest.mark.ranks(1, 2, 3)
-
-
-class Job:
-    """A run whose parts are carried out one after the other in this process."""
-
-    def __init__(self, here, configure, folder: Path, *overrides: str) -> None:
-        self.here = here
-        self.directory = RunDirectory(folder)
-        self.config = configure(
-            "train.epochs=4",
-            "train.global_batch=9",  # 6 steps per epoch, the last one of 8 samples
-            "log.every_steps=2",
-            "optimizer.args.momentum=0.9",
-            *overrides,
-        )
-
-    def part(self, *, stop: str = "", after: int = 0, on_rank: int = 0, fail: bool = False):
-        """Train until the end, or until a stop that is asked for in the step ``after``."""
-        comm = self.here.comm
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(after + comm.rank)  # another process has other states
-        task = build(self.config, comm)
-        now, steps = [0.0], []
-
-        def ask(model, _):
-            if not model.training:
-                return
-            steps.append(1)
-            if len(steps) != after:
-                return
-            if fail:
-                raise KeyError("power")
-            if comm.rank != on_rank:
-                return
-            if stop == "budget":
-                now[0] = 100.0
-            elif stop == "file STOP":
-                self.directory.stop.touch()
-            elif stop:
-                os.kill(os.getpid(), signal.Signals[stop])
-
-        task.model.register_forward_pre_hook(ask)
-        is_root = comm.rank == 0
-        with StopRequests(
-            stop_file=self.directory.stop if is_root else None,
-            deadline=50.0 if is_root else None,
-            look_s=0.0,
-            clock=lambda: now[0],
-        ) as requests:
-            run = RunInDirectory(task, self.directory, comm, make_console(shown=False))
-            continues = comm.broadcast_object(self.directory.is_used())
-            return run.carry_out(render(self.config), requests, continues=continues)
-
-    def curve(self) -> list[tuple]:
-        """Everything of the records that is no time."""
-        names = ("event", "step", "epoch", "lr", "loss", "metric", "state_hash")
-        return [
-            tuple(record.get(name) for name in names)
-            for record in read(self.directory.metrics)
-            if record["event"] in ("step", "test", "hash", "finished")
-        ]
-
-    def final(self):
-        return load(self.directory.checkpoints / "final.pt")
-
-
-def assert_same_run(one: Job, other: Job) -> None:
-    one.here.comm.barrier()
-    assert one.curve() == other.curve()
-    assert_same_bits(one.final(), other.final())
-
-
-def assert_same_bits(one, other) -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_same_bits(one[name], other[name])
-    elif isinstance(one, list | tuple):
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same_bits(mine, theirs)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    else:
-        assert one == other
+TWO, ANY = pytest.mark.ranks(2), pytest.mark.ranks(1, 2, 3, 4)
 
 
 @pytest.mark.limit(120)
@@ -133,6 +42,7 @@ def assert_same_bits(one, other) -> None:
         pytest.param([*SINGLE, "checkpoint.every=3"], id="float32", marks=ANY),
         pytest.param([*SINGLE, *WINDOW], id="window", marks=TWO),
         pytest.param([*PLAIN, *ADAMW], id="adamw", marks=TWO),
+        pytest.param([*FIXED, *ADAMW, "log.hash_every=1"], id="reproducible", marks=ANY),
     ],
 )
 def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, shared, overrides):

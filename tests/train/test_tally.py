@@ -32,6 +32,18 @@ def test_each_interval_begins_empty(world):
         assert tally.take(MpiCommunicator(world)).loss == loss
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_what_other_ranks_had_added_is_in_the_next_record(world):
+    comm, tally, later = MpiCommunicator(world), Tally(), Tally()
+    tally.add(loss=world.rank, num_samples=2, work_s=3.0, communication_s=1.0)
+    later.load_shared(tally.shared(comm), world.rank)
+    later.add(loss=4.0, num_samples=2, work_s=3.0, communication_s=1.0)
+    interval = later.take(comm)
+    assert (interval.num_steps, interval.num_samples) == (2, 4 * world.size)
+    assert interval.loss == pytest.approx((4.0 + (world.size - 1) / 2) / 2)
+    assert (interval.compute_s, interval.communication_s) == pytest.approx((2.0, 1.0))
+
+
 def test_inputs_are_passed_on_and_their_wait_is_counted(world):
     tally = Tally()
     for batch in tally.inputs([1, 2, 3]):

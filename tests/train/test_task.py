@@ -1,9 +1,12 @@
 import pytest
 import torch
 
-from hpctrain.errors import MismatchError
+from hpctrain.errors import DataError, MismatchError
+from hpctrain.train.loop import train_step
 from hpctrain.train.task import build
 from tests.train.problem import NUM_SAMPLES
+
+UNCHANGED = "tests.train.problem:unchanged"
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -46,6 +49,22 @@ def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, overri
     with pytest.raises(MismatchError) as caught:
         build(configure(override), here.comm)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "|b1", "<u2"])
+def test_labels_that_torch_refuses_are_told(here, configure, dtype):
+    config = configure(f"data.args.label_type={dtype}")
+    with pytest.raises(MismatchError, match="takes numbers of classes as int64 or uint8, got"):
+        build(config, here.comm)
+    config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
+    task = build(config, here.comm)
+    with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
+        train_step(task, next(iter(task.train)), here.comm)
+
+
+def test_labels_in_bytes_are_taken(here, configure):
+    task = build(configure("data.args.label_type=|u1"), here.comm)
+    assert train_step(task, next(iter(task.train)), here.comm)[0] > 0
 
 
 @pytest.mark.parametrize("target", ["no_data", "broken_data"])

@@ -76,6 +76,26 @@ class Cut:
     tail: Tail
     rank: int
     size: int
+    micro_shards: int | None = None
+    """Fixed parts of a global batch, of which each rank takes some; None for one per rank."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a global batch."""
+        return self.micro_shards or self.size
+
+    @property
+    def own_parts(self) -> range:
+        """Parts of this rank: contiguous."""
+        return share(0, self.num_parts, self.rank, self.size)
+
+    def share(self, start: int, stop: int) -> range:
+        """Return what this rank has of ``[start, stop)``, a global batch: contiguous."""
+        parts, total = self.own_parts, stop - start
+        return range(
+            start + total * parts.start // self.num_parts,
+            start + total * parts.stop // self.num_parts,
+        )
 
     def __len__(self) -> int:
         """Return the number of steps, the same on every rank."""
@@ -148,7 +168,8 @@ class Steps:
 
     def _blocks_soon(self, order: WindowOrder, number: int) -> Indices:
         cut, steps = self._cut, self._steps(number, 1)
-        lanes = rank_lanes(cut.rank, cut.rank + 1, size=cut.size, lanes=order.shape.lanes)
+        own = cut.own_parts
+        lanes = rank_lanes(own.start, own.stop, size=cut.num_parts, lanes=order.shape.lanes)
         start = cut.positions(steps.start).start
         stop = min(cut.positions(steps[-1]).stop, cut.num_samples)
         turns = range(order.turns_needed(start), order.turns_needed(stop))
@@ -194,7 +215,7 @@ class Steps:
         if isinstance(self._order, WindowOrder):
             lanes = self._order.lanes_of(every).reshape(lines.shape)
             lines = np.take_along_axis(lines, np.argsort(lanes, axis=1, kind="stable"), axis=1)
-        part = share(0, cut.global_batch, cut.rank, cut.size)
+        part = cut.share(0, cut.global_batch)
         return lines[:, part.start : part.stop].ravel()
 
     def _mine(self, positions: range) -> Indices:
@@ -202,10 +223,10 @@ class Steps:
         if isinstance(self._order, WindowOrder):
             every = np.arange(positions.start, positions.stop)
             lanes = self._order.lanes_of(every % cut.num_samples)
-            part = share(0, len(every), cut.rank, cut.size)
+            part = cut.share(0, len(every))
             mine = every[np.argsort(lanes, kind="stable")[part.start : part.stop]]
         else:
-            part = share(positions.start, positions.stop, cut.rank, cut.size)
+            part = cut.share(positions.start, positions.stop)
             mine = np.arange(part.start, part.stop)
         if positions.stop > cut.num_samples:
             mine = mine[np.argsort(mine >= cut.num_samples, kind="stable")]

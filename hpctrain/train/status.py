@@ -1,0 +1,70 @@
+"""What the last record of a run says: finished, stopped and waiting to go on, or neither."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.run_directory import RunDirectory
+
+FAILED = 1
+"""Exit code for a run that is at work, was ended without a word, or is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How it stands with a run."""
+
+    state: Literal["finished", "stopped", "unfinished", "missing"]
+    what: str
+    """In one line, for people."""
+
+    @property
+    def code(self) -> int:
+        """For a script: 0 finished, 85 stopped and wants to go on, 1 anything else."""
+        return {"finished": 0, "stopped": STOPPED}.get(self.state, FAILED)
+
+
+def status(path: Path) -> Status:
+    """Judge the run in a directory by its last record.
+
+    A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
+    have saved. Nothing but one file is read.
+    """
+    directory = RunDirectory(path)
+    try:
+        record = last_record(directory.metrics)
+    except FileNotFoundError:
+        return Status("missing", f"{path} holds no run that has begun to train")
+    except (OSError, ValueError) as error:
+        return Status("unfinished", f"{directory.metrics} cannot be read: {error}")
+    event = record.get("event")
+    if event == "finished":
+        score = f"test {record['metric_name']} {record['metric']:.4f}"
+        return Status("finished", f"{path} is finished: {score}")
+    if event == "stopped":
+        return Status(
+            "stopped",
+            f"{path} was stopped by {record['reason']} after step {record['step']}; "
+            f"the same command with --resume goes on",
+        )
+    where = f"after step {record['step']}" if "step" in record else "before its first step"
+    return Status(
+        "unfinished",
+        f"{path} is not finished: it is still at work, or was ended without a word {where}",
+    )
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    """Return the last whole record of ``metrics.jsonl``; an empty one where there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: what it holds is no record.
+    """
+    *lines, _cut_short = path.read_bytes().rsplit(b"\n", 2)
+    record = json.loads(lines[-1]) if lines else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"a record is an object, got {record!r}")  # noqa: TRY004 - of the file
+    return record

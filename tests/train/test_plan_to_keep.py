@@ -1,0 +1,68 @@
+"""A run goes on with its plan where its nodes are the same, as far as a launcher tells."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.train.config import CommConfig, RunConfig
+from hpctrain.train.resume import plan_to_keep
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.template import render
+
+OURS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_STEP_ID")
+
+
+def mpirun(size: int, ranks: int) -> dict[str, str]:
+    """What rank 0 sees that shares its host with some ranks."""
+    values = {"RANK": 0, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
+
+
+def srun(size: int, nodes: str) -> dict[str, str]:
+    """What rank 0 of a Slurm step sees."""
+    values = {"STEP_ID": 0, "PROCID": 0, "NTASKS": size, "STEP_TASKS_PER_NODE": nodes}
+    return {f"SLURM_{name}": str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "environ", "kept"),
+    [
+        ((1,), 0, {}, True),
+        ((2,), 0, {}, False),
+        ((2, 2), 2, mpirun(4, 4), True),
+        ((2, 1, 1), 2, mpirun(4, 4), False),
+        ((4,), 0, mpirun(4, 4), True),
+        ((2, 2), 0, mpirun(4, 2), True),
+        ((3, 1), 0, mpirun(4, 2), False),
+        ((2, 2, 1), 0, srun(5, "2(x2),1"), True),
+        ((2, 1, 2), 0, srun(5, "2(x2),1"), False),
+        ((1, 1, 1, 1, 1), 1, srun(5, "2(x2),1"), True),
+        ((2, 2, 1), 0, srun(5, "2(x2)"), False),
+        ((2, 2, 1), 0, srun(5, "2(y2),1"), False),
+    ],
+)
+def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
+    tmp_path, monkeypatch, nodes, per_node, environ, kept
+):
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "hpctrain.train.resume.plan_file.read", lambda _: SimpleNamespace(nodes=nodes)
+    )
+    config = RunConfig(comm=CommConfig(ranks_per_node=per_node))
+    directory = RunDirectory(tmp_path)
+    directory.config.write_text(render(config))
+    assert plan_to_keep(directory, config) == (directory.plan if kept else None)
+
+
+def test_other_settings_of_the_way_have_another_plan(tmp_path, monkeypatch):
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        "hpctrain.train.resume.plan_file.read", lambda _: SimpleNamespace(nodes=(1,))
+    )
+    directory = RunDirectory(tmp_path)
+    directory.config.write_text(render(RunConfig()))
+    assert plan_to_keep(directory, RunConfig(comm=CommConfig(overlap="end"))) is None

@@ -1,0 +1,188 @@
+"""Reproducible runs have the same bits on any number of ranks, from the start and resumed."""
+
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.data.loader import Loader
+from hpctrain.errors import ConfigError, DataError, MismatchError
+from hpctrain.sync.micro_shards import aligned_parts
+from hpctrain.sync.reproducible import Reproducible
+from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.metrics import read
+from hpctrain.train.resume import settled
+from hpctrain.train.schedule import make_schedule
+from hpctrain.train.task import build
+from tests.train.job import Job, assert_same_bits, assert_same_run
+from tests.train.problem import model
+
+FIXED = [
+    "train.reproducible=true",
+    "train.micro_shards=4",
+    "model.args={dropout = 0.3, width = 33}",
+    "log.hash_every=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Leave torch as many threads as it had."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def train_alone(job: Job) -> dict:
+    """The same training as a plain loop in this process, and what it leads to."""
+    config, comm = job.config, SerialCommunicator()
+    torch.manual_seed(config.seed)
+    plain = model(**config.model.args)
+    optimizer = getattr(torch.optim, config.optimizer.name)(
+        plain.parameters(), lr=config.optimizer.lr, **config.optimizer.args
+    )
+    micro_shards = config.train.micro_shards
+    steps = Reproducible(plain, optimizer, comm, num_micro_shards=micro_shards, seed=config.seed)
+    task = build(config, job.here.comm)  # for its data
+    loader = Loader(
+        task.train.dataset,
+        global_batch=config.train.global_batch,
+        order=config.data.order,
+        seed=config.seed,
+    )
+    num_steps = len(loader) * config.train.epochs
+    factor = make_schedule(config.schedule, len(loader), num_steps)
+    losses, hashes = [], []
+    for _ in range(config.train.epochs):
+        for batch in loader:
+            optimizer.param_groups[0]["lr"] = config.optimizer.lr * factor(len(losses))
+            loss = steps.backward(
+                (batch.x, batch.y),
+                lambda part: functional.cross_entropy(plain(part[0]), part[1]),
+                num_samples=len(batch.x),
+            )
+            if config.train.clip_norm:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.clip_norm)
+            optimizer.step()
+            losses.append(loss * len(batch.x) / len(batch.x))
+            parameters = dict(plain.named_parameters())
+            hashes.append(state_hash({"model": parameters, "optimizer": optimizer.state_dict()}))
+    return {"model": plain.state_dict(), "losses": losses, "hashes": hashes}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # The last batch of an epoch has 1 of 53 samples: three micro-shards are empty.
+        ["train.global_batch=13", "log.every_steps=1"],
+        ["train.global_batch=20", "train.micro_shards=8", "train.clip_norm=0.05"],
+        ["train.global_batch=20", "model.args.norm=true", "optimizer.name=AdamW"],
+        ["train.global_batch=11", "data.order=window"],
+    ],
+    ids=["short", "clipped", "buffers", "window"],
+)
+def test_any_number_of_ranks_has_the_bits_of_the_plain_loop(here, configure, shared, overrides):
+    if "optimizer.name=AdamW" in overrides:
+        overrides = [*overrides, "optimizer.args={}"]
+    job = Job(here, configure, shared / "run", *FIXED, *overrides)
+    assert isinstance(job.part(), Outcome)
+    alone = train_alone(job)
+    here.comm.barrier()
+    records = read(job.directory.metrics)
+    hashes = [record["state_hash"] for record in records if "state_hash" in record]
+    assert hashes == [*alone["hashes"], alone["hashes"][-1]]
+    assert_same_bits(dict(job.final()["model"]), dict(alone["model"]))
+    if job.config.log.every_steps == 1:
+        assert [r["loss"] for r in records if r["event"] == "step"] == alone["losses"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.limit(120)
+def test_a_run_goes_on_with_other_ranks_bit_for_bit(here, configure, shared):
+    """Groups of the ranks train at the same time, each a copy of the run."""
+    overrides = [*FIXED, "checkpoint.keep_best=1", "model.args.norm=true", "train.global_batch=20"]
+    whole = Job(here, configure, shared / "whole", *overrides)
+    whole.part()
+    one, two = (Job(here, configure, shared / name, *overrides) for name in ("one", "two"))
+
+    def part(groups: list[list[int]], **how):
+        here.comm.barrier()
+        if here.comm.rank == 0 and one.directory.is_used():
+            shutil.rmtree(two.directory.path, ignore_errors=True)
+            shutil.copytree(one.directory.path, two.directory.path)
+        mine = [here.comm.group(ranks) for ranks in groups]
+        (number,) = (number for number, group in enumerate(mine) if group is not None)
+        outcome = (one, two)[number].part(mine[number], **how)
+        mine[number].close()
+        here.comm.barrier()
+        return outcome
+
+    every = [[0, 1, 2, 3]]
+    assert part(every, stop="SIGTERM", after=1).step == 2
+    assert part([[0, 1], [2, 3]], stop="SIGTERM", after=2).step == 5
+    assert part(every, stop="SIGTERM", after=1).step == 7
+    assert isinstance(part([[0, 1, 2], [3]]), Outcome)
+    assert_same_run(whole, one)
+    assert_same_run(whole, two)
+    resumed = [record for record in read(one.directory.metrics) if record["event"] == "resumed"]
+    assert {record["reproducible"]["micro_shards"] for record in resumed} == {"4"}
+
+
+@pytest.mark.ranks(1, 3)
+def test_the_number_of_micro_shards_is_that_of_the_start(here, configure, shared):
+    job = Job(here, configure, shared / "run", "train.reproducible=true")
+    job.config = settled(job.config, None, here.comm)
+    assert job.config.train.micro_shards == {1: 1, 3: 4}[here.comm.size]
+    assert isinstance(job.part(stop="SIGTERM", after=1), Stopped)
+    here.comm.barrier()
+    other = configure("train.reproducible=true")
+    found = settled(other, job.directory, SerialCommunicator()).train.micro_shards
+    assert found == job.config.train.micro_shards
+    asked = configure("train.reproducible=true", "train.micro_shards=8")
+    assert settled(asked, job.directory, here.comm) == asked
+    plain = configure("train.global_batch=9")
+    assert settled(plain, job.directory, here.comm) == plain
+
+
+@pytest.mark.ranks(3)
+def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
+    with pytest.raises(MismatchError, match="every rank needs a micro-shard"):
+        build(configure("train.reproducible=true", "train.micro_shards=2"), here.comm)
+    small = configure("train.reproducible=true", "train.global_batch=3")
+    for refuse in (lambda: build(small, here.comm), lambda: settled(small, None, here.comm)):
+        with pytest.raises(MismatchError, match=r"train.global_batch .* 4 micro-shards .* got 3"):
+            refuse()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.micro_shards=3"], "train.micro_shards is a power of two, or 0, got 3"),
+        (["train.micro_shards=-1"], "train.micro_shards is a power of two, or 0, got -1"),
+        (["train.micro_shards=128"], "train.global_batch gives each of 128 micro-shards"),
+        (["data.on_corrupt=skip"], "data.on_corrupt is raise for train.reproducible"),
+    ],
+)
+def test_what_would_move_samples_is_refused(configure, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        configure("train.reproducible=true", *overrides)
+
+
+def test_samples_of_different_lengths_are_refused(here, configure):
+    target = ["data.target=tests.train.problem:ragged_data", "data.input=words"]
+    with pytest.raises(MismatchError, match="needs samples of one length"):
+        build(configure("train.reproducible=true", *target), here.comm)
+    changed = "data.transform=tests.train.problem:unchanged"
+    task = build(configure("train.reproducible=true", *target, changed), here.comm)
+    with pytest.raises(DataError, match="needs samples of one length"):
+        task.split(next(iter(task.train)))
+
+
+def test_parts_of_a_batch_are_its_micro_shards_that_have_samples():
+    found = [part.tolist() for part in aligned_parts(torch.arange(2, 5), 5, 8, range(4, 8))]
+    assert found == [[2], [3], [4]]
