@@ -26,3 +26,8 @@ exit $code"""
 def guarded(argv: Sequence[str]) -> list[str]:
     """Wrap the command of a rank; its exit code stays what it is."""
     return ["sh", "-c", _SCRIPT, "rank", *argv]
+
+
+def is_guard(command_line: bytes) -> bool:
+    """Say whether a command line, as /proc has it, is that of a guard."""
+    return command_line.startswith(b"\0".join((b"sh", b"-c", _SCRIPT.encode(), b"rank")))

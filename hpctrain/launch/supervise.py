@@ -7,13 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.processes import descendants, has_only_dead_children, stop_when_asked
+from hpctrain.launch.terminal import hand_on_input
 
 GRACE_S = 5.0
 """Time that ranks get after a signal, and again after the SIGTERM that follows it."""
+
+SAVE_S = 60.0
+"""Time that ranks get to save their state after a request, before anything else is sent."""
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
 """Between two looks at mpirun's children, and how long it may outlive the last of them."""
@@ -21,7 +25,7 @@ LOOK_S, ORPHANED_S = 1.0, 5.0
 TIMED_OUT = 124
 """Exit code of a launch that ran past its limit, as ``timeout`` has it."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
 
 def supervise(
@@ -30,11 +34,14 @@ def supervise(
     environ: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
+    save_s: float = SAVE_S,
 ) -> int:
     """Run a command line of ``mpiexec.command`` and return its exit code.
 
     SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s``
     seconds later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once.
+    Where all ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and
+    the others wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not.
     SIGUSR1 goes to mpirun, which hands it to the ranks: they may stop in their own time.
     A signal that ends mpirun itself comes back as 128 plus its number, as a shell has it.
 
@@ -43,10 +50,12 @@ def supervise(
         environ: environment of mpirun, see ``mpiexec.environment``.
         timeout_s: end the launch after so many seconds and return 124.
         grace_s: see above.
+        save_s: see above.
 
     Raises:
         LaunchError: the program cannot be started.
-        KeyboardInterrupt: Ctrl-C came; raised when mpirun has ended.
+        KeyboardInterrupt: Ctrl-C came and the ranks did not stop by themselves; raised when
+            mpirun has ended.
     """
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
@@ -54,14 +63,15 @@ def supervise(
             line,
             env=None if environ is None else dict(environ),
             # mpirun would swallow a file or pipe that belongs to the script around it.
-            stdin=None if terminal else subprocess.DEVNULL,
-            # On a terminal it stays in our group: only the foreground may read, and a
-            # Ctrl-C or Ctrl-Z reaches it without us.
-            process_group=None if terminal else 0,
+            stdin=subprocess.PIPE if terminal else subprocess.DEVNULL,
+            # Away from the terminal: its Ctrl-C would make mpirun kill ranks that could save.
+            start_new_session=True,
         )
     except OSError as error:
         raise LaunchError(f"{line[0]} cannot be started: {error}") from None
-    ending = _Ending(process, own_group=not terminal, grace_s=grace_s)
+    if process.stdin is not None:
+        hand_on_input(process.stdin)
+    ending = _Ending(process, grace_s=grace_s, save_s=save_s)
     limit = threading.Timer(timeout_s or 0, ending.on_timeout)
     limit.daemon = True
     if timeout_s:
@@ -72,7 +82,7 @@ def supervise(
     finally:
         limit.cancel()
         ending.close()
-    if ending.first_signal == signal.SIGINT:
+    if ending.first_signal == signal.SIGINT and not ending.is_granted:
         raise KeyboardInterrupt
     if ending.timed_out:
         return TIMED_OUT
@@ -82,11 +92,12 @@ def supervise(
 class _Ending:
     """The ladder from a polite signal to SIGKILL; each rung is taken once."""
 
-    def __init__(self, process: subprocess.Popen[bytes], *, own_group: bool, grace_s: float):
+    def __init__(self, process: subprocess.Popen[bytes], *, grace_s: float, save_s: float) -> None:
         self.process = process
-        self.own_group = own_group
-        self.grace_s = grace_s
+        self.grace_s, self.save_s = grace_s, save_s
         self.timed_out = False
+        self.is_granted = False
+        """The ranks were asked to stop, and nothing was done to them since."""
         self.first_signal: int | None = None
         self.timers: list[threading.Timer] = []
 
@@ -127,44 +138,62 @@ class _Ending:
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Hand the first signal on and start the ladder; kill at the second."""
         if number == signal.SIGUSR1:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-            return
-        if self.first_signal is not None:
+            self.tell(number)
+        elif number == signal.SIGTSTP:
+            self.pause()
+        elif self.first_signal is not None:
             self.kill()
-            return
-        self.first_signal = number
-        # The terminal has given its Ctrl-C to mpirun already: two would mean "at once" to it.
-        self.end(number, already_sent=number == signal.SIGINT and not self.own_group)
+        else:
+            self.first_signal = number
+            is_willing = stop_when_asked(self.process.pid)
+            if is_willing:
+                self.ask()
+            self.end(number, after_s=self.save_s if is_willing else 0.0)
 
     def on_timeout(self) -> None:
         """End a launch that ran past its limit."""
         self.timed_out = True
         self.end(signal.SIGTERM)
 
-    def end(self, number: int, *, already_sent: bool = False) -> None:
+    def ask(self) -> None:
+        """Ask the ranks to stop in their own time."""
+        self.is_granted = True
+        self.tell(signal.SIGUSR1)
+        sys.stderr.write(
+            f"hpctrain: the ranks are asked to save their state and stop, and have "
+            f"{self.save_s:.0f} s; a second signal kills them at once\n"
+        )
+
+    def end(self, number: int, *, after_s: float = 0.0) -> None:
         """Send a signal, then SIGTERM, then SIGKILL, ``grace_s`` seconds apart."""
-        if not already_sent:
-            self.send(number)
-        rungs = (lambda: self.send(signal.SIGTERM), self.kill)
-        for i, rung in enumerate(rungs, start=1):
-            timer = threading.Timer(i * self.grace_s, rung)
+        rungs = (lambda: self.send(number), lambda: self.send(signal.SIGTERM), self.kill)
+        for i, rung in enumerate(rungs):
+            timer = threading.Timer(after_s + i * self.grace_s, rung)
             timer.daemon = True
             timer.start()
             self.timers.append(timer)
 
-    def send(self, number: int) -> None:
-        """Signal mpirun's process group, or mpirun alone where the group is ours too."""
-        if self.process.returncode is not None:
-            return
+    def tell(self, number: int) -> None:
+        """Signal mpirun alone, which hands the signal to all ranks."""
         with contextlib.suppress(ProcessLookupError):
-            if self.own_group:
+            os.kill(self.process.pid, number)
+
+    def pause(self) -> None:
+        """Stop mpirun's ranks and this process, as Ctrl-Z asks, until it is continued."""
+        self.tell(signal.SIGTSTP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.tell(signal.SIGCONT)
+
+    def send(self, number: int) -> None:
+        """Signal mpirun's process group."""
+        self.is_granted = False
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-            else:
-                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """Kill mpirun and everything below it: ranks sit in process groups of their own."""
+        self.is_granted = False
         if self.process.returncode is not None:
             return
         for pid in [*descendants(self.process.pid), self.process.pid]:
@@ -175,30 +204,3 @@ class _Ending:
         """Take no further rung."""
         for timer in self.timers:
             timer.cancel()
-
-
-def has_only_dead_children(pid: int) -> bool:
-    """Say whether a process has children that ended, and none that lives."""
-    children: list[str] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += listed.read_text().split()
-    states = set()
-    for child in children:
-        with contextlib.suppress(OSError):
-            states.add(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
-    return bool(states) and states <= {"Z", "X"}
-
-
-def descendants(pid: int) -> list[int]:
-    """List the living processes below ``pid``, deepest last; empty where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name in parentheses may hold blanks: the parent is the second word after it.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
-    for child in found:
-        found += children.get(child, ())
-    return found

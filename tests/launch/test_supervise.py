@@ -5,63 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch import mpiexec
-from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
+from hpctrain.launch.processes import descendants
+from hpctrain.launch.supervise import TIMED_OUT, supervise
+from tests.launch.started import line, ranks_are_gone, start, wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
-
-RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
-
-
-def line(tmp_path, code, num_ranks=2):
-    """Write the line that runs some code on ranks; each leaves a file with its process id."""
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, signal, sys, time\nfrom pathlib import Path\n"
-        f"{RANK}Path({str(tmp_path)!r}, f'pid-{{rank}}').write_text(str(os.getpid()))\n{code}\n"
-    )
-    return mpiexec.command([sys.executable, str(script)], num_ranks=num_ranks)
-
-
-def start(tmp_path, code, **how):
-    """Supervise in a process of its own, so that signals can be sent to it."""
-    program = (
-        "import sys; from hpctrain.launch import mpiexec; "
-        "from hpctrain.launch.supervise import supervise; "
-        f"sys.exit(supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), **{how!r}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL)
-    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
-    wait_for(lambda: all(pids(tmp_path)))
-    return process
-
-
-def pids(tmp_path):
-    return [int(file.read_text() or 0) for file in sorted(tmp_path.glob("pid-*"))]
-
-
-def wait_for(condition, limit_s=30.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def ranks_are_gone(tmp_path):
-    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), limit_s=5.0)
-    return True
 
 
 def test_a_command_that_succeeds_returns_0(tmp_path):
@@ -187,15 +140,3 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
     assert supervise([sys.executable, "-c", hung]) == 128 + signal.SIGKILL
     assert time.monotonic() - before < 20
     assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
-
-
-def test_sigusr1_reaches_the_ranks_and_takes_no_rung(tmp_path):
-    code = (
-        "signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(1), os._exit(85)))\n"
-        f"Path({str(tmp_path)!r}, f'ready-{{rank}}').touch()\n"
-        "while True: time.sleep(0.1)"
-    )
-    process = start(tmp_path, code, grace_s=0.2)
-    wait_for(lambda: len([*tmp_path.glob("ready-*")]) == 2)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == 85

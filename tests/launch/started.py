@@ -1,0 +1,56 @@
+"""Programs that are started on ranks below a launch of their own, and what is left of them."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpctrain.launch import mpiexec
+
+RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
+
+
+def line(tmp_path, code, num_ranks=2):
+    """Write the line that runs some code on ranks; each leaves a file with its process id."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        f"{RANK}Path({str(tmp_path)!r}, f'pid-{{rank}}').write_text(str(os.getpid()))\n{code}\n"
+    )
+    return mpiexec.command([sys.executable, str(script)], num_ranks=num_ranks)
+
+
+def start(tmp_path, code, **how):
+    """Supervise in a process of its own, so that signals can be sent to it."""
+    program = (
+        "import sys; from hpctrain.launch import mpiexec; "
+        "from hpctrain.launch.supervise import supervise; "
+        f"sys.exit(supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), **{how!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL)
+    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all(pids(tmp_path)))
+    return process
+
+
+def pids(tmp_path):
+    return [int(file.read_text() or 0) for file in sorted(tmp_path.glob("pid-*"))]
+
+
+def wait_for(condition, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ranks_are_gone(tmp_path):
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), limit_s=5.0)
+    return True
