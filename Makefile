@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 # --- set-up -------------------------------------------------------------------------------------
 
@@ -105,9 +105,16 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
 	@python tests/report.py $(REPORTS) openmpi-$*
 
+# What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
+# it waits for Slurm, so tests run side by side.
+.PHONY: conformance
+conformance: .venv/stamp ## run the long tests, most of them on a real Slurm
+	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
+	$(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal --color=$(COLOR)
+
 # --- everything else ----------------------------------------------------------------------------
 
-SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch)
+SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch slurm/*.sh slurm/sites/*.sh)
 
 .PHONY: check
 check: .venv/stamp ## lint, types, layers, spelling, size of files

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import mpiexec
+from tests.harness import features
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.launches
@@ -77,6 +78,19 @@ def test_a_test_runs_on_the_ranks_it_names_and_else_on_one(launch):
         def test_three(): pass
     """)  # fmt: skip
     assert done.outcomes() == {"test_two_or_four": "passed"}
+
+
+@pytest.mark.parametrize("options", ["", "-m conformance"])
+def test_a_long_test_runs_only_if_it_is_asked_for(launch, options):
+    done = launch("""
+        @pytest.mark.conformance
+        @pytest.mark.ranks(2)
+        def test_long(): pass
+
+        @pytest.mark.ranks(2)
+        def test_short(): pass
+    """, PYTEST_ADDOPTS=options)  # fmt: skip
+    assert done.outcomes() == {"test_long" if options else "test_short": "passed"}
 
 
 def test_a_failure_on_one_rank_fails_all_and_names_it(launch):
@@ -246,6 +260,5 @@ def test_a_missing_feature_skips_unless_it_is_required(launch, require, outcome)
 def test_an_unknown_feature_is_refused(launch):
     done = launch("def test_one(): pass", ranks=1, HPCTRAIN_REQUIRE="abacus")
     assert done.code != 0
-    assert (
-        "HPCTRAIN_REQUIRE names abacus, known are cluster, h5dump, mpich, root, slurm" in done.text
-    )
+    known = ", ".join(features.FEATURES)
+    assert f"HPCTRAIN_REQUIRE names abacus, known are {known}" in done.text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.slurm import check as slurm
 from tests.cluster.vcluster.check import obstacle
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +30,23 @@ def _cluster() -> str:
     return obstacle()
 
 
+@functools.cache
 def _slurm() -> str:
-    return "" if shutil.which("sbatch") else "no sbatch on PATH"
+    """A private Slurm on virtual nodes."""
+    return slurm.obstacle("uts")
+
+
+@functools.cache
+def _slurm_accounting() -> str:
+    """The same with a data base, for ``sacct``."""
+    return slurm.obstacle("uts", accounting=True)
+
+
+def _debian_openmpi() -> str:
+    """The MPI that Debian has, of another major version than the one in ``.venv``."""
+    if any(Path("/usr/lib").glob("*-linux-gnu/libmpi.so.40")) and Path("/usr/bin/mpirun").exists():
+        return ""
+    return "no Open MPI of Debian: apt-get install openmpi-bin"
 
 
 def _h5dump() -> str:
@@ -39,10 +55,12 @@ def _h5dump() -> str:
 
 FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
+    "debian-openmpi": _debian_openmpi,
     "h5dump": _h5dump,
     "mpich": _mpich,
     "root": _root,
     "slurm": _slurm,
+    "slurm-accounting": _slurm_accounting,
 }
 """For each feature, what is missing; empty where it is there."""
 

@@ -64,12 +64,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests whose declared world sizes include ours."""
+    """Keep the tests whose declared world sizes include ours, the long ones only if asked for."""
+    asked = "conformance" in config.option.markexpr
     keep: list[pytest.Item] = []
     drop: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("ranks")
-        (keep if SIZE in (mark.args if mark else (1,)) else drop).append(item)
+        here = SIZE in (mark.args if mark else (1,))
+        due = asked or item.get_closest_marker("conformance") is None
+        (keep if here and due else drop).append(item)
     if drop:
         config.hook.pytest_deselected(items=drop)
     items[:] = keep

@@ -180,7 +180,11 @@ class VirtualCluster:
 
     def start_on(self, node: str, argv: Sequence[str]) -> subprocess.Popen[str]:
         """Start one program on one node, without a launcher."""
-        return _popen(self._hosts[node].enter(argv), dict(os.environ))
+        return _popen(self.enter(node, argv), dict(os.environ))
+
+    def enter(self, node: str, argv: Sequence[str]) -> list[str]:
+        """Write the command line that runs ``argv`` on a node, in the present directory."""
+        return self._hosts[node].enter(argv)
 
     def address(self, node: str) -> str:
         """Return the address of a node."""

@@ -27,10 +27,14 @@ mount -t tmpfs shm /dev/shm
 mount -t tmpfs private /var/tmp
 printf '%s\\n' {table} > /var/tmp/hosts
 mount --bind /var/tmp/hosts /etc/hosts
+{network}
+exec {python} -I -S -c {init}
+"""
+
+NETWORK = """
 sysctl -qw net.ipv6.conf.all.disable_ipv6=1 || true
 sysctl -qw net.ipv4.tcp_retries2={retries}
 ip link set lo up
-exec {python} -I -S -c {init}
 """
 
 RETRIES = 5
@@ -52,13 +56,21 @@ class Host:
         self._namespace = _namespace(self.pid)
 
     @classmethod
-    def boot(cls, name: str, table: Sequence[str], inside: "Host | None" = None) -> Self:
+    def boot(
+        cls,
+        name: str,
+        table: Sequence[str],
+        inside: "Host | None" = None,
+        *,
+        network: bool = True,
+    ) -> Self:
         """Start a host.
 
         Args:
             name: what ``hostname`` says on it.
             table: lines of its ``/etc/hosts``.
             inside: the host that sees its processes, and takes it along at the end.
+            network: whether it has a network of its own, or that of who starts it.
 
         Raises:
             RuntimeError: the kernel refused; says why.
@@ -68,9 +80,10 @@ class Host:
             table=" ".join(map(shlex.quote, table)),
             python=shlex.quote(sys.executable),
             init=shlex.quote(INIT),
-            retries=RETRIES,
+            network=NETWORK.format(retries=RETRIES) if network else "",
         )
-        line = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+        own = [name for name in NAMESPACES if network or name != "--net"]
+        line = ["unshare", *own, "--fork", "--kill-child", "--mount-proc"]
         line += ["sh", "-ec", script]
         process = subprocess.Popen(
             inside.enter(line) if inside else line,

@@ -1,0 +1,123 @@
+"""A job of the cluster."""
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.cluster.slurm.cluster import SlurmCluster
+
+ENDS = frozenset(("CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "TIMEOUT"))
+"""States that a job does not leave by itself. One that is requeued passes through none of them:
+it is COMPLETING, then PENDING."""
+
+POLL_S = 0.1
+
+
+class Job:
+    """A job, asked about with ``scontrol``."""
+
+    def __init__(self, cluster: "SlurmCluster", number: int) -> None:
+        self.id = number
+        self._cluster = cluster
+
+    def __repr__(self) -> str:
+        return f"Job({self.id}: {self.state()})"
+
+    def facts(self) -> dict[str, str]:
+        """Return what ``scontrol show job`` says, by name: ``JobState``, ``NodeList``, ``Reason``.
+
+        Of an array only the first one that is listed; see ``tasks``.
+        """
+        line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
+        text = self._cluster.run(line).stdout.partition("\n")[0]
+        return dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text))
+
+    def state(self) -> str:
+        """Return its state: ``PENDING``, ``RUNNING``, ``COMPLETING``, ``COMPLETED``, ..."""
+        return self.facts()["JobState"]
+
+    def nodes(self) -> list[str]:
+        """List the nodes that it runs on, or ran on last."""
+        listed = self.facts().get("NodeList", "(null)")
+        if listed == "(null)":
+            return []
+        return self._cluster.run(["scontrol", "show", "hostnames", listed]).stdout.split()
+
+    def tasks(self) -> list["Job"]:
+        """List the jobs of an array, each by its own number; those that wait count as one."""
+        line = ["scontrol", "--oneliner", "show", "job", str(self.id)]
+        numbers = re.findall(r"^JobId=(\d+)", self._cluster.run(line).stdout, re.MULTILINE)
+        return [Job(self._cluster, int(number)) for number in numbers]
+
+    def wait(self, timeout_s: float = 120) -> str:
+        """Wait for its end, through any number of requeues, and return the state of the end.
+
+        Raises:
+            TimeoutError: it has not ended; says what it printed.
+        """
+        return self._wait(ENDS, timeout_s)
+
+    def wait_for(self, state: str, timeout_s: float = 60) -> None:
+        """Wait until it is in a state.
+
+        Raises:
+            TimeoutError: it is not, or has ended in another one; says what it printed.
+        """
+        if (ended := self._wait(ENDS | {state}, timeout_s)) != state:
+            raise TimeoutError(
+                f"job {self.id} was to be {state}, and has ended {ended}; it printed:\n"
+                f"{self.output()}"
+            )
+
+    def wait_for_output(self, text: str, timeout_s: float = 60) -> None:
+        """Wait until it has printed something.
+
+        Raises:
+            TimeoutError: it has not, or has ended without.
+        """
+        give_up = time.monotonic() + timeout_s
+        while text not in self.output():
+            state = self.state()
+            if (state in ENDS and text not in self.output()) or time.monotonic() > give_up:
+                raise TimeoutError(
+                    f"job {self.id}, {state}, was to print {text!r}; it printed:\n{self.output()}"
+                )
+            time.sleep(POLL_S)
+
+    def output(self) -> str:
+        """Return what it has printed so far."""
+        path = Path(self.facts()["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def restarts(self) -> int:
+        """Return how often it was requeued."""
+        return int(self.facts()["Restarts"])
+
+    def exit_code(self) -> int:
+        """Return the exit code of its script."""
+        return int(self.facts()["ExitCode"].partition(":")[0])
+
+    def signal(self, name: str) -> None:
+        """Send a signal to its tasks, as ``scancel --signal`` does: ``USR1``."""
+        self._cluster.run(["scancel", f"--signal={name}", str(self.id)])
+
+    def cancel(self) -> None:
+        """End it."""
+        self._cluster.run(["scancel", str(self.id)])
+
+    def requeue(self) -> None:
+        """End it and queue it again."""
+        self._cluster.run(["scontrol", "requeue", str(self.id)])
+
+    def _wait(self, states: frozenset[str], timeout_s: float) -> str:
+        give_up = time.monotonic() + timeout_s
+        while (state := self.state()) not in states:
+            if time.monotonic() > give_up:
+                raise TimeoutError(
+                    f"job {self.id} is {state} after {timeout_s:g} s "
+                    f"(reason {self.facts().get('Reason')}); it printed:\n{self.output()}"
+                )
+            time.sleep(POLL_S)
+        return state

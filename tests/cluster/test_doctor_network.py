@@ -1,0 +1,82 @@
+"""The doctor on nodes with real links: what is wrong is named with its node, and nothing else."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cluster.vcluster import VirtualCluster
+
+pytestmark = [pytest.mark.requires("cluster"), pytest.mark.launches, pytest.mark.limit(240)]
+
+PROBE = """
+import dataclasses, json
+from hpctrain.cluster.env import launched
+from hpctrain.runtime.probe.probe import probe
+
+findings = [dataclasses.asdict(finding) for finding in probe()]
+if launched().rank == 0:
+    print(json.dumps(findings))
+"""
+
+AHEAD_S = 40
+
+CLOCK = f"""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t which, struct timespec *now) {{
+    int failed = syscall(SYS_clock_gettime, which, now);
+    if (!failed && which == CLOCK_REALTIME) now->tv_sec += {AHEAD_S};
+    return failed;
+}}
+"""
+
+ON_N2 = 'test "$(hostname)" = n2 && export LD_PRELOAD="$0"; exec "$@"'
+
+
+def findings_of(cluster, *wrapper):
+    done = cluster.run([*wrapper, "python", "-c", PROBE], timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wrong(findings):
+    return [f"{f['check']}: {f['what']}" for f in findings if f["level"] in ("warning", "error")]
+
+
+def what(findings, check):
+    return "; ".join(f["what"] for f in findings if f["check"] == check)
+
+
+@pytest.fixture
+def fast_clock(tmp_path):
+    """A library below which a program's clock is 40 s ahead."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, library = tmp_path / "clock.c", tmp_path / "clock.so"
+    source.write_text(CLOCK)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return str(library)
+
+
+def test_equal_links_and_clocks_are_well():
+    with VirtualCluster(nodes=3, rate="1gbit") as cluster:
+        findings = findings_of(cluster)
+    assert wrong(findings) == []
+    assert "by 3 pairs" in what(findings, "links")
+    assert "leave by eth0, TCP (3 nodes)" in what(findings, "network")
+
+
+def test_a_slow_link_and_a_wrong_clock_are_named_with_their_nodes(fast_clock):
+    with VirtualCluster(nodes=3, rate="1gbit") as cluster:
+        cluster.set_rate("n1", "50mbit")
+        findings = findings_of(cluster, "sh", "-c", ON_N2, fast_clock)
+    assert len(wrong(findings)) == 2, findings
+    link, clock = wrong(findings)
+    assert link.startswith("links: slow link: n1 reaches every other node only with ")
+    assert re.search(r"clocks: .* differ: n2 is (39|40)\.\d\d s ahead", clock)
