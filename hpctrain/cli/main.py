@@ -11,8 +11,12 @@ from hpctrain import __version__
 from hpctrain.cli.bench import bench
 from hpctrain.cli.checkpoint import checkpoint
 from hpctrain.cli.data import data
+from hpctrain.cli.doctor import doctor
+from hpctrain.cli.env import env
 from hpctrain.cli.guide import guide
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
+from hpctrain.cli.status import status
+from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.train import train
 from hpctrain.errors import HpctrainError, MismatchError
 
@@ -33,6 +37,10 @@ For instance:
 
   hpctrain launch -n 4 hpctrain bench allreduce --peers
 
+  hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
+
+  hpctrain doctor                      what is wrong with this machine or job
+
   hpctrain data pack photos/ data/train
 
   hpctrain data verify data/train
@@ -51,9 +59,13 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
+app.command(cls=SubmitCommand)(submit)
+app.command()(status)
 app.command()(bench)
 app.add_typer(data)
 app.add_typer(checkpoint)
+app.command()(doctor)
+app.command()(env)
 app.command()(guide)
 
 

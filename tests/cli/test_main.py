@@ -20,12 +20,12 @@ def test_help_has_every_command_and_examples():
     for words in ([], ["--help"], ["-h"]):
         result = CliRunner().invoke(main.app, words)
         assert result.exit_code == 0
-        for text in ("train", "launch", "bench", "data", "guide"):
+        for text in ("train", "launch", "submit", "status", "doctor", "env", "data", "guide"):
             assert text in result.output
         assert "hpctrain launch -n 4 hpctrain train my.toml" in result.output
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "bench", "data", "guide"])
+@pytest.mark.parametrize("command", ["train", "launch", "submit", "doctor", "bench", "data"])
 def test_each_command_has_help_with_examples(command):
     result = CliRunner().invoke(main.app, [command, "--help"])
     assert result.exit_code == 0

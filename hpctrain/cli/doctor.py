@@ -1,0 +1,114 @@
+"""``hpctrain doctor``: what is wrong with this machine, this job or this launch."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hpctrain.launch.finding import Finding
+
+WRONG = 1
+"""Exit code when there is a warning or an error."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")]
+Pmi = Annotated[
+    bool, typer.Option("--pmi", help="Print what `srun --mpi=` needs, and nothing else.")
+]
+Lint = Annotated[
+    Path | None,
+    typer.Option("--lint", metavar="JOB.sbatch", help="Check a job script.", show_default=False),
+]
+Directories = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--dir",
+        metavar="DIR",
+        help="Try files, locks and HDF5 there too; may be repeated.",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what is well, too.")]
+
+
+def doctor(
+    *,
+    json: AsJson = False,
+    pmi: Pmi = False,
+    lint: Lint = None,
+    directory: Directories = None,
+    verbose: Verbose = False,
+) -> None:
+    """Look for what goes wrong on clusters, and say what to do about it.
+
+    By itself it looks at this machine and this job. Started as ranks, by
+    srun, mpirun or hpctrain launch, it also lets the ranks find each other
+    and measures what is between them; rank 0 prints.
+
+    The exit code is 0 if nothing is wrong (a note is no fault), 1 if
+    something is, 2 for a mistake in the command.
+
+    For instance:
+
+      hpctrain doctor
+
+      hpctrain doctor --dir /scratch/me/data --verbose
+
+      hpctrain doctor --lint job.sbatch
+
+      srun --mpi=$(hpctrain doctor --pmi) -n 8 hpctrain doctor
+
+      hpctrain launch -n 4 hpctrain doctor --json
+    """
+    if pmi:
+        from hpctrain.launch.pmi import needed_pmi  # noqa: PLC0415
+
+        typer.echo(needed_pmi())
+        return
+    if lint is not None:
+        findings, is_speaker = _lint(lint), True
+    else:
+        findings, is_speaker = _examine(directory or ())
+    if not is_speaker:
+        return  # one exit code is enough, and one before rank 0 has spoken would end it
+    if json:
+        typer.echo(dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        from hpctrain.cli.findings import show  # noqa: PLC0415
+
+        show(findings, verbose=verbose)
+    if any(finding.is_wrong for finding in findings):
+        raise typer.Exit(WRONG)
+
+
+def _lint(script: Path) -> "list[Finding]":
+    from hpctrain.errors import ConfigError  # noqa: PLC0415
+    from hpctrain.launch.lint.facts import gather  # noqa: PLC0415
+    from hpctrain.launch.lint.lint import lint  # noqa: PLC0415
+
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
+    return lint(text, facts=gather(Path.cwd()))
+
+
+def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
+    """Return the findings, and whether this process is the one that tells them."""
+    from hpctrain.cluster.env import launched  # noqa: PLC0415
+    from hpctrain.launch.doctor.checks import examine  # noqa: PLC0415
+    from hpctrain.launch.doctor.gather import gather  # noqa: PLC0415
+
+    found = launched()
+    if found is None:
+        return examine(gather(directories=directories)), True
+    # Programs are started, files are written and so on by one rank of each node.
+    is_first = not found.local_rank
+    local = examine(gather(directories=directories if is_first else (), lightly=not is_first))
+    from hpctrain.runtime.probe.probe import probe  # noqa: PLC0415 - loads torch and MPI
+
+    # Where every rank is alone, each is the first of its world: the launcher's word counts.
+    return probe(local=local), found.rank == 0

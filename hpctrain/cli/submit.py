@@ -1,0 +1,246 @@
+"""``hpctrain submit``: a job of Slurm that trains what a configuration describes."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from hpctrain.errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from hpctrain.cli.submit_job import Job
+    from hpctrain.launch.batch import BatchSettings
+    from hpctrain.launch.finding import Finding
+
+REFUSED = 1
+"""Exit code where the checks or Slurm refuse the job."""
+
+LIST = "list"
+"""What ``--template`` without a name stands for."""
+
+
+WIDTH = 99
+"""Columns of the list of templates."""
+
+
+class SubmitCommand(TyperCommand):
+    """Takes ``--template`` without a name too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put in the name where there is none."""
+        option = "--template"
+        for at in [at for at, word in enumerate(args) if word == option]:
+            if at + 1 == len(args) or args[at + 1].startswith("-"):
+                args = [*args[: at + 1], LIST, *args[at + 1 :]]
+                break
+        return super().parse_args(ctx, args)
+
+
+def submit(  # noqa: PLR0913 - a command's options
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG.toml", help="What to train.", show_default=False),
+    ] = None,
+    *,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The script to start from; without NAME, list them.",
+            show_default="requeue, gpu, single_node or multi_node, by the other options",
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="Partition.", metavar="NAME")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", "-A", help="Whom to charge.", metavar="NAME")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", "-N", min=1, metavar="N", help="How many nodes."),
+    ] = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks on each node.", show_default="one per GPU"),
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Cores of each rank.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", "-t", metavar="TIME", help="Limit, such as 01:30:00 or 90min."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="GPUs of each node.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the job and of its folder, runs/NAME.",
+            metavar="NAME",
+            show_default="the configuration's",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Output.", show_default="slurm-%j.out in the folder"),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(metavar="0-7%2", help="A job array: a run for each index, FOLDER/INDEX."),
+    ] = None,
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="Start when this job has ended well; afterany:JOB."),
+    ] = None,
+    requeue: Annotated[
+        bool | None,
+        typer.Option("--requeue/--no-requeue", help="Queue the job again until it has finished."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the configuration."),
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="--qos=high", help="A further option of sbatch."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print and check the script, write and submit none.")
+    ] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the script, or a template as it is, and stop.")
+    ] = False,
+) -> None:
+    """Write a batch script for Slurm, check it and submit it.
+
+    The script lies in the run's folder: output_dir of the configuration, or runs/NAME. A run
+    that has stopped there goes on. Before anything waits in a queue, the script is checked as by
+    hpctrain doctor --lint, and Slurm is asked whether it would take it; exit code 1 if not.
+
+    Under PBS, LSF and others: hpctrain launch starts the ranks inside a job of your own.
+
+    For instance:
+
+      hpctrain submit my.toml --nodes 2 --tasks 8 --time 2h
+
+      hpctrain submit my.toml --nodes 4 --gpus 4 --partition gpu --requeue
+
+      hpctrain submit my.toml --after 1234 --dry-run
+
+      hpctrain submit my.toml --array 0-4 --set 'seed=$SLURM_ARRAY_TASK_ID'
+
+      hpctrain submit --template             list the templates
+
+      hpctrain submit --template requeue --print > my.sbatch
+    """
+    from hpctrain.launch import batch  # noqa: PLC0415
+    from hpctrain.launch.lint.limit import sbatch_time  # noqa: PLC0415
+    from hpctrain.launch.submission import dependency  # noqa: PLC0415
+
+    if template == LIST:
+        _list_templates()
+        return
+    if config is None:
+        _print_template(template, print_only=print_only)
+        return
+    job = _job(config, name, overrides or (), array)
+    settings = batch.BatchSettings(
+        job_name=job.name,
+        partition=partition,
+        account=account,
+        nodes=nodes,
+        tasks_per_node=tasks or gpus,
+        cpus_per_task=cpus,
+        time=None if time is None else sbatch_time(time),
+        gpus_per_node=gpus,
+        output=output or job.output,
+        array=array,
+        dependency=None if after is None else dependency(after),
+        requeue=requeue,
+        config=str(config),
+        directory=job.directory,
+        overrides=tuple(overrides or ()),
+        extra=tuple(extra or ()),
+    )
+    script = batch.script(template or _default_template(settings), settings)
+    if print_only or dry_run:
+        typer.echo(script, nl=False)
+    if print_only:
+        return
+    job.check_free(after or "")
+    _check(script)
+    if not dry_run:
+        number = job.submit(script)
+        typer.echo(job.how_to_watch(number, settings.output or ""))
+
+
+def _list_templates() -> None:
+    from hpctrain.launch import batch  # noqa: PLC0415
+
+    width = max(map(len, batch.names())) + 2
+    for name in batch.names():
+        # The first comment, up to its empty line, says what a template is for.
+        lines = batch.text(name).partition("\n# ")[2].partition("\n#\n")[0].split("\n# ")
+        what = " ".join(lines).rstrip(":")
+        typer.echo(fill(f"{name:<{width}}{what}", WIDTH, subsequent_indent=" " * width))
+
+
+def _print_template(template: str | None, *, print_only: bool) -> None:
+    from hpctrain.launch import batch  # noqa: PLC0415
+
+    if template is None or not print_only:
+        raise ConfigError(
+            "a job needs a configuration: hpctrain submit CONFIG.toml; "
+            "hpctrain submit --template NAME --print prints a template"
+        )
+    typer.echo(batch.text(template), nl=False)
+
+
+def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | None) -> "Job":
+    from hpctrain.cli.submit_job import Job  # noqa: PLC0415
+    from hpctrain.config import given  # noqa: PLC0415
+    from hpctrain.train.load import load  # noqa: PLC0415
+
+    # Only the job knows the values of its variables; the index of an array is a number.
+    known = [re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", text) for text in overrides]
+    run = load(config, [text for text in known if "$" not in text], given()).config
+    where = Path("runs", name) if name else Path(run.output_dir or Path("runs", run.name))
+    return Job(name=name or run.name, folder=where, is_array=array is not None)
+
+
+def _default_template(settings: "BatchSettings") -> str:
+    if settings.requeue:
+        return "requeue"
+    if settings.gpus_per_node:
+        return "gpu"
+    return "single_node" if settings.nodes == 1 else "multi_node"
+
+
+def _check(script: str) -> None:
+    """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
+    from hpctrain.launch.lint.facts import gather  # noqa: PLC0415
+    from hpctrain.launch.lint.lint import lint  # noqa: PLC0415
+    from hpctrain.launch.submission import try_out  # noqa: PLC0415
+
+    findings = [finding for finding in lint(script, facts=gather()) if finding.level != "ok"]
+    for finding in findings:
+        _say(finding)
+    try:
+        typer.echo(f"Slurm: {try_out(script)}", err=True)
+    except LaunchError as error:
+        typer.echo(f"hpctrain: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(REFUSED)
+
+
+def _say(finding: "Finding") -> None:
+    typer.echo(f"{finding.level}: {finding.check}: {finding.what}", err=True)
+    if finding.do:
+        typer.echo(f"  do: {finding.do}", err=True)

@@ -1,0 +1,4 @@
+"""What ``hpctrain doctor`` looks at in one process, without MPI and torch.
+
+``gather`` collects facts, every other module judges some of them: facts go in, findings come out.
+"""

@@ -1,0 +1,33 @@
+"""Which settings hold, and where does each come from?"""
+
+from dataclasses import fields
+
+from hpctrain.config import PREFIX, Settings, given, unknown_variables
+from hpctrain.errors import ConfigError
+from hpctrain.launch.doctor.facts import Facts
+from hpctrain.launch.finding import Finding
+
+CHECK = "settings"
+
+
+def check(facts: Facts) -> list[Finding]:
+    """Name variables that are not valid or not known; else list every setting."""
+    try:
+        chosen = given(facts.environ)
+    except ConfigError as error:
+        return [Finding(CHECK, "error", str(error), "mend the variable, or unset it")]
+    found = []
+    for text in unknown_variables(facts.environ):
+        what, _, hint = text.partition("; ")
+        name = what.partition(" ")[0]
+        found.append(Finding(CHECK, "warning", what, f"unset {name}: {hint}"))
+    return found + [
+        Finding(CHECK, "ok", f"{field.name} = {_value(field.name, chosen)}")
+        for field in fields(Settings)
+    ]
+
+
+def _value(name: str, chosen: dict[str, object]) -> str:
+    if name in chosen:
+        return f"{chosen[name]}, from {PREFIX}{name.upper()}"
+    return f"{getattr(Settings(), name)}, the default"

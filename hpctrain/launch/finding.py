@@ -1,0 +1,34 @@
+"""What a check found out about a machine, a launch or a script, and what to do about it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "warning", "error"]
+
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
+"""From harmless to fatal; ``warning`` and ``error`` make the exit code of a check 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check; every check gives at least one, an ``ok`` where all is well."""
+
+    check: str
+    """Which check this is, in two or three words: the same word for its ``ok`` and its errors."""
+    level: Level
+    """``ok``; ``note``: good to know; ``warning``: slow or risky; ``error``: will fail."""
+    what: str
+    """What was found, with its values."""
+    do: str = ""
+    """The command or setting that mends it; empty only where nothing is wrong."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Say whether somebody has to do something."""
+        return self.level in ("warning", "error")
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """Return the most severe level among the findings; ``ok`` of none."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

@@ -1,0 +1,1 @@
+"""The checks of ``hpctrain doctor`` that need all ranks: what MPI made, and how fast it is."""

@@ -1,0 +1,234 @@
+"""``hpctrain doctor`` names faults that are planted for real, and nothing on a healthy machine."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hpctrain.cli.findings import MAX_WIDTH, show, summary
+from hpctrain.cli.main import app
+from hpctrain.launch.finding import Finding
+from hpctrain.launch.pmi import needed_pmi
+
+ROOT = Path(__file__).parents[2]
+REFUSE = ROOT / "tests/launch/doctor/refuse.py"
+MPICH = ROOT / ".venv-mpich/lib"
+
+CPU_S = 3.0
+"""More than a login node should spend on it."""
+
+
+def clean_environ():
+    """What a user has who has not set anything that the doctor judges."""
+    starts = ("OMP_", "MKL_", "OPENBLAS_", "SLURM_", "CUDA_", "LD_", "MPI4PY_", "HPCTRAIN_")
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(starts)}
+    return environ | {"PATH": f"{Path(sys.executable).parent}:{environ.get('PATH', '')}"}
+
+
+def doctor(*words, before=(), environ=None):
+    """Run it below ``before``; return its exit code and its findings by check and level."""
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "hpctrain", "doctor", "--json", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=clean_environ() | (environ or {}),
+    )
+    assert done.stdout, done.stderr
+    found = [Finding(**each) for each in json.loads(done.stdout)]
+    return done.returncode, {(each.check, each.level): each for each in found}
+
+
+def wrong(found):
+    return {check for check, level in found if level in ("warning", "error")}
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return doctor()
+
+
+def test_a_healthy_machine_has_nothing_wrong(healthy):
+    code, found = healthy
+    # True of the machine that runs the tests, if so: who was killed there leaves files.
+    assert wrong(found) <= {"stale files", "memory"}
+    assert code == bool(wrong(found))
+
+
+def test_faults_of_the_environment_are_named_together(healthy):
+    one_core = next(iter(os.sched_getaffinity(0)))
+    code, found = doctor(
+        before=["taskset", "-c", str(one_core)],
+        environ={
+            "OMP_NUM_THREADS": "64",
+            "CUDA_VISIBLE_DEVICES": "0,0",
+            "HPCTRAIN_TIMEOUTS": "7",
+            "MPI4PY_LIBMPI": "/nowhere/libmpi.so",
+        },
+    )
+    planted = {"threads", "GPUs", "settings", "MPI library"}
+    if (os.cpu_count() or 1) > 1:
+        planted.add("cores")
+    assert code == 1
+    assert wrong(found) == planted | wrong(healthy[1])
+    assert "/nowhere/libmpi.so" in found["MPI library", "error"].what
+
+
+@pytest.mark.requires("mpich")
+def test_two_mpi_libraries_in_reach_are_named(healthy):
+    code, found = doctor(environ={"LD_LIBRARY_PATH": str(MPICH)})
+    if needed_pmi() == "pmi2":  # these tests run with that one
+        assert wrong(found) == wrong(healthy[1])
+        return
+    assert code == 1
+    text = found["MPI library", "warning"].what
+    assert str(MPICH / "libmpi.so.12") in text
+    assert f"export MPI4PY_LIBMPI={MPICH}" in found["MPI library", "warning"].do
+
+
+PLANT = """
+mount -t tmpfs -o size=12m tmpfs /dev/shm
+mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0"
+head -c 1000000 /dev/zero > /dev/shm/sm_segment.host.0.1
+touch -d '1 hour ago' /dev/shm/sm_segment.host.0.1
+exec "$@"
+"""
+
+
+@pytest.mark.requires("root")
+def test_faults_of_memory_and_directories_are_named_together(tmp_path):
+    """In a mount namespace of its own: nothing outside sees the small /dev/shm."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4"}
+    code, found = doctor(
+        "--dir",
+        str(tmp_path),
+        "--dir",
+        str(tmp_path / "none"),
+        before=["unshare", "-m", "sh", "-c", PLANT, str(tmp_path)],
+        environ=job,
+    )
+    assert code == 1
+    assert "12.0 MiB" in found["node memory", "warning"].what
+    assert "4 ranks" in found["node memory", "warning"].what
+    assert found["stale files", "warning"].do == "cd /dev/shm && rm -r sm_segment.host.0.1"
+    assert "Read-only file system" in found["directory", "warning"].what
+    assert "cannot be read" in found["directory", "error"].what
+
+
+@pytest.mark.parametrize(
+    ("call", "check", "text"),
+    [
+        ("memfd_create", "node memory", "anonymous shared memory cannot be had"),
+        ("process_vm_readv", "copies between ranks", "process_vm_readv is refused"),
+    ],
+)
+def test_what_a_container_forbids_is_named(call, check, text):
+    code, found = doctor(before=[sys.executable, REFUSE, call, "EPERM"])
+    assert code == 1
+    assert text in found[check, "warning"].what
+    assert "Operation not permitted" in found[check, "warning"].what
+
+
+def test_it_loads_neither_torch_nor_mpi_and_takes_little():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'mpi4py', 'numpy', 'h5py'): sys.modules[name] = None\n"
+        "import hpctrain.cli.main as main\n"
+        "sys.argv = ['hpctrain', 'doctor', '--verbose']\n"
+        "main.main()\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean_environ(),
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "settings: timeout = 600.0, the default" in done.stdout, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S
+
+
+def test_the_interface_that_srun_needs_is_all_that_is_printed():
+    result = CliRunner().invoke(app, ["doctor", "--pmi"])
+    assert (result.exit_code, result.output) == (0, needed_pmi() + "\n")
+
+
+def test_a_job_script_is_judged_alone(tmp_path):
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nsrun python train.py\n")
+    result = CliRunner().invoke(app, ["doctor", "--lint", str(script)])
+    assert result.exit_code == 1
+    assert "--kill-on-bad-exit=1" in result.output
+    assert "MPI library" not in result.output
+
+
+@pytest.mark.parametrize("words", [["--lint", "/nowhere/job.sbatch"], ["--jsn"]])
+def test_a_mistake_in_the_command_is_exit_code_2(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "doctor", *words], capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.limit(120)
+def test_rank_0_tells_what_all_ranks_found():
+    launch = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "hpctrain", "doctor"]
+    done = subprocess.run(
+        [*launch, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean_environ() | {"HPCTRAIN_TIMEOUTS": "7", "HPCTRAIN_PROBE": "off"},
+    )
+    found = {(each["check"], each["level"]) for each in json.loads(done.stdout)}
+    assert ("settings", "warning") in found
+    assert ("world", "ok") in found
+    assert done.returncode == 1
+
+
+BAD = Finding("a check", "error", "what is " + "very " * 40 + "bad", "the command that mends it")
+
+
+def test_a_pipe_gets_whole_lines_the_worst_first(capsys):
+    show([Finding("b", "ok", "fine"), Finding("c", "note", "so so"), BAD], verbose=False)
+    assert capsys.readouterr().out.splitlines() == [
+        f"error    a check: {BAD.what}",
+        "         do: the command that mends it",
+        "note     c: so so",
+        "3 checks, 1 error, 1 note",
+    ]
+
+
+def test_what_is_well_is_shown_on_request(capsys):
+    show([Finding("b", "ok", "fine")], verbose=True)
+    assert capsys.readouterr().out == "ok       b: fine\nnothing wrong: 1 check\n"
+    show([Finding("b", "ok", "fine")], verbose=False)
+    assert capsys.readouterr().out == "nothing wrong: 1 check\n"
+
+
+def test_a_terminal_gets_a_table_that_fits(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show([BAD], verbose=False)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert len(lines) >= 4
+    assert max(map(len, lines)) <= MAX_WIDTH
+    assert any("the command that mends it" in line for line in lines)
+
+
+def test_the_last_line_counts():
+    findings = [BAD, BAD, Finding("b", "warning", "w", "d"), Finding("c", "ok", "")]
+    assert summary(findings) == "3 checks, 2 errors, 1 warning"
+    assert summary([Finding("c", "note", "")]) == "nothing wrong: 1 check, 1 note"

@@ -1,0 +1,74 @@
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hpctrain.cli.main import app
+from hpctrain.errors import ConfigError
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["env", *map(str, words)])
+
+
+def rows(output):
+    return dict(line.split(maxsplit=1) for line in output.splitlines())
+
+
+def test_it_shows_python_packages_and_mpi(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", "end")
+    monkeypatch.setenv("OMPI_MCA_btl", "self,sm,tcp")
+    result = invoke()
+    assert result.exit_code == 0
+    found = rows(result.output)
+    assert found["environment"] == sys.prefix
+    assert found["machine"].startswith("CPython 3.")
+    assert found["torch"].startswith("2.")
+    assert found["HPCTRAIN_OVERLAP"] == "end"
+    assert found["OMPI_MCA_btl"] == "self,sm,tcp"
+    assert found["srun"].startswith("--mpi=")
+    assert "libmpi" in found["MPI"]
+
+
+def test_it_says_what_started_it(monkeypatch):
+    for name, text in {"STEP_ID": "0", "PROCID": "1", "STEP_NUM_TASKS": "4"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", text)
+    monkeypatch.setenv("SLURM_MPI_TYPE", "pmix")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    found = rows(invoke().output)
+    assert found["launcher"] == "srun --mpi=pmix"
+    assert found["scheduler"] == "slurm, job 17"
+
+
+def test_without_an_mpi_library_it_says_so_and_shows_the_rest(monkeypatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so.40")
+    result = invoke()
+    assert result.exit_code == 0
+    assert "cannot open shared object file" in result.output
+    assert rows(result.output)["torch"]
+
+
+def test_the_lock_goes_to_a_file_or_to_stdout(tmp_path):
+    path = tmp_path / "hpctrain.lock"
+    assert invoke("--lock", path).exit_code == 0
+    assert invoke("--lock").output == path.read_text()
+    assert "\nnumpy==" in path.read_text()
+
+
+def test_a_file_without_lock_is_refused(tmp_path):
+    for words in ([tmp_path / "x"], ["--extra", "openmpi"]):
+        assert isinstance(invoke(*words).exception, ConfigError)
+
+
+@pytest.mark.parametrize("words", [[], ["--lock"]])
+def test_it_loads_neither_torch_nor_mpi(words):
+    code = (
+        "import sys, hpctrain.cli.main as main\n"
+        f"sys.argv = ['hpctrain', 'env', *{words}]\n"
+        "try: main.main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0

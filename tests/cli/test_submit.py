@@ -1,0 +1,229 @@
+"""``hpctrain submit`` with a stand-in for Slurm; tests/slurm submits for real."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hpctrain.cli.submit import SubmitCommand, submit
+from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.launch import batch
+
+CONFIG = """\
+name = "digits"
+[model]
+target = "digits:model"
+[data]
+target = "digits:data"
+"""
+
+SBATCH = """\
+#!/bin/sh
+case $1 in
+  --test-only) cat > tested; [ ! -e refuse ] || { echo "sbatch: error: no" >&2; exit 1; }
+    echo "sbatch: Job 1 to start at noon" >&2 ;;
+  *) echo "$@" >> submitted; wc -l < submitted ;;
+esac
+"""
+
+app = typer.Typer()
+app.command(cls=SubmitCommand)(submit)
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A login node: a configuration here, and Slurm in PATH; ``waiting`` holds its queue."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (("sbatch", SBATCH), ("squeue", "#!/bin/sh\ncat waiting\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.delenv("MPI_TYPE", raising=False)
+    monkeypatch.setattr("hpctrain.launch.lint.facts.needed_pmi", lambda: "pmix")
+    monkeypatch.chdir(tmp_path)
+    Path("my.toml").write_text(CONFIG)
+    Path("waiting").touch()
+
+
+def run(*words):
+    """Run the command; its own errors are raised."""
+    result = CliRunner().invoke(app, list(map(str, words)))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def options(script):
+    """The lines of sbatch in a script."""
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+
+
+def test_it_writes_checks_and_submits_a_script_and_says_how_to_watch():
+    result = run(
+        "my.toml", "--nodes", 2, "--tasks", 4, "--time", "90min", "-p", "main", "-A", "me"
+    )
+    assert result.exit_code == 0, result.output
+    script = Path("runs/digits/job.sbatch").read_text()
+    assert Path("tested").read_text() == script
+    assert Path("submitted").read_text() == "--parsable runs/digits/job.sbatch\n"
+    assert set(options(script)) >= {
+        *("--job-name=digits", "--nodes=2", "--ntasks-per-node=4", "--time=01:30:00"),
+        *("--partition=main", "--account=me", "--output=runs/digits/slurm-%j.out"),
+    }
+    assert "config=my.toml\n" in script
+    assert 'directory="runs/digits"\n' in script
+    assert "Slurm: the job would start at noon" in result.stderr
+    assert result.stdout.startswith("job 1: runs/digits/job.sbatch\n")
+    for line in ("squeue -j 1 ", "tail -F runs/digits/slurm-1.out ", "touch runs/digits/STOP "):
+        assert f"  {line}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "template"),
+    [
+        ([], "multi_node"),
+        (["--nodes", 1], "single_node"),
+        (["--gpus", 4], "gpu"),
+        (["--gpus", 4, "--requeue"], "requeue"),
+        (["--gpus", 4, "--template", "hybrid"], "hybrid"),
+    ],
+)
+def test_the_template_follows_from_the_options(words, template):
+    script = run("my.toml", "--print", *words).stdout
+    assert script.splitlines()[1] == batch.text(template).splitlines()[1]
+
+
+@pytest.mark.parametrize("name", batch.names())
+def test_a_template_is_printed_byte_for_byte(name):
+    assert run("--template", name, "--print").stdout_bytes == batch.text(name).encode()
+
+
+@pytest.mark.parametrize("words", [["--template"], ["my.toml", "--template", "--print"]])
+def test_template_without_a_name_lists_them(words):
+    lines = [line for line in run(*words).stdout.splitlines() if line[0] != " "]
+    assert [line.split()[0] for line in lines] == batch.names()
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_print_shows_the_script_and_does_nothing():
+    script = run("my.toml", "--print", "--gpus", 2).stdout
+    assert "--gpus-per-node=2" in options(script)
+    assert "--ntasks-per-node=2" in options(script)
+    assert not Path("tested").exists()
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_checks_and_submits_nothing():
+    result = run("my.toml", "--dry-run", "--tasks", 3, "--gpus", 2)
+    assert result.exit_code == 0
+    assert Path("tested").read_text() == result.stdout
+    assert "warning: tasks and GPUs: 3 ranks on a node share 2 GPUs" in result.stderr
+    assert "do: #SBATCH --ntasks-per-node=2" in result.stderr
+    assert not Path("submitted").exists()
+    assert not Path("runs").exists()
+
+
+def test_options_of_a_job_reach_its_script():
+    words = ["--requeue", "--after", "7,8", "--name", "b", "--output", "log/%j", "--cpus", 3]
+    script = run("my.toml", "--print", *words, "--option", "--qos=high").stdout
+    assert set(options(script)) >= {
+        *("--requeue", "--dependency=afterok:7:8", "--kill-on-invalid-dep=yes", "--job-name=b"),
+        *("--output=log/%j", "--cpus-per-task=3", "--qos=high"),
+    }
+    assert 'directory="runs/b"' in script
+    assert "--no-requeue" in options(run("my.toml", "--print", "--no-requeue").stdout)
+
+
+def test_each_index_of_an_array_has_a_run_of_its_own():
+    words = ["--array", "0-3%2", "--name", "a", "--set", "seed=$SLURM_ARRAY_TASK_ID"]
+    result = run("my.toml", *words)
+    script = Path("runs/a/job.sbatch").read_text()
+    assert '"--set=seed=$SLURM_ARRAY_TASK_ID"' in script
+    assert 'directory="runs/a/$SLURM_ARRAY_TASK_ID"' in script
+    assert {"--array=0-3%2", "--output=runs/a/slurm-%A_%a.out"} <= set(options(script))
+    assert "tail -F runs/a/slurm-1_*.out" in result.stdout
+    assert "hpctrain status runs/a/INDEX" in result.stdout
+
+
+def test_slurms_refusal_is_shown_and_nothing_is_left():
+    Path("refuse").touch()
+    result = run("my.toml")
+    assert result.exit_code == 1
+    assert "Slurm would not take this job; it says: no" in result.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_warning_of_the_checks_is_said(monkeypatch):
+    monkeypatch.setenv("MPI_TYPE", "pmi2")
+    result = run("my.toml")
+    assert result.exit_code == 0  # the script sources a file that may change the environment
+    assert "srun with --mpi=pmi2, but the MPI of this environment needs pmix" in result.stderr
+
+
+def test_an_error_of_the_checks_stops_the_submission(monkeypatch):
+    text = batch.text("multi_node").replace("hpctrain train", "mpirun -n 4 hpctrain train")
+    monkeypatch.setattr(batch, "text", lambda _: text)
+    result = run("my.toml")
+    assert result.exit_code == 1
+    assert "error: nested launchers" in result.stderr
+    assert not Path("runs").exists()
+
+
+def test_one_job_at_a_time_works_on_a_run():
+    assert run("my.toml").exit_code == 0
+    Path("waiting").write_text("1 1\n")
+    with pytest.raises(LaunchError, match=r"job 1 waits or runs for runs/digits.*afterany:1"):
+        run("my.toml")
+    assert run("my.toml", "--after", "afterany:1").exit_code == 0
+    assert run("my.toml", "--name", "other").exit_code == 0
+    Path("waiting").write_text("")
+    assert run("my.toml").exit_code == 0
+    assert Path("runs/digits/jobs.txt").read_text().split() == ["1", "2", "4"]
+
+
+def test_a_finished_run_is_not_submitted_again():
+    run("my.toml")
+    record = {"event": "finished", "metric_name": "accuracy", "metric": 0.9}
+    Path("runs/digits/metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=r"is finished.*--name digits-2"):
+        run("my.toml")
+
+
+def test_no_slurm_is_a_clear_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run("my.toml")
+    assert result.exit_code == 1
+    assert "needs sbatch" in result.stderr
+    (tmp_path / "bin/sbatch").rename(tmp_path / "qsub")
+    assert "this machine has PBS (qsub)" in run("my.toml", "--dry-run").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "text"),
+    [
+        ([], ConfigError, "needs a configuration"),
+        (["--template", "gpu"], ConfigError, "--template NAME --print"),
+        (["--template", "nope", "--print"], ConfigError, 'no template "nope"; there are'),
+        (["my.toml", "--template", "nope"], ConfigError, 'no template "nope"; there are'),
+        (["no.toml"], ConfigError, "no.toml"),
+        (["my.toml", "--set", "train.epoch=1"], ConfigError, "epochs"),
+        (["my.toml", "--time", "soon"], ConfigError, "a time limit is"),
+        (["my.toml", "--after", "the other"], LaunchError, "a job starts after"),
+        (["my.toml", "--name", "a$b"], ConfigError, r"without \$"),
+    ],
+)
+def test_what_cannot_be_submitted_is_one_error(words, error, text):
+    with pytest.raises(error, match=text):
+        run(*words)
+    assert not Path("submitted").exists()
+
+
+def test_scripts_that_are_written_are_clean_for_a_shell(tmp_path):
+    script = run("my.toml", "--print", "--name", "two words", "--array", "0-1", "--gpus", 2).stdout
+    (tmp_path / "a.sh").write_text(script)
+    subprocess.run(["bash", "-n", "a.sh"], check=True)
+    assert '--job-name="two words"' in options(script)

@@ -1,0 +1,187 @@
+"""Templates: the same bytes in the package and in the checkout; settings in place of lines."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import ConfigError
+from hpctrain.launch import batch
+from hpctrain.launch.batch import BatchSettings
+
+ROOT = Path(__file__).parents[2]
+PACKAGED, CHECKOUT = ROOT / "hpctrain/launch/templates", ROOT / "slurm"
+
+NAMES = [
+    "apptainer",
+    "chain",
+    "gpu",
+    "hybrid",
+    "mpirun",
+    "multi_node",
+    "requeue",
+    "restart",
+    "single_node",
+    "staged_data",
+]
+
+SETTINGS = BatchSettings(
+    job_name="big run",
+    partition="a,b",
+    account="me",
+    nodes=7,
+    tasks_per_node=3,
+    cpus_per_task=5,
+    time="1-02:03:04",
+    gpus_per_node=3,
+    output="out/%x.txt",
+    array="0-7%2",
+    dependency="afterok:5",
+    requeue=False,
+    config="a dir/it's.toml",
+    directory='runs/a "b"/$SLURM_ARRAY_TASK_ID',
+    overrides=("seed=$SLURM_ARRAY_TASK_ID", 'data.args={folder = "d"}'),
+    extra=("--qos=high", "--exclusive"),
+)
+"""Every setting."""
+
+
+def options_of(text: str) -> dict[str, str]:
+    """What sbatch reads of a script: the lines before the first command."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            (option,) = shlex.split(line.removeprefix("#SBATCH "))
+            name, _, value = option.partition("=")
+            assert name not in found, f"{name} stands twice"
+            found[name] = value
+        elif line and not line.startswith("#"):
+            break
+    assert text.count("#SBATCH ") == len(found), "an option behind the first command is not read"
+    return found
+
+
+def ours(text: str) -> str:
+    """The lines of a script that say what is trained, and where to."""
+    kept = r"^(set -- .*|config=.*|directory=.*)$"
+    return "\n".join(re.findall(kept, text, re.MULTILINE))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_package_and_the_checkout_have_the_same_files():
+    assert files(PACKAGED) == files(CHECKOUT)
+    assert batch.names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_is_given_byte_for_byte(name):
+    assert batch.text(name).encode() == (CHECKOUT / f"{name}.sbatch").read_bytes()
+    assert batch.script(name, BatchSettings()) == batch.text(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_keeps_what_every_job_needs(name):
+    options = options_of(batch.text(name))
+    assert options["--open-mode"] == "append"
+    assert {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"} <= options.keys()
+    assert options["--signal"].removeprefix("B:").startswith("USR1@")
+    assert "hpctrain status" in batch.text(name) or 'status "$directory"' in batch.text(name)
+    by_srun = re.search(r"^ *srun --mpi=", batch.text(name), re.MULTILINE) is not None
+    assert by_srun == (name != "mpirun")
+    assert ("--no-kill" in options) == (name == "restart")
+    assert ("--kill-on-bad-exit=1" in batch.text(name)) == (by_srun and name != "restart")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_replace_the_lines_of_a_template(name):
+    text = batch.script(name, SETTINGS)
+    assert options_of(batch.text(name)) | {
+        "--job-name": "big run",
+        "--partition": "a,b",
+        "--account": "me",
+        "--nodes": "7",
+        "--ntasks-per-node": "3",
+        "--cpus-per-task": "5",
+        "--time": "1-02:03:04",
+        "--gpus-per-node": "3",
+        "--output": "out/%x.txt",
+        "--array": "0-7%2",
+        "--dependency": "afterok:5",
+        "--kill-on-invalid-dep": "yes",
+        "--no-requeue": "",
+        "--qos": "high",
+        "--exclusive": "",
+        "--requeue": "",
+    } == options_of(text) | {"--requeue": ""}
+    assert "--requeue" not in options_of(text)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_every_setting_is_in_the_test_above():
+    assert all(getattr(SETTINGS, field.name) is not None for field in fields(BatchSettings))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_reaches_the_script_with_the_variables_of_its_job(name):
+    said = ours(batch.script(name, SETTINGS))
+    show = '\nprintf "%s\\n" "$config" "$directory" "$@"'
+    done = subprocess.run(
+        ["bash", "-u", "-c", said + show, "script", "--force"],
+        env={"SLURM_ARRAY_TASK_ID": "4", "CONFIG": "no", "RUN_DIRECTORY": "no"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "a dir/it's.toml",
+        'runs/a "b"/4',
+        "--set=seed=4",
+        '--set=data.args={folder = "d"}',
+        "--force",
+    ]
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_requeue_and_no_requeue_exclude_each_other(requeue):
+    options = options_of(batch.script("requeue", BatchSettings(requeue=requeue)))
+    assert ("--requeue" in options, "--no-requeue" in options) == (requeue, not requeue)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BatchSettings(job_name="two\nlines"),
+        BatchSettings(account=""),
+        BatchSettings(output='a"b'),
+        BatchSettings(extra=("qos=high",)),
+        BatchSettings(extra=("-N4",)),
+    ],
+)
+def test_what_sbatch_could_not_read_is_refused(settings):
+    with pytest.raises(ConfigError, match="sbatch"):
+        batch.script("multi_node", settings)
+
+
+def test_an_unknown_template_is_answered_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r'no template "multi"; there are apptainer, chain'):
+        batch.text("multi")
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck on PATH")
+def test_shellcheck_finds_nothing(tmp_path):
+    for name in NAMES:
+        (tmp_path / f"{name}.sbatch").write_text(batch.script(name, SETTINGS))
+    line = ["shellcheck", *tmp_path.iterdir(), *PACKAGED.rglob("*.s*")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert not done.stdout, done.stdout

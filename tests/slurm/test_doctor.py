@@ -1,0 +1,61 @@
+"""``hpctrain doctor`` below srun: a healthy job is well, and planted faults are named."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = [pytest.mark.requires("slurm"), pytest.mark.launches, pytest.mark.limit(240)]
+
+STEPS = {
+    "healthy": "-N2 --ntasks-per-node=2 --gpus-per-node=2 --mpi=pmix",
+    "one GPU, one core": "-N1 --ntasks-per-node=2 --gpus-per-node=1 --mpi=pmix taskset -c 0",
+    "no interface": "-N2 --ntasks-per-node=1 --mpi=none",
+    "another interface": "-N2 --ntasks-per-node=1 --mpi=pmi2",
+}
+
+
+@pytest.fixture(scope="module")
+def told(slurm_gpus):
+    """Exit code and findings of each step; they run side by side."""
+
+    def run(options):
+        line = ["srun", "--quiet", *options.split(), "hpctrain", "doctor", "--json"]
+        done = slurm_gpus.run(line, timeout_s=200, check=False)
+        assert done.stdout.startswith("["), done.stdout + done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(STEPS, pool.map(run, STEPS.values()), strict=True))
+
+
+def wrong(findings):
+    return {f["check"]: f["what"] for f in findings if f["level"] in ("warning", "error")}
+
+
+def test_a_healthy_job_is_one_world_and_well(told):
+    code, findings = told["healthy"]
+    assert wrong(findings) == {}
+    assert code == 0
+    (world,) = (f["what"] for f in findings if f["check"] == "world")
+    assert world.startswith("one world of 4 ranks on 2 nodes, started by srun --mpi=pmix")
+
+
+def test_a_gpu_and_a_core_for_two_ranks_are_named(told):
+    code, findings = told["one GPU, one core"]
+    faults = wrong(findings)
+    assert code == 1
+    assert faults["devices"].startswith("ranks 0-1 on n")
+    assert "take the same GPU 0" in faults["devices"]
+    assert "take turns on 1 core (mask 0)" in faults["cores of ranks"]
+
+
+@pytest.mark.parametrize(
+    ("step", "pmi"), [("no interface", "none"), ("another interface", "pmi2")]
+)
+def test_ranks_that_would_all_be_alone_are_told_with_the_way_out(told, step, pmi):
+    code, findings = told[step]
+    assert code == 1
+    (world,) = (f for f in findings if f["check"] in ("world", "launcher") and f["do"])
+    assert f"srun --mpi={pmi} started 2 ranks" in world["what"]
+    assert "srun --mpi=pmix" in world["do"]

