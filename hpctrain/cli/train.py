@@ -83,8 +83,8 @@ def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
 
     # torch takes seconds to load: a launch that cannot work ends before, and a request to stop
     # that comes meanwhile is not lost.
-    doubt()
     with held_back():
+        doubt()
         from hpctrain.config import given  # noqa: PLC0415
         from hpctrain.train.load import load  # noqa: PLC0415
         from hpctrain.train.run import How, run  # noqa: PLC0415

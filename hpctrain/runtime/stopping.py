@@ -46,7 +46,8 @@ def deadline(
 def held_back() -> Iterator[None]:
     """Keep a SIGUSR1 that comes in the block until ``StopRequests`` is entered there.
 
-    Before a program has its handlers, while it still imports, the signal would end it.
+    Before a program has its handlers, while it still imports, the signal would end it. Enter it
+    before there are other threads: one that does not block the signal gets it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:

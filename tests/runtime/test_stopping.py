@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline, held_back
+from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline
 
 PROGRAM = """
 import ctypes, time
@@ -39,13 +39,22 @@ def test_a_signal_only_leaves_its_name_and_the_handlers_come_back(number):
     assert "second signal" not in {thread.name for thread in threading.enumerate()}
 
 
+EARLY = """
+import os, signal
+from hpctrain.runtime.stopping import StopRequests, held_back
+
+before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+with held_back():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with StopRequests() as requests:
+        print(requests.reason)
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+"""
+
+
 def test_a_request_before_the_handlers_are_there_is_kept_for_them():
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with held_back():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        with StopRequests() as requests:
-            assert requests.reason == "SIGUSR1"
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    line = [sys.executable, "-c", EARLY]
+    assert subprocess.check_output(line, text=True) == "SIGUSR1\n"
 
 
 def test_signals_that_were_ignored_stay_ignored():
