@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import LaunchError
 
@@ -55,22 +55,44 @@ def restart_count(environ: Mapping[str, str] | None = None) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _ask(line: list[str], environ: Mapping[str, str]) -> str:
+def run(
+    line: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    text: str = "",
+    timeout_s: float = ANSWER_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands to its end, whatever its exit code.
+
+    Args:
+        line: the command, by its name or its path, and its arguments.
+        environ: its environment; PATH of it finds the command.
+        text: its standard input.
+        timeout_s: time that a busy controller gets to answer.
+
+    Raises:
+        LaunchError: there is no such command, or it does not end in time.
+    """
+    environ = os.environ if environ is None else environ
     program = shutil.which(line[0], path=environ.get("PATH"))
     if program is None:
-        raise LaunchError(f"a Slurm job needs {line[0]} in PATH to ask Slurm, there is none")
+        raise LaunchError(f"asking Slurm needs {line[0]} in PATH, there is none")
     try:
-        done = subprocess.run(  # noqa: S603 - Slurm's own command
+        return subprocess.run(  # noqa: S603 - Slurm's own command
             [program, *line[1:]],
             check=False,
             capture_output=True,
             env=dict(environ),
-            stdin=subprocess.DEVNULL,
+            input=text,
             text=True,
-            timeout=ANSWER_S,
+            timeout=timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"Slurm does not answer: {error}") from None
+
+
+def _ask(line: list[str], environ: Mapping[str, str]) -> str:
+    done = run(line, environ)
     if done.returncode:
         said = done.stderr.strip().partition("\n")[0]
         raise LaunchError(f"Slurm does not answer: {line[0]}: {said}")

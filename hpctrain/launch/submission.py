@@ -3,12 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.slurm import run
 
 ANSWER_S = 120.0
 """Time that a busy controller gets to answer."""
@@ -50,7 +50,7 @@ def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
     Raises:
         LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
     """
-    done = _run([find_sbatch(environ), "--test-only"], environ, script)
+    done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=ANSWER_S)
     said = _words(done.stderr)
     if done.returncode:
         raise LaunchError(f"Slurm would not take this job; it says: {said}")
@@ -66,7 +66,9 @@ def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
         LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
     """
     environ = os.environ if environ is None else environ
-    done = _run([find_sbatch(environ), "--parsable", str(path)], _with_ours(environ))
+    done = run(
+        [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=ANSWER_S
+    )
     match = re.match(r"\d+", done.stdout)
     if done.returncode or match is None:
         said = _words(done.stderr or done.stdout)
@@ -82,7 +84,9 @@ def still_there(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
     # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
-    done = _run([str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F"], environ)
+    done = run(
+        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F"], environ, timeout_s=ANSWER_S
+    )
     if done.returncode:
         raise LaunchError(f"Slurm does not answer; it says: {_words(done.stderr)}")
     found = {int(word) for word in done.stdout.split() if word.isdigit()}
@@ -113,23 +117,6 @@ def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
     if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):
         return dict(environ)
     return {**environ, "PATH": f"{ours.parent}:{path}"}
-
-
-def _run(
-    line: Sequence[str], environ: Mapping[str, str] | None, text: str = ""
-) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(  # noqa: S603 - Slurm's own command
-            line,
-            check=False,
-            capture_output=True,
-            env=None if environ is None else dict(environ),
-            input=text,
-            text=True,
-            timeout=ANSWER_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"Slurm does not answer: {error}") from None
 
 
 def _words(stderr: str) -> str:

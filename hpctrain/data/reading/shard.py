@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -181,12 +182,14 @@ class OpenShard:
         at_once = max(1, READ_BYTES // block_bytes)
         parts = [new[first : first + at_once] for first in range(0, len(new), at_once)]
         # Of blocks that lie apart, the disk has many to find at the same time.
-        lie_apart = len(parts) and len(runs_of(new)[0]) * MIB > len(new) * block_bytes
-        soon = [*parts[_SOON:], *[new[:0]] * _SOON] if lie_apart else [new[:0]] * len(parts)
-        return [
+        lie_apart = len(new) and len(runs_of(new)[0]) * MIB > len(new) * block_bytes
+        soon = parts[_SOON:] if lie_apart else []
+        pieces = [partial(self._advise_blocks, old)] if len(old) else []
+        pieces += [
             partial(self._bring, file, part, after)
-            for part, after in [(new[:0], old), *zip(parts, soon, strict=False)]
+            for part, after in zip_longest(parts, soon, fillvalue=new[:0])
         ]
+        return pieces
 
     def _bring(self, file: ShardFile, blocks: Array, soon: Array) -> None:
         """Read and check blocks, while others are on their way."""

@@ -4,8 +4,6 @@ import ctypes
 import os
 import platform
 import resource
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -16,7 +14,7 @@ from hpctrain.cluster.cards import CLASSES, live_cards
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.memory import rooms
 from hpctrain.errors import LaunchError
-from hpctrain.launch import pmi
+from hpctrain.launch import pmi, slurm
 from hpctrain.launch.doctor.facts import (
     Card,
     CoreFacts,
@@ -108,20 +106,9 @@ def _is_of_wheel(library: Path | None) -> bool:
 
 def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ask Slurm what its ``srun --mpi=`` can be; nothing where it does not answer."""
-    srun = shutil.which("srun", path=environ.get("PATH"))
-    if srun is None:
-        return ()
     try:
-        done = subprocess.run(  # noqa: S603 - the site's own srun
-            [srun, "--mpi=list"],
-            check=False,
-            capture_output=True,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=SRUN_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = slurm.run(["srun", "--mpi=list"], environ, timeout_s=SRUN_TIMEOUT_S)
+    except LaunchError:
         return ()
     return srun_types_of(done.stdout + done.stderr) if done.returncode == 0 else ()
 

@@ -2,14 +2,13 @@
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.pmi import needed_pmi
+from hpctrain.launch.slurm import run
 
 ANSWER_S = 10.0
 """Time that Slurm gets to answer."""
@@ -51,20 +50,9 @@ def gather(directory: Path | None = None, environ: Mapping[str, str] | None = No
 
 def default_pmi(environ: Mapping[str, str]) -> str:
     """Return Slurm's MpiDefault; empty where Slurm does not answer."""
-    program = shutil.which("scontrol", path=environ.get("PATH"))
-    if program is None:
-        return ""
     try:
-        done = subprocess.run(  # noqa: S603 - Slurm's own command
-            [program, "show", "config"],
-            check=False,
-            capture_output=True,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=ANSWER_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = run(["scontrol", "show", "config"], environ, timeout_s=ANSWER_S)
+    except LaunchError:
         return ""
     match = re.search(r"^MpiDefault\s*=\s*(\S+)", done.stdout, re.MULTILINE)
     return match[1] if match else ""
