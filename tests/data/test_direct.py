@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from hpctrain.data.reading import direct
 from hpctrain.data.reading.ahead import runs_of
@@ -106,15 +107,19 @@ def test_a_chunk_is_decoded_once_while_it_fits():
     assert decoded == [1, 2, 3, 2]
 
 
-def test_buffers_come_back_when_nobody_has_them():
+@pytest.mark.parametrize("rows", [100, 8000])  # small pages, and large ones
+def test_buffers_come_back_when_nobody_has_them(rows):
     buffers, dtype = Buffers(), np.dtype("f8")
-    first = buffers.empty((100, 100), dtype)
+    first = buffers.empty((rows, 100), dtype)
     address = first.ctypes.data
-    second = buffers.empty((100, 100), dtype)
+    second = buffers.empty((rows, 100), dtype)
     assert second.ctypes.data != address
     part = first[3, 4:]
     del first
-    third = buffers.empty((100, 100), dtype)
+    third = buffers.empty((rows, 100), dtype)
     assert third.ctypes.data not in (address, second.ctypes.data)
+    tensor = torch.from_numpy(part)[5:]
     del part
-    assert buffers.empty((99, 100), dtype).ctypes.data == address
+    assert buffers.empty((rows, 100), dtype).ctypes.data != address
+    del tensor
+    assert buffers.empty((rows - rows // 100, 100), dtype).ctypes.data == address
