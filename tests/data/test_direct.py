@@ -120,6 +120,7 @@ def test_buffers_come_back_when_nobody_has_them(rows):
     assert third.ctypes.data not in (address, second.ctypes.data)
     tensor = torch.from_numpy(part)[5:]
     del part
-    assert buffers.empty((rows, 100), dtype).ctypes.data != address
+    fourth = buffers.empty((rows, 100), dtype)
+    assert fourth.ctypes.data not in (address, second.ctypes.data, third.ctypes.data)
     del tensor
     assert buffers.empty((rows - rows // 100, 100), dtype).ctypes.data == address
