@@ -33,6 +33,17 @@ class MismatchError(CommError):
     """The ranks disagree about what to do: every one of them raises this."""
 
 
+class HorovodInternalError(CommError, RuntimeError):
+    """A named operation failed, on every rank alike; the ranks are there and can go on.
+
+    The name is Horovod's: ``elastic.run`` returns to the last commit on it.
+    """
+
+
+class OperationMismatchError(HorovodInternalError, MismatchError):
+    """The ranks gave the same name to operations that do not fit together."""
+
+
 class DataError(HpctrainError):
     """A data set is missing, damaged or not what its manifest says."""
 

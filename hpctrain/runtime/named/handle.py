@@ -1,0 +1,52 @@
+"""What a caller keeps of an operation that may still be under way."""
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.named.controller import Controller
+    from hpctrain.runtime.named.request import Request, Result
+
+
+class Handle:
+    """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
+
+    __slots__ = ("_controller", "_error", "_result", "is_done", "name", "request", "since")
+
+    def __init__(self, controller: "Controller", request: "Request", name: str) -> None:
+        self.request = request
+        self.name = name
+        """By which the ranks find each other's requests."""
+        self.since = time.monotonic()
+        self.is_done = False
+        self._controller = controller
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Say whether ``wait()`` would return, or raise, at once."""
+        return self.is_done
+
+    def wait(self) -> "Result":
+        """Return the result, or raise what went wrong; the caller's thread drives meanwhile.
+
+        Raises:
+            HorovodInternalError: the ranks disagree about this operation; on every rank.
+            RankLostError: another rank died.
+        """
+        if not self.is_done:
+            self._controller.finish(self)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def succeed(self, result: "Result") -> None:
+        """Give the result; called once, by the controller."""
+        self._result = result
+        self.is_done = True
+
+    def fail(self, error: BaseException) -> None:
+        """Give the error; called once, by the controller."""
+        self._error = error
+        self.is_done = True
