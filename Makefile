@@ -106,11 +106,13 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 	@python tests/report.py $(REPORTS) openmpi-$*
 
 # What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
-# it waits for Slurm, so tests run side by side.
+# it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it.
 .PHONY: conformance
-conformance: .venv/stamp ## run the long tests, most of them on a real Slurm
+conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's own as well
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
-	$(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal --color=$(COLOR)
+	@code=0; $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
+	  --color=$(COLOR) || code=$$?; \
+	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
 
 # --- everything else ----------------------------------------------------------------------------
 
@@ -132,11 +134,13 @@ soak: .venv/stamp ## kill writers of data sets and checkpoints some hundred time
 	  tests/checkpoint/test_manager_kills.py
 
 .PHONY: bench
-bench: .venv/stamp ## run every benchmark; figures go to perf/results
+bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results
 	@mkdir -p perf/results
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
+	for ranks in 2 4; do python perf/bench_named.py --ranks $$ranks \
+	  $(HOROVOD_PYTHON:%=--horovod %) --json perf/results/named-$$ranks.json; done
 	python perf/bench_start.py --json perf/results/start-4.json
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json

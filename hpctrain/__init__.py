@@ -1,6 +1,7 @@
 """Train PyTorch models across the nodes of a supercomputer, under plain ``mpirun`` or ``srun``.
 
-Importing this package loads neither torch nor MPI: every name below is loaded at first use.
+Importing this package loads neither torch nor MPI: every name below is loaded at first use. With
+``import hpctrain as hvd`` a script written for ``horovod.torch`` runs as it is.
 """
 
 import importlib
@@ -9,22 +10,73 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.functions import (
-        Average,
-        Sum,
+    from hpctrain import elastic
+    from hpctrain.compress.half import Compression
+    from hpctrain.errors import HorovodInternalError
+    from hpctrain.runtime.built import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
+    from hpctrain.runtime.named.reduce_op import Adasum, Average, Max, Min, Product, Sum
+    from hpctrain.runtime.objects import allgather_object, broadcast_object
+    from hpctrain.runtime.operations.allgather import (
+        allgather,
+        allgather_async,
+        grouped_allgather,
+        grouped_allgather_async,
+    )
+    from hpctrain.runtime.operations.allreduce import (
         allreduce,
         allreduce_,
-        barrier,
+        allreduce_async,
+        allreduce_async_,
+    )
+    from hpctrain.runtime.operations.alltoall import alltoall, alltoall_async
+    from hpctrain.runtime.operations.barrier import barrier
+    from hpctrain.runtime.operations.broadcast import (
+        broadcast,
         broadcast_,
-        broadcast_object,
-        broadcast_optimizer_state,
-        broadcast_parameters,
+        broadcast_async,
+        broadcast_async_,
+    )
+    from hpctrain.runtime.operations.grouped_allreduce import (
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+    )
+    from hpctrain.runtime.operations.handles import poll, synchronize
+    from hpctrain.runtime.operations.join import join
+    from hpctrain.runtime.operations.reducescatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
+    from hpctrain.runtime.operations.sparse import sparse_allreduce_async
+    from hpctrain.runtime.optimizer_state import broadcast_optimizer_state
+    from hpctrain.runtime.parameters import broadcast_parameters
+    from hpctrain.runtime.process_sets import (
+        ProcessSet,
+        add_process_set,
+        global_process_set,
+        remove_process_set,
     )
     from hpctrain.runtime.run import run
+    from hpctrain.runtime.timeline.switch import start_timeline, stop_timeline
     from hpctrain.runtime.world import (
         cross_rank,
         cross_size,
         init,
+        is_homogeneous,
         is_initialized,
         local_rank,
         local_size,
@@ -32,25 +84,76 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from hpctrain.sync.batch_norm import SyncBatchNorm
     from hpctrain.sync.optimizer import DistributedOptimizer
 
 _HOME = {
-    "hpctrain.runtime.functions": (
-        "Average",
-        "Sum",
+    "hpctrain.compress.half": ("Compression",),
+    "hpctrain.errors": ("HorovodInternalError",),
+    "hpctrain.runtime.built": (
+        "ccl_built",
+        "cuda_built",
+        "ddl_built",
+        "gloo_built",
+        "gloo_enabled",
+        "mpi_built",
+        "mpi_enabled",
+        "mpi_threads_supported",
+        "nccl_built",
+        "rocm_built",
+    ),
+    "hpctrain.runtime.named.reduce_op": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+    "hpctrain.runtime.objects": ("allgather_object", "broadcast_object"),
+    "hpctrain.runtime.operations.allgather": (
+        "allgather",
+        "allgather_async",
+        "grouped_allgather",
+        "grouped_allgather_async",
+    ),
+    "hpctrain.runtime.operations.allreduce": (
         "allreduce",
         "allreduce_",
-        "barrier",
+        "allreduce_async",
+        "allreduce_async_",
+    ),
+    "hpctrain.runtime.operations.alltoall": ("alltoall", "alltoall_async"),
+    "hpctrain.runtime.operations.barrier": ("barrier",),
+    "hpctrain.runtime.operations.broadcast": (
+        "broadcast",
         "broadcast_",
-        "broadcast_object",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
+        "broadcast_async",
+        "broadcast_async_",
+    ),
+    "hpctrain.runtime.operations.grouped_allreduce": (
+        "grouped_allreduce",
+        "grouped_allreduce_",
+        "grouped_allreduce_async",
+        "grouped_allreduce_async_",
+    ),
+    "hpctrain.runtime.operations.handles": ("poll", "synchronize"),
+    "hpctrain.runtime.operations.join": ("join",),
+    "hpctrain.runtime.operations.reducescatter": (
+        "grouped_reducescatter",
+        "grouped_reducescatter_async",
+        "reducescatter",
+        "reducescatter_async",
+    ),
+    "hpctrain.runtime.operations.sparse": ("sparse_allreduce_async",),
+    "hpctrain.runtime.optimizer_state": ("broadcast_optimizer_state",),
+    "hpctrain.runtime.parameters": ("broadcast_parameters",),
+    "hpctrain.runtime.process_sets": (
+        "ProcessSet",
+        "add_process_set",
+        "global_process_set",
+        "remove_process_set",
     ),
     "hpctrain.runtime.run": ("run",),
+    "hpctrain.runtime.timeline.switch": ("start_timeline", "stop_timeline"),
     "hpctrain.runtime.world": (
         "cross_rank",
         "cross_size",
         "init",
+        "is_homogeneous",
         "is_initialized",
         "local_rank",
         "local_size",
@@ -58,37 +161,89 @@ _HOME = {
         "shutdown",
         "size",
     ),
+    "hpctrain.sync.batch_norm": ("SyncBatchNorm",),
     "hpctrain.sync.optimizer": ("DistributedOptimizer",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
     "Sum",
+    "SyncBatchNorm",
     "__version__",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
+    "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "run",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name at its first use (PEP 562)."""
+    if name == "elastic":
+        return importlib.import_module("hpctrain.elastic")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from hpctrain import horovod_variables
 from hpctrain.errors import ConfigError
 from hpctrain.units import MIB, parse_bytes, parse_seconds
 
@@ -21,6 +22,9 @@ SHARED_MEMORY = ("auto", "memfd", "window", "off")
 
 PROBE = ("auto", "off", "fresh")
 """Algorithms: measured once and remembered, chosen by rule, or measured again."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+"""What is printed: from so important on."""
 
 
 def _flag(text: str) -> bool:
@@ -37,6 +41,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"a whole number of at least 0 is needed, got {text!r}")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -45,6 +55,10 @@ def _seconds(text: str) -> float:
     if not seconds > 0:  # also what is no number
         raise ConfigError(f"a number of seconds above 0 is needed, got {text!r}")
     return seconds
+
+
+def _seconds_or_zero(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _file(text: str) -> Path:
@@ -92,6 +106,26 @@ class Settings:
     """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
     budget: float | None = None
     """Seconds after which a run of ``hpctrain train`` stops, saves and exits with code 85."""
+    log_level: str = "warning"
+    """What of hpctrain's own messages is printed: ``debug``, ``info``, ``warning``, ..."""
+    fusion_bytes: int | None = None
+    """Most bytes of small named operations that travel as one; 0 for each by itself. When unset
+    what the plan says."""
+    cycle_s: float | None = None
+    """Seconds in which named operations gather before they travel. When unset what the plan
+    says."""
+    stall_s: float = 30.0
+    """Seconds after which a named operation that some rank does not submit is reported; ``inf``
+    for never."""
+    stall_abort_s: float = math.inf
+    """Seconds after which such an operation ends all ranks with exit code 86."""
+    timeline: Path | None = None
+    """File for a timeline of the named operations of rank 0; of all ranks, a file for each, where
+    the name has ``{rank}``."""
+    timeline_mark_cycles: bool = False
+    """Mark in the timeline where each cycle of the controller begins."""
+    elastic_reset_limit: int | None = None
+    """How often ``elastic.run`` may begin again; as often as needed when unset."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -116,7 +150,22 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "log_dir": Path,
     "stage_dir": _file,
     "budget": parse_seconds,
+    "log_level": _one_of(LOG_LEVELS),
+    "fusion_bytes": parse_bytes,
+    "cycle_s": _seconds_or_zero,
+    "stall_s": _seconds,
+    "stall_abort_s": _seconds,
+    "timeline": _file,
+    "timeline_mark_cycles": _flag,
+    "elastic_reset_limit": _whole,
 }
+
+
+class Given(NamedTuple):
+    """What a variable says."""
+
+    value: Any
+    variable: str
 
 
 def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -125,16 +174,31 @@ def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: a value is not valid; the message names the variable.
     """
+    return {name: said.value for name, said in read(environ).items()}
+
+
+def read(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
+    """Read the variables as ``given`` does, and tell which of them says it.
+
+    Where ours is not set, a variable of Horovod's with the same meaning is read.
+
+    Raises:
+        ConfigError: a value is not valid; the message names the variable.
+    """
     environ = os.environ if environ is None else environ
-    values = {}
-    for name, parse in _PARSERS.items():
-        if (text := environ.get(PREFIX + name.upper())) is None:
-            continue
-        try:
-            values[name] = parse(text)
-        except ConfigError as error:
-            raise ConfigError(f"{PREFIX}{name.upper()}: {error}") from None
-    return values
+    found = {name: _read(name, parse, environ) for name, parse in _PARSERS.items()}
+    return {name: said for name, said in found.items() if said is not None}
+
+
+def _read(name: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Given | None:
+    variable = PREFIX + name.upper()
+    if (text := environ.get(variable)) is None:
+        theirs = horovod_variables.read(name, environ)
+        return None if theirs is None else Given(*theirs)
+    try:
+        return Given(parse(text), variable)
+    except ConfigError as error:
+        raise ConfigError(f"{variable}: {error}") from None
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
@@ -175,6 +239,12 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
         f"{name} is not a setting of hpctrain and has no effect; {_hint(name, known)}"
         for name in unknown
     ]
+
+
+def remarks(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return what to tell at start of ``HPCTRAIN_*`` and ``HOROVOD_*`` variables that are set."""
+    environ = os.environ if environ is None else environ
+    return [*unknown_variables(environ), *horovod_variables.remarks(environ)]
 
 
 def _hint(name: str, known: list[str]) -> str:

@@ -36,6 +36,14 @@ def test_every_variable_is_read():
         "HPCTRAIN_TRACE": "1",
         "HPCTRAIN_LOG_DIR": "some/where",
         "HPCTRAIN_STAGE_DIR": "/local",
+        "HPCTRAIN_LOG_LEVEL": "debug",
+        "HPCTRAIN_FUSION_BYTES": "4 MiB",
+        "HPCTRAIN_CYCLE_S": "0.002",
+        "HPCTRAIN_STALL_S": "inf",
+        "HPCTRAIN_STALL_ABORT_S": "90",
+        "HPCTRAIN_TIMELINE": "out/{rank}.json",
+        "HPCTRAIN_TIMELINE_MARK_CYCLES": "1",
+        "HPCTRAIN_ELASTIC_RESET_LIMIT": "0",
     }
     read = dataclasses.asdict(Settings.from_env(environ))
     expected = {
@@ -50,6 +58,14 @@ def test_every_variable_is_read():
         "trace": True,
         "log_dir": Path("some/where"),
         "stage_dir": Path("/local"),
+        "log_level": "debug",
+        "fusion_bytes": 4 * MIB,
+        "cycle_s": 0.002,
+        "stall_s": math.inf,
+        "stall_abort_s": 90.0,
+        "timeline": Path("out/{rank}.json"),
+        "timeline_mark_cycles": True,
+        "elastic_reset_limit": 0,
     }
     assert {name: read[name] for name in expected} == expected
 
@@ -70,6 +86,11 @@ def test_every_variable_is_read():
         ("HPCTRAIN_PROBE", "always"),
         ("HPCTRAIN_STATS", "often"),
         ("HPCTRAIN_TRACE", "perhaps"),
+        ("HPCTRAIN_LOG_LEVEL", "loud"),
+        ("HPCTRAIN_CYCLE_S", "-1"),
+        ("HPCTRAIN_STALL_S", "0"),
+        ("HPCTRAIN_TIMELINE", ""),
+        ("HPCTRAIN_ELASTIC_RESET_LIMIT", "-1"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_variable(name, value):
@@ -83,6 +104,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_variable(name, value):
 )
 def test_switches_have_several_spellings(text, value):
     assert Settings.from_env({"HPCTRAIN_TRACE": text}).trace is value
+
+
+def test_named_operations_may_travel_each_by_itself_and_at_once():
+    read = Settings.from_env({"HPCTRAIN_FUSION_BYTES": "0", "HPCTRAIN_CYCLE_S": "0"})
+    assert (read.fusion_bytes, read.cycle_s) == (0, 0.0)
 
 
 def test_a_wait_may_last_for_ever():

@@ -20,6 +20,8 @@ def surface() -> list[str]:
     for name in sorted(hpctrain.__all__):
         value = getattr(hpctrain, name)
         lines.append(f"{name}{_signature(value)}" if callable(value) else name)
+    for name in sorted(hpctrain.elastic.__all__):
+        lines.append(f"elastic.{name}{_signature(getattr(hpctrain.elastic, name))}")
     # An optimizer made by DistributedOptimizer is of torch's class, with these methods added.
     for name, member in sorted(vars(DistributedMethods).items()):
         if not name.startswith("_"):

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.mail.post import Post
 from hpctrain.comm.ops import Op
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import Work
@@ -159,6 +160,16 @@ class Communicator(Protocol):
         Raises:
             CommError: ``ranks`` is empty, names a rank twice or one that does not exist.
             MismatchError: the ranks name different groups.
+        """
+
+    def mail(self) -> Post:
+        """Make mailboxes between the ranks; each call makes others.
+
+        They may be used beside the operations of this communicator, from another thread too
+        where MPI allows it.
+
+        Raises:
+            NodeMemoryError: there is not enough memory for them; on every rank of the node.
         """
 
     def new_bucket(self, numel: int, dtype: dtype) -> Bucket:

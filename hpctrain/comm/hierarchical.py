@@ -16,6 +16,7 @@ from torch import Tensor
 from hpctrain.comm.arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.calls import bucket_call, other_call, tensor_call
+from hpctrain.comm.mail import making
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan import Plan
@@ -30,6 +31,8 @@ from hpctrain.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpctrain.comm.mail.post import Post
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -92,6 +95,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         """Make a bucket in node memory."""
         self.meet(f"new bucket of {numel} {name_of(dtype)}")
         return self._node.new_bucket(numel, dtype)
+
+    def mail(self) -> "Post":
+        """Make mailboxes in node memory, and of MPI messages between nodes."""
+        self.meet("mail")
+        return making.by_node(self._comm, self._node, self._watch)
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None

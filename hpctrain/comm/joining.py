@@ -1,12 +1,14 @@
 """From a launch to MPI's world, without torch: a launch that cannot work ends in a second."""
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from hpctrain.cluster import env, preflight
 from hpctrain.cluster.interface import expected_libmpi, mismatch
 from hpctrain.cluster.libraries import loaded_libmpi, starter
-from hpctrain.errors import LaunchError
+from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.units import format_numbers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,14 +34,92 @@ def doubt() -> None:
     _join(launched)
 
 
-def find_world() -> "MPI.Intracomm | None":
-    """Return a private duplicate of MPI's world; None for a process that is alone. Collective.
+def find_world(chosen: object = None) -> "MPI.Intracomm | None":
+    """Return a private communicator of the ranks to train with; None for a process that is alone.
+
+    Collective over these ranks: the others need not call it.
+
+    Args:
+        chosen: None for all that were started together; a sequence of their numbers, of which
+            the i-th becomes rank i; or an intracommunicator of mpi4py, which is duplicated.
 
     Raises:
         LaunchError: the launcher, the MPI library and the world do not fit together.
+        ConfigError: ``chosen`` is something else, names a rank that does not exist, or this
+            rank is not among the chosen ones.
     """
     world = _join(env.launched())
-    return world.Dup() if world is not None else None
+    if is_communicator(chosen):
+        made = cast("MPI.Intracomm", chosen)
+        return made.Dup() if made.size > 1 else None
+    ranks = _checked(chosen, world)
+    if world is None or len(ranks) == 1:
+        return None
+    if ranks == list(range(world.size)):
+        return world.Dup()
+    group = world.Get_group()
+    members = group.Incl(ranks)
+    made = world.Create_group(members)
+    members.Free()
+    group.Free()
+    return made
+
+
+def is_communicator(value: object) -> bool:
+    """Say whether this is an intracommunicator of mpi4py that this process is in."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
+
+    return isinstance(value, MPI.Intracomm) and value != MPI.COMM_NULL
+
+
+def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
+    """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
+
+    Args:
+        world: from ``find_world``.
+        comm: any communicator that this process is in.
+
+    Raises:
+        ConfigError: a rank of ``comm`` is not in ``world``.
+    """
+    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
+
+    theirs = comm.Get_group()
+    ours = (world or MPI.COMM_SELF).Get_group()
+    numbers = sorted(MPI.Group.Translate_ranks(theirs, None, ours))
+    theirs.Free()
+    ours.Free()
+    if MPI.UNDEFINED in numbers:
+        raise ConfigError(
+            "a process set is made of ranks of the world, got a communicator with others; "
+            "give init(comm=...) one that has them all"
+        )
+    return numbers
+
+
+def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
+    """Return the chosen ranks; Horovod takes an empty list for all."""
+    size, rank = (world.size, world.rank) if world else (1, 0)
+    ranks = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else None
+    if chosen is None or ranks == []:
+        return list(range(size))
+    if ranks is None or not all(isinstance(number, int) for number in ranks):
+        raise ConfigError(
+            f"init takes comm=None, a list of ranks or an mpi4py communicator that this rank is "
+            f"in, got {chosen!r}"
+        )
+    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+        raise ConfigError(
+            f"init(comm=...) names ranks from 0 to {size - 1}, each once, got {ranks}"
+        )
+    if rank not in ranks:
+        raise ConfigError(
+            f"rank {rank} calls init(comm=...) with a list in which it is not: "
+            f"{format_numbers(ranks)}; only the ranks of the list call it"
+        )
+    return ranks
 
 
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":

@@ -23,6 +23,7 @@ from hpctrain.comm.arguments import (
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.by_messages import allreduce_by_messages_
 from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
+from hpctrain.comm.mail import making
 from hpctrain.comm.meeting import describe, meet
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
@@ -34,6 +35,7 @@ from hpctrain.errors import CommError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.mail.post import Post
 
 T = TypeVar("T")
 
@@ -233,6 +235,11 @@ class MpiCommunicator:
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
         return self._make_group(self._comm, ranks)
+
+    def mail(self) -> "Post":
+        """Make mailboxes of MPI messages."""
+        self.meet("mail")
+        return making.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""

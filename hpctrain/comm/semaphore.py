@@ -29,10 +29,17 @@ _POST, _TRY_WAIT = _INSTANT.sem_post, _INSTANT.sem_trywait
 class Semaphore:
     """A counter that one process raises and another waits for; both pass its address."""
 
-    __slots__ = ("_address",)
+    __slots__ = ("_address", "_keeps")
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, keeps: object = None) -> None:
+        """Take 32 bytes.
+
+        Args:
+            address: a multiple of eight.
+            keeps: what the memory lives as long as; None where the caller sees to that.
+        """
         self._address = _POINTER(address)
+        self._keeps = keeps
 
     def initialise(self) -> None:
         """Set the counter to zero; the owner calls this before anybody else uses it."""

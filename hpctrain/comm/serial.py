@@ -1,7 +1,7 @@
 """A world of one rank: nothing moves, and nothing is scaled."""
 
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from hpctrain.comm.arguments import (
     part_numels,
 )
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.mail import making
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, Work
 from hpctrain.errors import CommError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mail.post import Post
 
 T = TypeVar("T")
 
@@ -109,6 +113,10 @@ class SerialCommunicator:
         """Return this communicator: there is no other group."""
         check_group(ranks, 1)
         return self
+
+    def mail(self) -> "Post":
+        """Make mailboxes without neighbours."""
+        return making.alone()
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""

@@ -57,6 +57,8 @@ class SharedMemory:
         """
         self.local_rank = node.rank
         self.local_size = node.size
+        self.spin = spin
+        """Whether each rank has a core of its own, so that a short wait may keep it."""
         self.turn = 0
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
@@ -70,7 +72,7 @@ class SharedMemory:
         num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
         head_bytes = cell_bytes + num_rounds * LINE_BYTES
-        self._segments = self._allocate(head_bytes + stage_bytes)
+        self._segments = self.allocate(head_bytes + stage_bytes)
         # What each rank is about to do: one cache line each, in the first rank's segment.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
@@ -126,7 +128,7 @@ class SharedMemory:
             NodeMemoryError: there is not enough memory; on every rank of the node.
         """
         self._num_buckets += 1
-        segments = self._allocate(max(numel * dtype.itemsize, 1))
+        segments = self.allocate(max(numel * dtype.itemsize, 1))
         if numel == 0:
             return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets, owner=self)
         peers = tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments)
@@ -154,16 +156,15 @@ class SharedMemory:
         self._count(1, bucket)
         self.barrier()
 
-    def close(self) -> None:
-        """Free the MPI communicator; buckets live as long as something refers to them."""
-        self._unusable = (
-            "this communicator was closed, or its world shut down; call init() and make its "
-            "buckets and optimizers again"
-        )
-        self._node.Free()
+    def allocate(self, num_bytes: int) -> Sequence[Segment]:
+        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all.
 
-    def _allocate(self, num_bytes: int) -> Sequence[Segment]:
-        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all."""
+        Returns:
+            The segments by local rank; each lives as long as something refers to it.
+
+        Raises:
+            NodeMemoryError: there is not enough memory; on every rank of the node.
+        """
         refusal, segments = None, None
         try:
             segments = self._memory.allocate(self._node, num_bytes)
@@ -173,6 +174,19 @@ class SharedMemory:
         if refusals or segments is None:
             raise NodeMemoryError(refusals[0])
         return segments
+
+    def ranks_of(self, comm: "MPI.Intracomm") -> list[int]:
+        """Return the numbers of this node's ranks in ``comm``, by local rank. Not collective."""
+        found = self._node.group.Translate_ranks(None, comm.group)
+        return list(found)
+
+    def close(self) -> None:
+        """Free the MPI communicator; buckets live as long as something refers to them."""
+        self._unusable = (
+            "this communicator was closed, or its world shut down; call init() and make its "
+            "buckets and optimizers again"
+        )
+        self._node.Free()
 
     def _count(self, passes: int, bucket: Bucket) -> None:
         """Count passes in which this rank touched its slice in the buckets of all ranks."""

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import ThreadWork
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mail.post import Post
 
 T = TypeVar("T")
 
@@ -123,6 +126,10 @@ class ThreadedCommunicator:
         """Make a group, with a thread of its own."""
         made = self._result(lambda: self._comm.group(ranks))
         return None if made is None else ThreadedCommunicator(made)
+
+    def mail(self) -> "Post":
+        """Make mailboxes, which the caller uses beside the thread."""
+        return self._result(self._comm.mail)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket, and wait for it."""

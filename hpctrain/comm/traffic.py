@@ -12,6 +12,8 @@ class Traffic(NamedTuple):
     """Bytes that this rank has sent by messages; inside an MPI library the bytes of its calls."""
     waited_s: float = 0.0
     """Seconds in which this rank waited for others."""
+    rail_s: float = 0.0
+    """Seconds that this rank spent on its rail between nodes without waiting."""
 
     def since(self, earlier: "Traffic") -> "Traffic":
         """Return what was added after ``earlier``."""
@@ -19,4 +21,5 @@ class Traffic(NamedTuple):
             self.node_bytes - earlier.node_bytes,
             self.rail_bytes - earlier.rail_bytes,
             self.waited_s - earlier.waited_s,
+            self.rail_s - earlier.rail_s,
         )

@@ -14,9 +14,9 @@ SPIN_S = 50e-6
 """Peers that do the same work arrive within this time; sleeping costs about as much."""
 SLICE_S = 0.1
 """Between two looks at the others."""
-_NAP_S = (20e-6, 500e-6)
+NAP_S = (20e-6, 500e-6)
 """Shortest and longest pause between two tests of an MPI request."""
-_NAP_SHARE = 0.02
+NAP_SHARE = 0.02
 """Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
 
 
@@ -86,11 +86,11 @@ def wait_request(
         if request.Test(status):
             watch.waited_s += time.perf_counter() - start
             return
-    shortest, longest = _NAP_S
+    shortest, longest = NAP_S
     next_look = start + SLICE_S
     now = start
     while not request.Test(status):
-        time.sleep(min(max(_NAP_SHARE * (now - start), shortest), longest))
+        time.sleep(min(max(NAP_SHARE * (now - start), shortest), longest))
         now = time.perf_counter()
         if now > next_look:
             watch.look(now - start, partner, over)

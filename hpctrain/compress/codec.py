@@ -1,6 +1,9 @@
 """What stands between a full bucket and the ranks' sum of it."""
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
@@ -8,7 +11,25 @@ from hpctrain.comm.work import Work
 
 
 class Codec(Protocol):
-    """Owns the middle of the all-reduce of a bucket: it may send less, or in several rounds."""
+    """Owns the middle of the all-reduce of buckets: it may send less, or in several rounds.
+
+    One codec serves the buckets of one optimizer.
+    """
+
+    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
+        """Make what is needed to reduce a new bucket.
+
+        Collective: every rank calls it, for the same buckets, in the same order.
+
+        Args:
+            bucket: lives as long as it is reduced.
+            parts: views of the bucket: its tensors in their shapes, then their marks, a zero or
+                one for each, of which only "more than zero" matters after the sum.
+            comm: the ranks.
+        """
+
+    def forget(self) -> None:
+        """Drop all that was prepared: other buckets will come. Not collective."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by (an approximation of) its sum over ``comm``, times ``scale``.

@@ -1,5 +1,9 @@
 """Send what is there."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.work import Work
@@ -7,6 +11,12 @@ from hpctrain.comm.work import Work
 
 class Identity:
     """The codec that loses nothing; see ``Codec``."""
+
+    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
+        """Need nothing."""
+
+    def forget(self) -> None:
+        """Have nothing to drop."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Sum the bucket where it lies."""

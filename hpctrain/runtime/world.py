@@ -3,8 +3,9 @@
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,7 +13,7 @@ from hpctrain import config, logs
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.joining import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import observed
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.statistics import Statistics, wanted_statistics
@@ -22,9 +23,15 @@ from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.abort import FailureHooks, install
 from hpctrain.runtime.exit import leave
+from hpctrain.runtime.process_set_table import ProcessSets, Wanted, beside
+from hpctrain.runtime.timeline.timelines import Timelines
+from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpctrain.comm.presence import Presence
+    from hpctrain.runtime.process_sets import ProcessSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +39,9 @@ class World:
     """What ``init`` found and made."""
 
     comm: Communicator
+    """All ranks, for buckets; named operations have one of their own."""
+    sets: ProcessSets
+    """What named operations go through."""
     topology: Topology
     plan: Plan
     plan_origin: str
@@ -43,43 +53,105 @@ class World:
     """What the collectives cost, where that is wanted."""
     hooks: FailureHooks | None
     """What ends all ranks when this one fails; None in a world of one."""
+    ranks: "MPI.Intracomm | None"
+    """The same ranks for MPI; None in a world of one."""
+    given: "MPI.Intracomm | None"
+    """The communicator that ``init`` was given."""
+    timelines: Timelines
+    """The timeline that this rank records, if any."""
+    last_call: LastCall
+    """What this rank has communicated last."""
 
 
 _world: World | None = None
 
 
-def init(*, ranks_per_node: int | None = None) -> None:
+def init(
+    comm: "Sequence[int] | MPI.Intracomm | Sequence[MPI.Intracomm] | None" = None,
+    process_sets: "Sequence[ProcessSet] | str | None" = None,
+    *,
+    ranks_per_node: int | None = None,
+) -> None:
     """Join the world of all ranks that were started together. Collective.
 
-    A second call does nothing. Without a launcher this is a world of one, in which everything
-    works and nothing is sent. At the end of the program the ranks take leave of each other by
-    themselves.
+    A second call only registers ``process_sets``, if there are any. Without a launcher this is a
+    world of one, in which everything works and nothing is sent. At the end of the program the
+    ranks take leave of each other by themselves.
 
     Args:
+        comm: another world than all ranks: a list of some of them, of which the i-th becomes
+            rank i, and which alone call this; or an mpi4py communicator, whose ranks are the
+            world, so that several can train side by side; or several of those, of which the
+            first is the world and every other one a process set of it.
+        process_sets: what else than all ranks together shall communicate, the same on every
+            rank; ``"dynamic"`` means none yet.
         ranks_per_node: declares nodes on one host, so that a laptop runs the two-level path;
             else what ``HPCTRAIN_RANKS_PER_NODE`` says.
 
     Raises:
-        ConfigError: a setting is not valid.
+        ConfigError: a setting or an argument is not valid, or a process set is there twice; in
+            that last case the world is there all the same.
         LaunchError: the launcher, the MPI library and the world do not fit together.
         NodeMemoryError: shared memory was forced and cannot be had.
+        MismatchError: the ranks give different process sets; on every rank.
     """
-    if _world is not None:
-        return
-    settings = Settings.from_env()
-    if ranks_per_node is not None:
-        if ranks_per_node < 1:
-            raise ConfigError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
-        settings = replace(settings, ranks_per_node=ranks_per_node)
-    join(settings)
+    chosen, *others = _communicators(comm)
+    if _world is None:
+        settings = Settings.from_env()
+        if ranks_per_node is not None:
+            if ranks_per_node < 1:
+                raise ConfigError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
+            settings = replace(settings, ranks_per_node=ranks_per_node)
+        join(settings, chosen)
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigError(
+                f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
+            )
+        process_sets = None
+    if process_sets or others:
+        _register(others, list(process_sets or ()))
 
 
-def join(settings: Settings) -> None:
+def _communicators(comm: object) -> list[object]:
+    """Return what is to be the world, and the communicators of process sets of it."""
+    if isinstance(comm, Sequence) and comm and all(is_communicator(one) for one in comm):
+        return list(comm)
+    return [comm]
+
+
+def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
+    """Make the process sets that ``init`` was given, and let each know its own. Collective."""
+    of_comms = [Wanted(numbers_of(one), by_communicator=True) for one in comms]
+    wanted = of_comms + [one.wanted() for one in process_sets]
+    found = current().sets.register(wanted)[len(of_comms) :]
+    seen = {0}
+    for number, (one, registered) in enumerate(zip(process_sets, found, strict=True)):
+        if registered.number in seen:
+            raise ConfigError(
+                f"entry {number} of process_sets has the ranks of an earlier one, or all: "
+                f"{list(registered.ranks)}; leave it out"
+            )
+        seen.add(registered.number)
+        one.bind(registered)
+
+
+def numbers_of(comm: object) -> tuple[int, ...]:
+    """Return which ranks those of an mpi4py communicator are. Not collective.
+
+    Raises:
+        NotInitializedError: there is no world yet.
+        ConfigError: one of them is not in the world.
+    """
+    return tuple(numbers_in(current().ranks, cast("MPI.Intracomm", comm)))
+
+
+def join(settings: Settings, chosen: object = None) -> None:
     """Join the world as ``init`` does, with settings that are complete. Collective."""
     global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
-    ranks = find_world()
+    ranks = find_world(chosen)
     hooks = install(ranks, settings.log_dir) if ranks else None  # from here on nobody fails alone
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
@@ -87,8 +159,12 @@ def join(settings: Settings) -> None:
         torch.set_num_threads(found.plan.threads)
     trace = Trace() if settings.trace else None
     statistics = wanted_statistics(found.comm, found.plan.measured, here=settings.stats)
+    inside = observed(found.comm, trace, statistics)
+    comm = beside(inside, found.plan)
+    timelines, last_call = Timelines(found.topology.rank, found.topology.size), LastCall()
     _world = World(
-        comm=_beside(found.plan, observed(found.comm, trace, statistics)),
+        comm=comm,
+        sets=ProcessSets(inside, comm, found.plan, settings),
         topology=found.topology,
         plan=found.plan,
         plan_origin=found.plan_origin,
@@ -96,21 +172,22 @@ def join(settings: Settings) -> None:
         presence=found.presence,
         statistics=statistics,
         hooks=hooks,
+        ranks=ranks,
+        given=cast("MPI.Intracomm", chosen) if is_communicator(chosen) else None,
+        timelines=timelines,
+        last_call=last_call,
     )
     logs.setup(found.topology.rank, found.topology.size, settings.log_dir)
     _report(found)
+    if settings.timeline is not None:
+        timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
         atexit.register(shutdown)
 
 
-def _beside(plan: Plan, comm: Communicator) -> Communicator:
-    """Give the communicator the thread that the plan wants: one, for all optimizers."""
-    return ThreadedCommunicator(comm) if plan.overlap == "thread" else comm
-
-
 def _report(found: Connection) -> None:
     logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
-    notes = found.comm.gather_object([*config.unknown_variables(), *found.notes])
+    notes = found.comm.gather_object([*config.remarks(), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
 
@@ -132,7 +209,9 @@ def shutdown() -> None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+    leaving.sets.close()
     leaving.comm.close()
+    leaving.timelines.stop()
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
@@ -181,3 +260,8 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Return the number of nodes that have a rank of this ``local_rank``."""
     return current().topology.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Say whether every node has the same number of ranks."""
+    return current().topology.is_homogeneous

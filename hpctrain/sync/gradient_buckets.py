@@ -10,14 +10,15 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.fusion import BucketPlan, TensorSpec, plan_buckets
-
-NamedParameters = Sequence[tuple[str, Parameter]]
+from hpctrain.sync.parameter_names import NamedParameters
+from hpctrain.sync.sparse_gradients import as_sparse
 
 
 class Slot:
     """The place of one parameter's gradient in its bucket."""
 
     __slots__ = (
+        "_sparse_grad",
         "bucket",
         "fires",
         "is_filled",
@@ -26,6 +27,7 @@ class Slot:
         "mark",
         "name",
         "parameter",
+        "sparse_dim",
         "view",
     )
 
@@ -41,12 +43,23 @@ class Slot:
         self.fires = 0
         self.is_filled = False
         self.is_present = False
+        self.sparse_dim: int | None = None
+        """Sparse dimensions of the gradient where it is sparse on some rank."""
+        self._sparse_grad: Tensor | None = None
+
+    @property
+    def found_sparse_dim(self) -> int | None:
+        """Sparse dimensions of the gradient as far as this rank knows; None if it is dense."""
+        grad = self.parameter.grad
+        return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether the parameter's gradient lies in its place."""
+        """Whether the parameter's gradient is what the last step has left there."""
         grad = self.parameter.grad
-        return grad is not None and not grad.is_sparse and grad.data_ptr() == self.view.data_ptr()
+        if grad is None or grad.is_sparse:
+            return grad is not None and grad is self._sparse_grad
+        return grad.data_ptr() == self.view.data_ptr()
 
     def fits(self, parameter: Tensor) -> bool:
         """Say whether the parameter still has the dtype, shape and strides of its place."""
@@ -68,6 +81,8 @@ class Slot:
         if grad is None:
             self.view.zero_()
             return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
         dense = grad.to_dense() if grad.is_sparse else grad.detach()
         if weight == 0.0:
             self.view.zero_()
@@ -81,44 +96,87 @@ class Slot:
         self.parameter.grad = self.view
 
     def settle(self) -> None:
-        """After the sum: give the parameter its gradient if only other ranks had one."""
+        """After the sum: give the parameter its gradient, also if only other ranks had one."""
         if not self.is_present and self.mark.item() > 0:
             self.parameter.grad = self.view
+        if self.sparse_dim is not None and self.parameter.grad is not None:
+            self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
+
+    def adopt(self) -> None:
+        """Take over a gradient that was reduced already, from another place."""
+        grad = self.parameter.grad
+        self.is_present = grad is not None
+        if grad is None:
+            return
+        if self.sparse_dim is None:
+            self.parameter.grad = self.view.copy_(grad)
+        else:
+            self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
 
 class GradientBucket:
     """One message: its slots, and for each a mark that says whether any rank has a gradient."""
 
-    __slots__ = ("_marks", "bucket", "num_empty", "slots")
+    __slots__ = ("bucket", "marks", "num_empty", "slots")
 
     def __init__(self, bucket: Bucket, slots: list[Slot], marks: Tensor) -> None:
         self.bucket = bucket
         self.slots = slots
         self.num_empty = len(slots)
-        self._marks = marks
+        self.marks = marks
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The places of its gradients, and the marks."""
+        return [*(slot.view for slot in self.slots), self.marks]
 
     def write_marks(self) -> None:
         """Say which parameters have a gradient on this rank."""
-        self._marks.fill_(1)
+        self.marks.fill_(1)
         for slot in self.slots:
             if not slot.is_present:
                 slot.mark.zero_()
 
 
+def require_same_parameters(
+    comm: Communicator, parameters: NamedParameters, groups: Sequence[int | None]
+) -> None:
+    """Return if all ranks have the same parameters in the same groups. Collective.
+
+    Args:
+        comm: the ranks.
+        parameters: with their names, in one order.
+        groups: the number of the group of each; None where it has none; empty for none.
+
+    Raises:
+        MismatchError: they do not; on every rank.
+    """
+    lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+    if groups:
+        lines = [f"{line} group {group}" for line, group in zip(lines, groups, strict=True)]
+    require_equal(comm, lines, "parameters")
+
+
 def build_buckets(
-    comm: Communicator, parameters: NamedParameters, bucket_bytes: int | None
+    comm: Communicator,
+    parameters: NamedParameters,
+    bucket_bytes: int | None,
+    groups: Sequence[int | None] = (),
 ) -> list[GradientBucket]:
     """Lay the gradients out, last parameter first, and make the buckets. Collective.
 
+    Args:
+        comm: the ranks, which have the same parameters.
+        parameters: with their names, in one order.
+        bucket_bytes: largest bucket of those that were not grouped; None for one per dtype.
+        groups: the number of the group of each parameter; None where it has none; empty for none.
+
     Raises:
-        MismatchError: the ranks do not have the same parameters; on every rank.
         NodeMemoryError: there is not enough memory; on every rank.
     """
     ready_order = list(reversed(parameters))
     specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
-    lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
-    require_equal(comm, lines, "parameters")
-    plans = plan_buckets(specs, bucket_bytes, marks_per_tensor=1)
+    plans = plan_buckets(specs, bucket_bytes, marks_per_tensor=1, groups=list(reversed(groups)))
     return [_make_bucket(comm, ready_order, plan, i) for i, plan in enumerate(plans)]
 
 

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
 from hpctrain.errors import CommError, ConfigError
-from hpctrain.sync.gradient_buckets import NamedParameters
+from hpctrain.sync.parameter_names import NamedParameters
 from hpctrain.sync.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -34,15 +34,24 @@ class Reducer:
     (``.grad`` stays None). The hooks go when the reducer goes.
     """
 
-    def __init__(self, reduction: Reduction, parameters: ParameterSource, *, passes: int) -> None:
+    def __init__(
+        self,
+        reduction: Reduction,
+        parameters: ParameterSource,
+        *,
+        passes: int,
+        note: Callable[[str], object],
+    ) -> None:
         """Lay out the buckets and hook the parameters. Collective.
 
         Args:
             reduction: moves the gradients.
             parameters: returns the named parameters of today; asked again in every step.
             passes: backward passes that are accumulated locally before one reduction.
+            note: is told what this rank has done with others, once per step.
         """
         self._reduction = reduction
+        self._note = note
         self._parameters = parameters
         self._num_passes = passes
         self._is_reduced = False
@@ -52,6 +61,16 @@ class Reducer:
         reduction.build(parameters())
         self._hook()
         weakref.finalize(self, _remove, self._hooks)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that are accumulated locally before one reduction."""
+        return self._num_passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._num_passes = passes
+        self._passes_done = 0
 
     @property
     def exposed_seconds(self) -> float:
@@ -79,10 +98,16 @@ class Reducer:
         """Let every rank see these bits when a step is over, from the next one on."""
         self._reduction.count.flags = flags
 
-    def finish(self) -> None:
-        """Reduce now unless ``backward()`` has done so in this step. Collective."""
-        if not self._is_reduced or self._was_dropped():
+    def finish(self) -> bool:
+        """Reduce now unless ``backward()`` has done so in this step. Collective.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        is_due = not self._is_reduced or self._was_dropped()
+        if is_due:
             self._complete()
+        return is_due
 
     def new_step(self) -> None:
         """Expect the gradients of another step."""
@@ -90,6 +115,19 @@ class Reducer:
         self._passes_done = 0
         if self._graph_tasks:  # a backward has raised
             self._break_off()
+
+    def start_again(self) -> None:
+        """Forget what a backward that raised has left: parameters and state were replaced.
+
+        Collective if one has raised after some of its gradients had travelled: then every rank
+        calls this, and the rest travels too, so that the ranks meet again.
+        """
+        if self._graph_tasks and self._reduction.has_sent:
+            self._reduction.complete()
+        self._reduction.forget()
+        self._passes_done = 0
+        self._is_reduced = False
+        self._forget_backward()
 
     def _hook(self) -> None:
         me = weakref.ref(self)
@@ -185,6 +223,7 @@ class Reducer:
         self._learn()
         changed = None if self._takes_early else self._changed()
         self._reduction.complete(changed)
+        self._note("gradients")
         if changed is not None:
             self._hook()
         self._passes_done = 0

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
@@ -11,20 +13,37 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.work import FINISHED, Work
 from hpctrain.compress.codec import Codec
 from hpctrain.errors import CommError
-from hpctrain.sync.gradient_buckets import GradientBucket, NamedParameters, Slot, build_buckets
+from hpctrain.sync.gradient_buckets import (
+    GradientBucket,
+    Slot,
+    build_buckets,
+    require_same_parameters,
+)
+from hpctrain.sync.grouping import Grouping
+from hpctrain.sync.parameter_names import NamedParameters
 from hpctrain.sync.sample_count import SampleCount
+from hpctrain.sync.sparse_gradients import SparseSlot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReductionOptions:
+    """What a reduction does to gradients; the same on every rank."""
+
+    average: bool = True
+    """Divide the sum by the number of ranks, weighted by samples."""
+    predivide: float = 1.0
+    """The part of the division that comes before the sum."""
+    sparse_as_dense: bool = False
+    """Let sparse gradients travel in buckets too; they are made sparse again."""
+    grouping: Grouping = Grouping(None)  # noqa: RUF009 - has no state that changes
+    """Which gradients share a bucket."""
 
 
 class Reduction:
     """Fills the buckets of a fixed set of parameters and reduces them over all ranks."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        plan: Plan,
-        codec: Codec,
-        *,
-        average: bool,
+        self, comm: Communicator, plan: Plan, codec: Codec, options: ReductionOptions
     ) -> None:
         """Take what is needed; ``build`` lays the buckets out.
 
@@ -32,15 +51,18 @@ class Reduction:
             comm: the ranks; one with a thread carries the buckets beside backward.
             plan: when buckets travel, and how large they are.
             codec: what a bucket travels as.
-            average: divide the sum by the number of ranks, weighted by samples.
+            options: what is done to gradients.
         """
-        self.count = SampleCount(comm)
-        self.average = average
+        self.count = SampleCount(comm, predivide=options.predivide)
+        self.average = options.average
         self.exposed_seconds = 0.0
-        self.slot_of: dict[torch.Tensor, Slot] = {}
-        self._comm, self._plan, self._codec = comm, plan, codec
+        self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
+        self._comm, self._plan, self._codec, self._options = comm, plan, codec, options
+        self._parameters: NamedParameters = ()
         self._buckets: list[GradientBucket] = []
-        self._scale: float | None = None
+        self._dense: list[Slot] = []
+        self._sparse: list[SparseSlot] = []
+        self._sparse_dims: dict[Tensor, int] = {}
         self.forget()
 
     @property
@@ -49,10 +71,15 @@ class Reduction:
         return self._next_bucket > 0
 
     def build(self, parameters: NamedParameters) -> None:
-        """Lay the buckets out anew. Collective."""
-        bucket_bytes = None if self._plan.overlap == "end" else self._plan.bucket_bytes
-        self._buckets = build_buckets(self._comm, parameters, bucket_bytes)
-        self.slot_of = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
+        """Lay the buckets out anew. Collective.
+
+        Raises:
+            MismatchError: the ranks do not have the same parameters; on every rank.
+        """
+        numbers = self._options.grouping.numbers([p for _, p in parameters])
+        require_same_parameters(self._comm, parameters, numbers)
+        self._parameters = parameters
+        self._lay_out()
 
     def fits(self, parameters: NamedParameters) -> bool:
         """Say whether these are the parameters of ``build``, in the same dtypes and layouts."""
@@ -61,9 +88,11 @@ class Reduction:
             (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
         )
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot | SparseSlot) -> None:
         """Put a final gradient into its place, and send the buckets that are full."""
-        if slot.is_filled and (self._next_bucket > slot.bucket or self.count.weight != 1.0):
+        if isinstance(slot, SparseSlot):
+            return
+        if slot.is_filled and (self._next_bucket > slot.bucket or self._factor != 1.0):
             raise CommError(
                 f"the gradient of {slot.name} came twice in one backward, and only once in the "
                 f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
@@ -73,7 +102,7 @@ class Reduction:
             return
         while self._next_bucket < len(self._buckets) and self._is_full(self._next_bucket):
             if self._next_bucket == 0:
-                self._works.append(self._run(self._open, False))  # noqa: FBT003
+                self._works.append(self._run(self._open, False, self._has_new_sparse()))  # noqa: FBT003
             self._launch_next()
 
     def complete(self, changed: NamedParameters | None = None) -> None:
@@ -87,16 +116,21 @@ class Reduction:
             MismatchError: the parameters have changed on some ranks only; on every rank.
         """
         if not self.has_sent:
-            self._clocked(self._run(self._open, changed is not None).wait)
+            new_sparse = self._has_new_sparse()
+            self._clocked(self._run(self._open, changed is not None, new_sparse).wait)
             if changed is not None:
                 self.build(changed)
-        for slot in self.slot_of.values():
+        for slot in self._dense:
             self._fill(slot)
         while self._next_bucket < len(self._buckets):
             self._launch_next()
+        for sparse in self._sparse:
+            self._works.append(self._run(self._gather, sparse))
         self._clocked(self._wait)
-        for slot in self.slot_of.values():
+        for slot in self._dense:
             slot.settle()
+        if self.count.has_new_sparse:
+            self._learn_sparse()
         self.exposed_seconds = self._waited_s
         self.forget()
 
@@ -107,15 +141,72 @@ class Reduction:
         self._waited_s = 0.0
         for bucket in self._buckets:
             bucket.num_empty = len(bucket.slots)
-            for slot in bucket.slots:
-                slot.is_filled = False
-                slot.fires = 0
+        for slot in self.slot_of.values():
+            slot.fires = 0
+        for slot in self._dense:
+            slot.is_filled = False
+
+    # -- where gradients lie ----------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Make buckets for all but the sparse gradients. Collective."""
+        options = self._options
+        numbers = options.grouping.numbers([p for _, p in self._parameters])
+        apart = {} if options.sparse_as_dense else self._sparse_dims
+        dense = [i for i, (_, p) in enumerate(self._parameters) if p not in apart]
+        self._buckets = build_buckets(
+            self._comm,
+            [self._parameters[i] for i in dense],
+            None if self._plan.overlap == "end" else self._plan.bucket_bytes,
+            [numbers[i] for i in dense] if numbers else (),
+        )
+        self._dense = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._sparse = [SparseSlot(n, p, apart[p]) for n, p in self._parameters if p in apart]
+        self.slot_of = {slot.parameter: slot for slot in self._dense}
+        self.slot_of |= {slot.parameter: slot for slot in self._sparse}
+        for slot in self._dense:
+            slot.sparse_dim = self._sparse_dims.get(slot.parameter)
+        self._codec.forget()
+        for bucket in self._buckets:
+            self._codec.prepare(bucket.bucket, bucket.parts, self._comm)
+
+    def _has_new_sparse(self) -> bool:
+        """Say whether this rank has a sparse gradient that other ranks may not know of."""
+        return any(
+            slot.found_sparse_dim is not None and slot.parameter not in self._sparse_dims
+            for slot in self._dense
+        )
+
+    def _learn_sparse(self) -> None:
+        """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
+        found = {
+            index: slot.found_sparse_dim
+            for index, (_, p) in enumerate(self._parameters)
+            if isinstance(slot := self.slot_of[p], Slot)
+        }
+        for of_rank in self._comm.allgather_object(found):
+            for index, sparse_dim in of_rank.items():
+                if sparse_dim is not None:
+                    self._sparse_dims.setdefault(self._parameters[index][1], sparse_dim)
+        self._lay_out()
+        for slot in self.slot_of.values():
+            slot.adopt()
+
+    # -- what talks to other ranks ----------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        return self.count.factor if self.average else 1.0
+
+    @property
+    def _scale(self) -> float | None:
+        return self.count.scale if self.average else None
 
     def _fill(self, slot: Slot) -> None:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
             with torch.no_grad():
-                slot.fill(self.count.weight if self.average else 1.0)
+                slot.fill(self._factor)
 
     def _is_full(self, index: int) -> bool:
         return self._buckets[index].num_empty == 0
@@ -141,12 +232,15 @@ class Reduction:
         for work in self._works:
             work.wait()
 
-    def _open(self, outdated: bool) -> None:  # noqa: FBT001 - goes through a thread
-        total = self.count.exchange(outdated=outdated)
-        self._scale = 1.0 / total if self.average else None
+    def _open(self, outdated: bool, new_sparse: bool) -> None:  # noqa: FBT001 - through a thread
+        self.count.exchange(outdated=outdated, new_sparse=new_sparse)
 
     def _reduce(self, index: int) -> None:
         with torch.no_grad():
             bucket = self._buckets[index]
             bucket.write_marks()
             self._codec.allreduce_(bucket.bucket, self._comm, scale=self._scale).wait()
+
+    def _gather(self, slot: SparseSlot) -> None:
+        with torch.no_grad():
+            slot.reduce(self._comm, self._factor, self._scale)

@@ -18,6 +18,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import ConfigError, MismatchError
 from hpctrain.logs import logger
 from hpctrain.sync.arithmetic import arithmetic
+from hpctrain.sync.distributed_methods import DistributedMethods
 from hpctrain.sync.fixed_tree import Node, push, sum_over_ranks
 from hpctrain.sync.micro_shards import (
     ALIGNMENT,
@@ -27,7 +28,6 @@ from hpctrain.sync.micro_shards import (
     sample_range,
     seed_of,
 )
-from hpctrain.sync.optimizer import DistributedMethods
 from hpctrain.sync.step_values import StepValues
 
 

@@ -22,17 +22,30 @@ class SampleCount:
     filled, and divided by the sum while it is written back. The sum rides in the opening message
     of each step, which is there before the first bucket needs it.
     Until a count is set every weight is 1, and only the division by the number of ranks remains.
+    A part of the division may be done before the sum, where a sum of 16 bits could overflow.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, predivide: float = 1.0) -> None:
+        """Make the opening message. Collective.
+
+        Args:
+            comm: the ranks.
+            predivide: weights are divided by it before the sum, and the sum's factor is
+                multiplied by it.
+        """
         self.weight = 1.0
         self.flags = 0
         """Bits of this rank in the opening message of each step."""
         self.raised_flags = 0
         """Bits that any rank had in the last opening message; the same on every rank."""
+        self.has_new_sparse = False
+        """Whether any rank had a new sparse gradient in it; the same on every rank."""
+        self.scale = 1.0
+        """The factor of the sum, after ``exchange``."""
+        self._predivide = predivide
         self._comm = comm
         self._is_set = False
-        self._message = comm.new_bucket(3 + NUM_FLAGS, torch.float64)
+        self._message = comm.new_bucket(4 + NUM_FLAGS, torch.float64)
 
     def set(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``.
@@ -48,11 +61,17 @@ class SampleCount:
         self.weight = num_samples / nominal
         self._is_set = True
 
-    def exchange(self, *, outdated: bool) -> float:
-        """Send the opening message of a step and return the sum of all weights. Collective.
+    @property
+    def factor(self) -> float:
+        """Factor of this rank's gradient, before the sum."""
+        return self.weight / self._predivide
+
+    def exchange(self, *, outdated: bool, new_sparse: bool) -> None:
+        """Send the opening message of a step: ``scale`` is known from then on. Collective.
 
         Args:
             outdated: this rank's parameters are no longer those that the buckets were laid for.
+            new_sparse: this rank has a sparse gradient where none was so far.
 
         Raises:
             MismatchError: some ranks have set a count and some have not, or only some are
@@ -60,10 +79,11 @@ class SampleCount:
         """
         flat = self._message.flat
         bits = (self.flags >> bit & 1 for bit in range(NUM_FLAGS))
-        own = (self.weight, self._is_set, outdated, *bits)
+        own = (self.weight, self._is_set, outdated, new_sparse, *bits)
         flat.copy_(torch.tensor(own, dtype=torch.float64))
         self._comm.allreduce_(self._message).wait()
-        total, num_set, num_outdated, *raised = flat.tolist()
+        total, num_set, num_outdated, num_new_sparse, *raised = flat.tolist()
+        self.has_new_sparse = num_new_sparse > 0
         self.raised_flags = sum(1 << bit for bit, ranks in enumerate(raised) if ranks)
         size = self._comm.size
         if num_set not in (0, size):
@@ -76,4 +96,4 @@ class SampleCount:
                 f"parameters must change on all ranks in the same step, they have changed on "
                 f"{num_outdated:.0f} of {size}: added, frozen, another dtype or layout"
             )
-        return float(total) if total > 0 else 1.0  # no samples at all: the gradients are zeros
+        self.scale = self._predivide / (total or 1.0)  # no samples at all: gradients are zeros

@@ -15,7 +15,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.runtime import world
-from hpctrain.runtime.functions import broadcast_parameters
+from hpctrain.runtime.parameters import broadcast_parameters
 from hpctrain.sync.optimizer import DistributedOptimizer
 from hpctrain.sync.reproducible import Reproducible
 from hpctrain.train.agreed import agreed

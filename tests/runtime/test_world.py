@@ -100,3 +100,71 @@ def test_a_world_of_one_needs_no_mpi(tmp_path):
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
     done = init_alone({"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
     assert done.stdout.strip() == "size 1", done.stderr
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_list_of_ranks_is_a_world_of_its_own_in_its_order(world):
+    chosen = [1, 0]
+    if world.rank in chosen:
+        hpctrain.init(chosen)
+        assert (hpctrain.rank(), hpctrain.size()) == (1 - world.rank, 2)
+        assert hpctrain.allgather_object(world.rank) == chosen
+        hpctrain.shutdown()
+    else:
+        with pytest.raises(ConfigError, match=rf"rank {world.rank} calls init.*: 1,0; only the"):
+            hpctrain.init(chosen)
+        assert not hpctrain.is_initialized()
+
+
+@SIZES
+def test_a_world_of_one_rank_among_many(world):
+    hpctrain.init([world.rank])
+    assert (hpctrain.rank(), hpctrain.size()) == (0, 1)
+    assert hpctrain.allreduce(torch.ones(1), op=hpctrain.Sum).item() == 1
+    hpctrain.shutdown()
+
+
+@SIZES
+def test_worlds_of_communicators_work_side_by_side(world):
+    part = world.Split(world.rank % 2, -world.rank)
+    members = part.allgather(world.rank)
+    hpctrain.init(part)
+    assert (hpctrain.rank(), hpctrain.size()) == (part.rank, part.size)
+    assert hpctrain.allgather_object(world.rank) == members
+    assert hpctrain.global_process_set.mpi_comm is part
+    hpctrain.shutdown()
+    assert part.allgather(world.rank) == members  # still the user's
+    part.Free()
+
+
+@SIZES
+def test_what_is_no_world_is_refused(world):
+    size = world.size
+    for ranks in ([size], [0, 0], [-1, 0]):
+        with pytest.raises(ConfigError, match=f"names ranks from 0 to {size - 1}, each once"):
+            hpctrain.init(ranks)
+    for other in ("all", 3, [0.0], [None]):
+        with pytest.raises(ConfigError, match="comm=None, a list of ranks or an mpi4py"):
+            hpctrain.init(other)
+    assert not hpctrain.is_initialized()
+    hpctrain.init([])  # Horovod's way to say all
+    assert hpctrain.size() == size
+    hpctrain.shutdown()
+
+
+@SIZES
+def test_nodes_of_unequal_size_are_not_homogeneous(world):
+    hpctrain.init(ranks_per_node=2)
+    assert hpctrain.is_homogeneous() == (world.size in {1, 2, 4})
+    hpctrain.shutdown()
+
+
+@SIZES
+def test_what_nobody_waits_for_does_not_keep_the_world(world):
+    hpctrain.init()
+    if world.rank == 0:
+        handle = hpctrain.allreduce_async(torch.ones(1), name="of rank 0 alone")
+    hpctrain.shutdown()
+    if world.rank == 0 and world.size > 1:
+        with pytest.raises(hpctrain.HorovodInternalError, match="shut down"):
+            hpctrain.synchronize(handle)

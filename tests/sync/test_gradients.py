@@ -170,20 +170,6 @@ def test_dtypes_may_be_mixed(hvd):
 
 
 @MANY
-def test_sparse_gradients_become_dense_averages(hvd):
-    table = nn.Embedding(10, 3, sparse=True).double()
-    hvd.broadcast_parameters(table.state_dict())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        table(torch.tensor([hvd.rank(), 9])).sum().backward()
-        expected = torch.zeros(10, 3).double()
-        expected[: hvd.size()] = 1 / hvd.size()
-        expected[9] = 1
-        torch.testing.assert_close(table.weight.grad, expected)
-
-
-@MANY
 def test_gradients_that_were_replaced_are_taken_as_they_are(hvd):
     model = make_model()
     optimizer = distributed(hvd, model)

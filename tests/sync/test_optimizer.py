@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.errors import MismatchError
 from tests.sync.training import (
     EVERY_SIZE,
     MANY,
@@ -150,15 +150,3 @@ def test_different_models_are_an_error_on_every_rank(hvd):
     model = nn.Linear(4, 5 if hvd.rank() == hvd.size() - 1 else 3)
     with pytest.raises(MismatchError, match=r"parameters must be the same.*\(5, 4\)"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@EVERY_SIZE
-def test_arguments_are_checked(hvd):
-    model = make_model()
-    with pytest.raises(ConfigError, match="backward_passes_per_step"):
-        distributed(hvd, model, backward_passes_per_step=0)
-    with pytest.raises(ConfigError, match="got twice: a"):
-        hvd.DistributedOptimizer(sgd(model), [("a", p) for p in model.parameters()])
-    optimizer = distributed(hvd, model)
-    with pytest.raises(ConfigError, match="wrap it once"):
-        hvd.DistributedOptimizer(optimizer)

@@ -2,7 +2,8 @@
 
 from dataclasses import fields
 
-from hpctrain.config import PREFIX, Settings, given, unknown_variables
+from hpctrain import horovod_variables
+from hpctrain.config import Given, Settings, read, unknown_variables
 from hpctrain.errors import ConfigError
 from hpctrain.launch.doctor.facts import Facts
 from hpctrain.launch.finding import Finding
@@ -13,7 +14,7 @@ CHECK = "settings"
 def check(facts: Facts) -> list[Finding]:
     """Name variables that are not valid or not known; else list every setting."""
     try:
-        chosen = given(facts.environ)
+        chosen = read(facts.environ)
     except ConfigError as error:
         return [Finding(CHECK, "error", str(error), "mend the variable, or unset it")]
     found = []
@@ -21,13 +22,16 @@ def check(facts: Facts) -> list[Finding]:
         what, _, hint = text.partition("; ")
         name = what.partition(" ")[0]
         found.append(Finding(CHECK, "warning", what, f"unset {name}: {hint}"))
+    for text in horovod_variables.remarks(facts.environ):
+        what, _, hint = text.partition("; ")
+        found.append(Finding(CHECK, "note", what, hint))
     return found + [
         Finding(CHECK, "ok", f"{field.name} = {_value(field.name, chosen)}")
         for field in fields(Settings)
     ]
 
 
-def _value(name: str, chosen: dict[str, object]) -> str:
+def _value(name: str, chosen: dict[str, Given]) -> str:
     if name in chosen:
-        return f"{chosen[name]}, from {PREFIX}{name.upper()}"
+        return f"{chosen[name].value}, from {chosen[name].variable}"
     return f"{getattr(Settings(), name)}, the default"

@@ -1,43 +1,123 @@
-"""Carries out the named operations of one process set."""
+"""The named operations of one process set: in any order on any rank, in one order on all."""
 
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.threads import calls_from_threads
+from hpctrain.errors import HorovodInternalError
+from hpctrain.runtime.named.driver import Driver
 from hpctrain.runtime.named.handle import Handle
-from hpctrain.runtime.named.request import Request, Result
+from hpctrain.runtime.named.progress import JOIN, BreakOff, Progress
+from hpctrain.runtime.named.request import Kind, Request, Result
+from hpctrain.runtime.named.stalls import Stalls
+from hpctrain.units import MIB
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.runtime.timeline.timelines import Timelines
 
 
 class Controller:
-    """Takes requests from any thread and finishes each once all ranks have made it."""
+    """Takes requests from any thread and carries each out once all ranks have made it."""
 
-    def __init__(self, comm: "Communicator") -> None:
-        """Take a communicator of the ranks of the set, which nobody else may use. Collective."""
+    def __init__(
+        self,
+        comm: "Communicator",
+        *,
+        fusion_bytes: int = 64 * MIB,
+        cycle_s: float = 0.0,
+        timeout_s: float = float("inf"),
+        timelines: "Timelines | None" = None,
+        stalls: Stalls | None = None,
+    ) -> None:
+        """Make mailboxes. Collective.
+
+        Args:
+            comm: the ranks of the set; nobody else may use it, ``close`` closes it.
+            fusion_bytes: largest message of several small operations.
+            cycle_s: how long operations wait for others to travel with, unless somebody waits.
+            timeout_s: longest wait for an operation.
+            timelines: records what happens.
+            stalls: tells of operations that some rank does not submit.
+        """
         self.comm = comm
+        self._timeout_s = timeout_s
+        self._post = comm.mail()
+        self._progress = Progress(
+            comm,
+            self._post,
+            fusion_bytes=fusion_bytes,
+            timelines=timelines,
+            stalls=stalls or Stalls(),
+        )
+        has_thread = comm.size > 1 and calls_from_threads()
+        self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
+        self._is_open = True
 
     def submit(self, request: Request) -> Handle:
-        """Start an operation; somebody will ask for its result later."""
-        from hpctrain.runtime.named.execution import carry_out  # noqa: PLC0415
+        """Start an operation; somebody will ask for its result later.
 
-        handle = Handle(self, request, request.name or "noname")
-        try:
-            carry_out(self.comm, [handle])
-        except Exception as error:  # for wait()
-            handle.fail(error)
+        Raises:
+            HorovodInternalError: an operation of this name is under way on this rank.
+        """
+        handle = self._enter(request)
+        self._driver.nudge()
         return handle
 
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        return self.submit(request).wait()
-
-    def finish(self, handle: Handle) -> None:
-        """Return when an operation is done."""
+        return self._enter(request).wait()
 
     def join(self) -> int:
         """Take part in everything with nothing until all ranks do; return the last to come."""
-        raise NotImplementedError
+        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
+        self._check_open()
+        self._progress.news.append(handle)
+        last: int = handle.wait()[0]
+        return last
+
+    def finish(self, handle: Handle) -> None:
+        """Return when an operation is done; the calling thread drives meanwhile."""
+        self._driver.until(
+            lambda: handle.is_done, lambda: self._progress.check_time(handle, self._timeout_s)
+        )
+
+    def look(self) -> None:
+        """Do what can be done without waiting, where no thread of the controller does so."""
+        self._driver.look()
+
+    def break_off(self, reason: str) -> None:
+        """Let all that is under way fail on every rank, and all that comes. Not collective.
+
+        A new controller on the same communicator goes on, see ``abandon``.
+        """
+        self._progress.to_ask.append(BreakOff(reason))
+        self._driver.nudge()
 
     def close(self) -> None:
-        """Finish what is under way. Collective."""
+        """End; what is still under way fails here. Collective."""
+        self.abandon()
         self.comm.close()
+
+    def abandon(self) -> None:
+        """Do what ``close`` does, but leave the communicator to another controller. Collective."""
+        self._is_open = False
+        self._driver.close()
+        self._progress.fail_all(
+            HorovodInternalError("the process set was shut down before this was done")
+        )
+        self._post.close()
+
+    def _enter(self, request: Request) -> Handle:
+        self._check_open()
+        handle = Handle(self, request, request.name or "")
+        if self._progress.names.enter(handle):
+            self._progress.news.append(handle)
+        return handle
+
+    def _check_open(self) -> None:
+        if self._progress.broken is not None:
+            raise self._progress.broken
+        if not self._is_open:
+            raise HorovodInternalError(
+                "the process set was shut down; call hpctrain.init() or add_process_set() again"
+            )

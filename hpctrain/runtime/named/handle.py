@@ -13,10 +13,16 @@ class Handle:
 
     __slots__ = ("_controller", "_error", "_result", "is_done", "name", "request", "since")
 
-    def __init__(self, controller: "Controller", request: "Request", name: str) -> None:
+    def __init__(self, controller: "Controller | None", request: "Request", name: str) -> None:
+        """Begin.
+
+        Args:
+            controller: drives while somebody waits; None where nobody will.
+            request: what is asked for.
+            name: by which the ranks find each other's requests.
+        """
         self.request = request
         self.name = name
-        """By which the ranks find each other's requests."""
         self.since = time.monotonic()
         self.is_done = False
         self._controller = controller
@@ -25,6 +31,8 @@ class Handle:
 
     def done(self) -> bool:
         """Say whether ``wait()`` would return, or raise, at once."""
+        if not self.is_done and self._controller is not None:
+            self._controller.look()
         return self.is_done
 
     def wait(self) -> "Result":
@@ -34,7 +42,7 @@ class Handle:
             HorovodInternalError: the ranks disagree about this operation; on every rank.
             RankLostError: another rank died.
         """
-        if not self.is_done:
+        if not self.is_done and self._controller is not None:
             self._controller.finish(self)
         if self._error is not None:
             raise self._error

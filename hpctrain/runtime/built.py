@@ -1,0 +1,62 @@
+"""What this package can do, in Horovod's questions."""
+
+import importlib.util
+import sys
+
+from hpctrain.comm.threads import calls_from_threads
+from hpctrain.runtime.world import current, is_initialized
+
+
+def mpi_threads_supported() -> bool:
+    """Say whether several threads of this process may call MPI at once.
+
+    Raises:
+        NotInitializedError: there is no world yet.
+    """
+    current()
+    return calls_from_threads()
+
+
+def mpi_enabled() -> bool:
+    """Say whether there is a world, and MPI is loaded: a world of one goes without it."""
+    return is_initialized() and "mpi4py.MPI" in sys.modules
+
+
+def mpi_built() -> bool:
+    """Say whether mpi4py is here, which finds the MPI library when it is loaded."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_enabled() -> bool:
+    """Say no: ranks talk through MPI and the memory of the node."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Say no, see ``gloo_enabled``."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: this package does not communicate through NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Say no: this package does not communicate through IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Say no: this package does not communicate through oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Say no: this package is not compiled, and moves the memory of the host alone."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Say no, see ``cuda_built``."""
+    return False

@@ -1,0 +1,1 @@
+"""Training that survives a failed operation: return to the last commit, agree, go on."""

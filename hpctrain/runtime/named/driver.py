@@ -1,0 +1,166 @@
+"""Who drives: a caller who waits for something, or else a thread that sleeps in between."""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import CommError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mail.post import Post
+    from hpctrain.runtime.named.progress import Progress
+
+TICK_S = 1.0
+"""Between two looks for questions of other ranks while nothing is under way here."""
+
+
+class Driver:
+    """Lets one thread at a time drive a ``Progress``.
+
+    A caller who waits drives on his own thread: no other has to wake up for it. The driver's
+    thread takes over what nobody waits for, and lets go as soon as a caller comes.
+    """
+
+    def __init__(self, progress: "Progress", post: "Post", *, cycle_s: float, has_thread: bool):
+        """Start the thread.
+
+        Args:
+            progress: what to drive.
+            post: where to sleep.
+            cycle_s: how long operations wait for others to travel with, unless somebody waits.
+            has_thread: whether there is a thread for what nobody waits for.
+        """
+        self._progress, self._post, self._cycle_s = progress, post, cycle_s
+        lock = threading.Lock()
+        self._given_up = threading.Condition(lock)
+        """Told when nobody drives any more, and when something was carried out."""
+        self._wanted = threading.Condition(lock)
+        """Told when the thread has something to do."""
+        self._is_driven = self._is_asleep = self._is_idle = False
+        self._num_callers = 0
+        self._is_open = True
+        self._thread: threading.Thread | None = None
+        if has_thread:
+            self._thread = threading.Thread(
+                target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+            )
+            self._thread.start()
+
+    def until(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Return when it is over; drive until then, unless somebody else does.
+
+        Args:
+            is_over: of an operation of this rank.
+            check: called every second or so; may raise.
+        """
+        with self._given_up:
+            self._num_callers += 1
+            while self._is_driven and not is_over():
+                self._post.ring()
+                self._given_up.wait()
+            if is_over():
+                self._num_callers -= 1
+                return
+            self._is_driven = True
+        try:
+            self._drive(is_over, check)
+        finally:
+            self._num_callers -= 1
+            self._give_up()
+
+    def nudge(self) -> None:
+        """See to what has just been submitted, without waiting for it."""
+        if self._is_idle:
+            with self._wanted:
+                self._wanted.notify()
+        elif self._is_asleep:
+            self._post.ring()
+        elif self._thread is None:
+            self.look()
+
+    def look(self) -> None:
+        """Do what can be done without waiting, where there is no thread for it."""
+        with self._given_up:
+            if self._is_driven or self._thread is not None:
+                return
+            self._is_driven = True
+        try:
+            self._drive(lambda: True, _nothing)
+        finally:
+            self._give_up()
+
+    def close(self) -> None:
+        """End the thread; callers who wait go on to wait."""
+        with self._wanted:
+            self._is_open = False
+            self._wanted.notify_all()
+        self._post.ring()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _drive(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
+        """Turn until it is over; sleep while nothing happens. For who has set ``_is_driven``."""
+        progress, post = self._progress, self._post
+        try:
+            self._turn()
+            while not is_over():
+                self._is_asleep = True  # from here on whoever submits rings
+                came = bool(progress.news or progress.to_ask) or post.sleep(TICK_S)
+                self._is_asleep = False
+                self._turn()
+                if not came:
+                    progress.check_stalls()
+                    check()
+        except CommError as error:
+            progress.broken = error
+            progress.fail_all(error)
+            raise
+
+    def _turn(self) -> None:
+        if self._progress.turn() and self._num_callers > 1:
+            with self._given_up:
+                self._given_up.notify_all()
+
+    def _drive_for_nobody(self) -> None:
+        while self._is_open and self._progress.broken is None:
+            if not self._take_over():
+                continue
+            try:
+                self._drive(self._is_unneeded, _nothing)
+                self._progress.check_stalls()
+            except CommError:
+                pass  # those who wait are told, and whoever asks next
+            finally:
+                self._give_up()
+
+    def _take_over(self) -> bool:
+        """Wait until the thread is needed, or for a tick; say whether it drives now."""
+        with self._wanted:
+            self._is_idle = True
+            if self._is_driven or self._num_callers or not self._progress.has_work():
+                self._wanted.wait(TICK_S)
+            self._is_idle = False
+            if self._cycle_s and self._progress.has_work():
+                self._wanted.wait(self._cycle_s)  # more may come, and nobody tells of it now
+            if self._is_driven or self._num_callers or not self._is_open:
+                return False
+            self._is_driven = True
+            return True
+
+    def _is_unneeded(self) -> bool:
+        """Say whether the thread lets go: for good, for a caller, or for a cycle."""
+        progress = self._progress
+        has_work = progress.names.num_outstanding > 0
+        return bool(self._num_callers or progress.news or not has_work or not self._is_open)
+
+    def _give_up(self) -> None:
+        with self._given_up:
+            self._is_driven = False
+            if self._num_callers:
+                self._given_up.notify_all()
+            elif self._is_idle and self._progress.has_work():
+                self._wanted.notify()
+
+
+def _nothing() -> None:
+    """Check nothing."""

@@ -1,0 +1,218 @@
+"""Carries out what the ranks have decided: small reductions together, all else one by one."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import RankLostError
+from hpctrain.runtime.named import exchanging
+from hpctrain.runtime.named.exchanging import copy_of, empty_like
+from hpctrain.runtime.named.fusing import DIRECT_BYTES, runs
+from hpctrain.runtime.named.fusion_buffer import FusionBuffer
+from hpctrain.runtime.named.phases import Phases
+from hpctrain.runtime.named.reduce_op import ReduceOp
+from hpctrain.runtime.named.reducing import Recipe, multiply_, recipe, reduce_
+from hpctrain.runtime.named.request import Kind, Request, Result
+from hpctrain.runtime.named.standing_in import stand_in
+from hpctrain.units import MIB
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.runtime.named.handle import Handle
+    from hpctrain.runtime.timeline.timeline import Timeline
+
+__all__ = ["Executor", "carry_out", "stand_in"]
+
+FUSION_BYTES = 64 * MIB
+
+_ALONE: dict[Kind, tuple[Callable[["Communicator", Request], Result], str]] = {
+    Kind.ALLGATHER: (exchanging.allgather, "MPI_ALLGATHER"),
+    Kind.ALLTOALL: (exchanging.alltoall, "MPI_ALLTOALL"),
+    Kind.BROADCAST: (exchanging.broadcast, "MPI_BCAST"),
+    Kind.REDUCESCATTER: (exchanging.reducescatter, "MPI_REDUCESCATTER"),
+    Kind.BARRIER: (exchanging.barrier, "BARRIER"),
+}
+"""What carries out an operation that shares no message, and what a timeline calls it."""
+
+
+def carry_out(
+    comm: "Communicator", handles: Sequence["Handle"], *, fusion_bytes: int = FUSION_BYTES
+) -> None:
+    """Carry out one batch; see ``Executor``, which is better where there are more."""
+    Executor(comm, fusion_bytes=fusion_bytes).carry_out(handles)
+
+
+class Executor:
+    """Carries out batches that are the same on all ranks; used by one thread at a time."""
+
+    def __init__(self, comm: "Communicator", *, fusion_bytes: int = FUSION_BYTES) -> None:
+        """Take a communicator of the ranks of the set.
+
+        Args:
+            comm: what the operations use.
+            fusion_bytes: largest message of fused reductions, the same on all ranks; 0 to fuse
+                nothing. It may be changed between batches.
+        """
+        self.fusion_bytes = fusion_bytes
+        self._comm = comm
+        self._buffer = FusionBuffer()
+
+    def carry_out(self, handles: Sequence["Handle"], timeline: "Timeline | None" = None) -> None:
+        """Carry out the requests of ``handles`` and give each its result, or its error.
+
+        Collective: the requests of all ranks have the same signatures, in the same order. An
+        operation that fails takes those along with which it shared a message; the others go on,
+        except after the loss of a rank.
+
+        Args:
+            handles: of this rank; of what it contributes as ``stand_in`` too.
+            timeline: hears of all phases.
+        """
+        if len(handles) == 1:
+            self._attempt(handles, timeline)
+            return
+        requests = [handle.request for handle in handles]
+        lost: RankLostError | None = None
+        for run in runs(requests, self.fusion_bytes):
+            together = [handles[number] for number in run]
+            if lost is None:
+                lost = self._attempt(together, timeline)
+            else:
+                for handle in together:
+                    handle.fail(lost)
+
+    def _attempt(
+        self, handles: Sequence["Handle"], timeline: "Timeline | None"
+    ) -> RankLostError | None:
+        phases = None if timeline is None else Phases(timeline, handles, self._comm.traffic)
+        try:
+            request = handles[0].request
+            if request.kind is Kind.ALLREDUCE:
+                results = self._allreduce([handle.request for handle in handles], phases)
+            else:
+                function, phase = _ALONE[request.kind]
+                if phases is not None:
+                    phases.enter(phase)
+                with torch.no_grad():
+                    results = [function(self._comm, request)]
+        except Exception as error:  # for those who wait
+            for handle in handles:
+                handle.fail(error)
+            return error if isinstance(error, RankLostError) else None
+        finally:
+            if phases is not None:
+                phases.end()
+        for handle, result in zip(handles, results, strict=True):
+            handle.succeed(result)
+        return None
+
+    # -- reductions -------------------------------------------------------------------------
+
+    def _allreduce(self, requests: Sequence[Request], phases: Phases | None) -> list[Result]:
+        """Reduce requests of one operation and factors; of several dtypes only if it is one."""
+        _, dtypes, _, op, prescale, postscale, _, _ = requests[0].signature
+        assert op is not None
+        if len(requests) == 1 and len(dtypes) == 1 and op is not ReduceOp.ADASUM:
+            if phases is not None:
+                phases.enter("MPI_ALLREDUCE")
+            how = recipe(dtypes[0], op, prescale, postscale, self._comm.size)
+            tensor = requests[0].tensors[0]
+            result = tensor if requests[0].in_place else copy_of(tensor.detach())
+            reduce_(self._comm, result, how)
+            return [[result]]
+        with torch.no_grad():
+            results = [_results_of(request) for request in requests]
+            given = [tensor for request in requests for tensor in request.tensors]
+            taken = [tensor for result in results for tensor in result]
+            for dtype in dict.fromkeys(dtypes):
+                chosen = [number for number, tensor in enumerate(given) if tensor.dtype is dtype]
+                self._together(
+                    [given[number] for number in chosen],
+                    [taken[number] for number in chosen],
+                    requests[0],
+                    phases,
+                )
+        return results
+
+    def _together(
+        self,
+        given: list[Tensor],
+        taken: list[Tensor],
+        request: Request,
+        phases: Phases | None,
+    ) -> None:
+        """Reduce ``given``, of one dtype, into ``taken``, as ``request`` wants it."""
+        _, _, _, op, prescale, postscale, _, _ = request.signature
+        assert op is not None
+        how = recipe(given[0].dtype, op, prescale, postscale, self._comm.size)
+        if op is ReduceOp.ADASUM:
+            self._adasum(given, taken, how, phases)
+            return
+        small: list[int] = []
+        for number, tensor in enumerate(given):
+            if tensor.nbytes < DIRECT_BYTES:
+                small.append(number)
+                continue
+            if phases is not None:
+                phases.enter("MPI_ALLREDUCE")
+            if taken[number] is not tensor:
+                taken[number].copy_(tensor)
+            reduce_(self._comm, taken[number], how)
+        for some in _portions(small, given, self.fusion_bytes):
+            self._fused(
+                [given[number] for number in some], [taken[number] for number in some], how, phases
+            )
+
+    def _fused(
+        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
+    ) -> None:
+        flat, views = self._buffer.layout(given)
+        if phases is not None:
+            phases.enter("MEMCPY_IN_FUSION_BUFFER")
+        torch._foreach_copy_(views, given)
+        if phases is not None:
+            phases.enter("MPI_ALLREDUCE")
+        reduce_(self._comm, flat, how)
+        if phases is not None:
+            phases.enter("MEMCPY_OUT_FUSION_BUFFER")
+        torch._foreach_copy_(taken, views)
+
+    def _adasum(
+        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
+    ) -> None:
+        from hpctrain.comm.adasum import adasum_  # noqa: PLC0415
+
+        if phases is not None:
+            phases.enter("MPI_ADASUM_ALLREDUCE")
+        for source, target in zip(given, taken, strict=True):
+            if target is not source:
+                target.copy_(source)
+            multiply_(target, how.before)
+        adasum_(self._comm, taken)
+        for target in taken:
+            multiply_(target, how.scale)
+
+
+def _results_of(request: Request) -> Result:
+    """Return the tensors in which the results will be."""
+    if request.in_place:
+        return list(request.tensors)
+    return [empty_like(tensor) for tensor in request.tensors]
+
+
+def _portions(
+    numbers: Sequence[int], tensors: Sequence[Tensor], most_bytes: int
+) -> list[list[int]]:
+    """Cut ``numbers`` into runs whose tensors have at most ``most_bytes``, or are a single one."""
+    portions: list[list[int]] = []
+    filled = 0
+    for number in numbers:
+        num_bytes = tensors[number].nbytes
+        if not portions or filled + num_bytes > most_bytes:
+            portions.append([])
+            filled = 0
+        portions[-1].append(number)
+        filled += num_bytes
+    return portions

@@ -1,0 +1,79 @@
+"""Which operation of this rank has which name."""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import count
+
+from hpctrain.errors import HorovodInternalError
+from hpctrain.runtime.named.handle import Handle
+from hpctrain.runtime.named.request import Kind
+
+NUM_UNNAMED = 1024
+"""Operations without a name get numbers, which come again so that they become known ones."""
+
+
+class Names:
+    """The operations under way, by name. Several threads may use it at once."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._lock = threading.Lock()
+        self._handles: dict[str, Handle] = {}
+        self._unnamed = {kind: count() for kind in Kind}
+        self._behind: defaultdict[str, deque[Handle]] = defaultdict(deque)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Operations that are under way."""
+        return len(self._handles)
+
+    def enter(self, handle: Handle) -> bool:
+        """Note an operation, and give it a name if it has none.
+
+        Returns:
+            False where it has to wait for an earlier one without a name, see ``leave``.
+
+        Raises:
+            HorovodInternalError: an operation of this name is under way.
+        """
+        with self._lock:
+            if not handle.name:
+                kind = handle.request.kind
+                handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
+                if handle.name in self._handles:
+                    self._behind[handle.name].append(handle)
+                    return False
+            elif handle.name in self._handles:
+                raise HorovodInternalError(
+                    f"an operation named {handle.name!r} is under way on this rank already; wait "
+                    f"for it first, or give another name"
+                )
+            self._handles[handle.name] = handle
+            return True
+
+    def leave(self, name: str) -> tuple[Handle | None, Handle | None]:
+        """Forget the operation of this name.
+
+        Returns:
+            It, None where there is none; and the one that has waited for its name, which is
+            under way from now on.
+        """
+        with self._lock:
+            handle, queue = self._handles.pop(name, None), self._behind.get(name)
+            if not queue:
+                return handle, None
+            self._handles[name] = successor = queue.popleft()
+            return handle, successor
+
+    def oldest(self) -> dict[str, float]:
+        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
+        return {handle.name: handle.since for handle in list(self._handles.values())}
+
+    def clear(self) -> Iterator[Handle]:
+        """Forget all operations, and yield them."""
+        with self._lock:
+            found = [*self._handles.values(), *(h for q in self._behind.values() for h in q)]
+            self._handles.clear()
+            self._behind.clear()
+        return iter(found)

@@ -1,0 +1,167 @@
+"""What carrying out named operations takes, one turn after another; one thread at a time."""
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.errors import HorovodInternalError, OperationMismatchError, RankLostError
+from hpctrain.runtime.named.batch import Batch, Entry
+from hpctrain.runtime.named.execution import Executor, stand_in
+from hpctrain.runtime.named.handle import Handle
+from hpctrain.runtime.named.names import Names
+from hpctrain.runtime.named.negotiator import Negotiator
+from hpctrain.runtime.named.stalls import Stalls
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.mail.post import Post
+    from hpctrain.runtime.timeline.timelines import Timelines
+
+JOIN = "join"
+"""The name of the handle that waits until all ranks have joined."""
+
+
+class BreakOff(NamedTuple):
+    """Tells all ranks that nothing of what is under way will be carried out."""
+
+    reason: str
+
+
+class Progress:
+    """This rank's operations from their announcement to their end.
+
+    ``news``, ``to_ask`` and ``names`` may be used by any thread; ``turn`` by one at a time.
+    """
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        post: "Post",
+        *,
+        fusion_bytes: int,
+        timelines: "Timelines | None",
+        stalls: Stalls,
+    ) -> None:
+        """Take what messages and operations use."""
+        self.names = Names()
+        self.news: deque[Handle] = deque()
+        """Submitted and not announced yet."""
+        self.to_ask: deque[object] = deque()
+        """Questions for all ranks."""
+        self.broken: BaseException | None = None
+        """Why nothing goes on any more."""
+        self._comm, self._post = comm, post
+        self._executor = Executor(comm, fusion_bytes=fusion_bytes)
+        self._negotiator = Negotiator(post.tree)
+        self._joining: Handle | None = None
+        self._timelines, self._stalls = timelines, stalls
+
+    def has_work(self) -> bool:
+        """Say whether an operation of this rank is under way."""
+        return bool(self.names.num_outstanding or self.news)
+
+    def turn(self) -> bool:
+        """Announce, read the mail, send mail and carry out what is decided, while there is any.
+
+        Returns:
+            Whether anything was carried out.
+        """
+        post, negotiator, news = self._post, self._negotiator, self.news
+        is_done = False
+        while True:
+            for source, message in post.receive():
+                negotiator.receive(source, message)
+            while news:
+                self._announce(news.popleft())
+            while self.to_ask:
+                negotiator.ask(self.to_ask.popleft())
+            for to, message in negotiator.outbox():
+                post.send(to, message)
+            batches = negotiator.decided()
+            if batches:
+                post.flush(down=True)  # who has not heard of it could not come
+                for batch in batches:
+                    self._carry_out(batch)
+                is_done = True
+            self._talk()
+            if not batches:
+                return is_done
+
+    def check_stalls(self) -> None:
+        """Ask the others about operations that have waited for long; once a second or so."""
+        question = self._stalls.due(self.names.oldest())
+        if question is not None:
+            self.to_ask.append(question)
+            self.turn()
+
+    def check_time(self, handle: Handle, timeout_s: float) -> None:
+        """Return while there is reason to wait for an operation.
+
+        Raises:
+            RankLostError: it was submitted more than ``timeout_s`` ago.
+        """
+        waited_s = time.monotonic() - handle.since
+        if waited_s > timeout_s:
+            raise RankLostError(
+                f"rank {self._comm.rank} has waited {waited_s:.0f} s for the others to submit "
+                f"{handle.name}, longer than HPCTRAIN_TIMEOUT={timeout_s:g} allows; see what they "
+                f"do, or set HPCTRAIN_TIMEOUT to more seconds"
+            )
+
+    def fail_all(self, error: BaseException) -> None:
+        """Let all that is under way fail on this rank."""
+        for handle in [*self.names.clear(), *self.news, self._joining]:
+            if handle is not None and not handle.is_done:
+                handle.fail(error)
+        self.news.clear()
+
+    def _announce(self, handle: Handle) -> None:
+        if handle.name is JOIN:
+            self._joining = handle
+            self._negotiator.join()
+            return
+        if self._timelines is not None and (timeline := self._timelines.current) is not None:
+            timeline.negotiate_start(handle.name, handle.request.kind.name)
+            timeline.rank_ready(handle.name, self._comm.rank)
+        self._negotiator.announce(handle.name, handle.request.signature)
+
+    def _carry_out(self, batch: Batch) -> None:
+        timeline = self._timelines.current if self._timelines is not None else None
+        if timeline is not None:
+            timeline.cycle()
+            for entry in batch.entries:
+                timeline.negotiate_end(entry.name)
+        handles = [handle for entry in batch.entries if (handle := self._agreed(entry))]
+        if handles:
+            self._executor.carry_out(handles, timeline)
+            self._stalls.note(handles[-1])
+        if batch.join_over is not None and self._joining is not None:
+            joined, self._joining = self._joining, None
+            joined.succeed([batch.join_over])
+
+    def _agreed(self, entry: Entry) -> Handle | None:
+        """Return what this rank has of a decided operation; None if it has failed."""
+        handle, successor = self.names.leave(entry.name)
+        if successor is not None:
+            self.news.append(successor)
+        if handle is None:  # this rank has joined
+            request = stand_in(entry.signature, self._comm.rank, self._comm.size)
+            handle = Handle(None, request, entry.name)
+        if entry.error is None:
+            return handle
+        handle.fail(OperationMismatchError(entry.error))
+        return None
+
+    def _talk(self) -> None:
+        """Answer questions of other ranks; on the root, hear their answers."""
+        negotiator = self._negotiator
+        for question in negotiator.questions():
+            if isinstance(question, BreakOff):
+                self.broken = HorovodInternalError(question.reason)
+                self.fail_all(self.broken)
+            else:
+                is_joined = self._joining is not None
+                answer = self._stalls.answer(question, self.names.oldest(), joined=is_joined)
+                negotiator.answer(answer)
+        for number, given in negotiator.answers():
+            self._stalls.take(number, given)

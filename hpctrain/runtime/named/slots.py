@@ -1,0 +1,107 @@
+"""The numbers that all ranks have for the names they use again and again."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpctrain.runtime.named.batch import Entry
+from hpctrain.runtime.named.request import Signature
+
+NUM_SLOTS = 4096
+"""Most names that have a number: a vector of as many bits is 512 bytes."""
+
+
+class Drop(NamedTuple):
+    """An operation that has lost its number."""
+
+    slot: int
+    entry: Entry
+
+
+class Slots:
+    """A cache of operations; the least recently decided one leaves when it is full.
+
+    It changes by decisions alone, so after the same decisions it is the same on every rank. What
+    a child sent before it knew of a decision is read by the record of what was dropped since.
+    """
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        """Start empty.
+
+        Args:
+            num_slots: the same on all ranks; at most 65536.
+        """
+        self.numbers: OrderedDict[str, int] = OrderedDict()
+        """By name, the least recently decided one first."""
+        self.entries: dict[int, Entry] = {}
+        """By number."""
+        self.num_drops = 0
+        """Operations that have lost their number so far: the version that a message speaks of."""
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._record: deque[Drop] = deque()
+
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """Note that these have been decided, in this order."""
+        move_to_end = self.numbers.move_to_end
+        for entry in entries:
+            move_to_end(entry.name)
+
+    def put(self, name: str, signature: Signature) -> Drop | None:
+        """Give ``name`` a number, or its number another meaning; return who had to leave."""
+        slot, left = self.numbers.pop(name, None), None
+        if slot is None:
+            if not self._free:
+                left = self.drop(next(iter(self.numbers)))
+            slot = self._free.pop()
+        self.numbers[name] = slot
+        self.entries[slot] = Entry(name, signature, None, False)  # noqa: FBT003
+        return left
+
+    def drop(self, name: str) -> Drop | None:
+        """Take away the number of ``name``, if it has one."""
+        slot = self.numbers.pop(name, None)
+        if slot is None:
+            return None
+        left = Drop(slot, self.entries.pop(slot))
+        self._free.append(slot)
+        self._record.append(left)
+        self.num_drops += 1
+        return left
+
+    def translate(self, bits: int, num_drops: int) -> tuple[int, list[Entry]]:
+        """Read a vector of a rank that knew of the first ``num_drops`` drops only.
+
+        Returns:
+            The bits that still mean the same, and the operations that have no number any more.
+        """
+        gone: list[Entry] = []
+        for back in range(self.num_drops - num_drops, 0, -1):
+            slot, entry = self._record[-back]
+            if bits >> slot & 1:
+                bits ^= 1 << slot
+                gone.append(entry)
+        return bits, gone
+
+    def forget(self, num_drops: int) -> None:
+        """Keep no record of the first ``num_drops`` drops: everybody knows of them."""
+        while len(self._record) > self.num_drops - num_drops:
+            self._record.popleft()
+
+
+def slots_of(bits: int) -> list[int]:
+    """Return the numbers of the bits that are set, ascending."""
+    if bits.bit_count() > 8:
+        return [slot for slot, bit in enumerate(bin(bits)[:1:-1]) if bit == "1"]
+    slots = []
+    while bits:
+        slots.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return slots
+
+
+def bits_of(slots: Sequence[int]) -> int:
+    """Return a number with these bits set."""
+    bits = 0
+    for slot in slots:
+        bits |= 1 << slot
+    return bits

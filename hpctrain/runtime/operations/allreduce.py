@@ -1,0 +1,166 @@
+"""The values of all ranks become one: ``allreduce`` in its four forms."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression
+from hpctrain.runtime.named.reduce_op import ReduceOp
+from hpctrain.runtime.named.request import Kind, Request
+from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of
+from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.handles import Operation, only
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+
+
+def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    compression: Compressor | type[Compressor] | None = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Tensor:
+    """Return the average, or what else ``op`` says, of ``tensor`` over all ranks. Collective.
+
+    Differentiable: the gradient is reduced over the ranks in the same way, as in Horovod.
+
+    Args:
+        tensor: the same shape and dtype on every rank; dense, on the CPU, of any layout.
+        average: Horovod's old way to say ``op``.
+        name: by which the ranks find each other's tensors; without one, the order of calls on
+            each rank decides what belongs together.
+        compression: how the tensor travels: ``Compression.fp16``, say. None is as it is.
+        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+            Averages of integers are rounded towards zero.
+        prescale_factor: factor of this rank's tensor. Factors of integers are applied in
+            float64, and the product is rounded towards zero.
+        postscale_factor: factor of the result.
+        process_set: the ranks that take part; None is all of them.
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        ArgumentError: an argument is not valid, or there is no such reduction of this dtype.
+        ConfigError: the process set is not registered, or this rank is not in it.
+        HorovodInternalError: the operation failed, on every rank of the process set: say, the
+            ranks give tensors of different shapes.
+        RankLostError: another rank died or left.
+    """
+    op = chosen_op(op, average)
+    if compression is None or compression is Compression.none:
+        return _reduced(tensor, name, op, prescale_factor, postscale_factor, process_set)
+    check_reduction(tensor, op, prescale_factor, postscale_factor)
+    small, context = compression.compress(tensor)  # type: ignore[call-arg, arg-type]
+    total = _reduced(small, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(total, context)  # type: ignore[call-arg]
+
+
+def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``allreduce`` does; ``tensor`` must not change until it is done.
+
+    Returns:
+        For ``poll`` and ``synchronize``.
+
+    Raises:
+        ArgumentError: as ``allreduce``, or an operation of this name is still under way here.
+        ConfigError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    request = _request(tensor, name, op, prescale_factor, postscale_factor)
+    return Operation(controller_of(process_set).submit(request), only)
+
+
+def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Tensor:
+    """Replace ``tensor`` by its average, or what else ``op`` says, and return it. Collective.
+
+    As ``allreduce``, but not differentiable.
+    """
+    op = chosen_op(op, average)
+    request = _request(tensor, name, op, prescale_factor, postscale_factor, in_place=True)
+    return cast("Tensor", controller_of(process_set).run(request)[0])
+
+
+def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensor: Tensor,
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``allreduce_`` does; see ``allreduce_async``."""
+    op = chosen_op(op, average)
+    request = _request(tensor, name, op, prescale_factor, postscale_factor, in_place=True)
+    return Operation(controller_of(process_set).submit(request), only)
+
+
+def _request(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    *,
+    in_place: bool = False,
+) -> Request:
+    check_reduction(tensor, op, prescale, postscale)
+    return Request(
+        Kind.ALLREDUCE,
+        name,
+        (tensor,),
+        in_place=in_place,
+        op=op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+
+
+def _reduced(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+) -> Tensor:
+    request = _request(tensor, name, op, prescale, postscale)
+    if wanted((tensor,)):
+        return cast("Tensor", applied(_Allreduce, tensor, request, process_set))
+    return cast("Tensor", controller_of(process_set).run(request)[0])
+
+
+class _Allreduce(torch.autograd.Function):
+    """Reduces the gradient as it reduces the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, request: Request, process_set: ProcessSet) -> Tensor:
+        ctx.signature, ctx.process_set = request.signature, process_set
+        return cast("Tensor", controller_of(process_set).run(request)[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, _, op, prescale, postscale, _, _ = ctx.signature
+        return _reduced(gradient, None, op, prescale, postscale, ctx.process_set), None, None

@@ -1,0 +1,185 @@
+"""Several tensors are reduced as one operation: ``grouped_allreduce`` in its four forms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression
+from hpctrain.runtime.named.reduce_op import ReduceOp
+from hpctrain.runtime.named.request import Kind, Request
+from hpctrain.runtime.operations.arguments import (
+    check_group,
+    check_reduction,
+    check_tensor,
+    chosen_op,
+    controller_of,
+)
+from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.handles import Operation, group
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+
+
+def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    compression: Compressor | type[Compressor] | None = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Return what ``allreduce`` makes of each tensor, as one operation. Collective.
+
+    It starts once all ranks have asked for the whole group. Differentiable as ``allreduce`` is.
+
+    Args:
+        tensors: at each place the same shape and dtype on every rank; the dtypes of a group may
+            differ.
+        average: see ``allreduce``, as all other arguments.
+        name: of the group.
+        compression: of each tensor.
+        op: of all tensors.
+        prescale_factor: of all tensors.
+        postscale_factor: of all tensors.
+        process_set: the ranks that take part.
+
+    Returns:
+        New tensors, in the same order.
+
+    Raises:
+        ArgumentError: there is no tensor, or as ``allreduce``.
+        ConfigError: as ``allreduce``.
+        HorovodInternalError: as ``allreduce``.
+        RankLostError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    given = check_group(tensors)
+    if compression is None or compression is Compression.none:
+        return _reduced(given, name, op, prescale_factor, postscale_factor, process_set)
+    for tensor in given:
+        check_tensor(tensor)
+    packed = [compression.compress(tensor) for tensor in given]  # type: ignore[call-arg, arg-type]
+    totals = _reduced(
+        [small for small, _ in packed], name, op, prescale_factor, postscale_factor, process_set
+    )
+    return [
+        compression.decompress(total, context)  # type: ignore[call-arg]
+        for total, (_, context) in zip(totals, packed, strict=True)
+    ]
+
+
+def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``grouped_allreduce`` does; ``tensors`` must not change until it is done.
+
+    Returns:
+        For ``poll`` and ``synchronize``.
+
+    Raises:
+        ArgumentError: as ``grouped_allreduce``, or an operation of this name is still under way.
+        ConfigError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    request = _request(check_group(tensors), name, op, prescale_factor, postscale_factor)
+    return Operation(controller_of(process_set).submit(request), group)
+
+
+def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Replace each tensor as ``allreduce_`` does, and return them. Collective.
+
+    As ``grouped_allreduce``, but not differentiable.
+    """
+    return grouped_allreduce_async_(  # type: ignore[no-any-return]
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+
+
+def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
+    op = chosen_op(op, average)
+    given = check_group(tensors)
+    request = _request(given, name, op, prescale_factor, postscale_factor, in_place=True)
+    return Operation(controller_of(process_set).submit(request), group)
+
+
+def _request(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    *,
+    in_place: bool = False,
+) -> Request:
+    for tensor in tensors:
+        check_reduction(tensor, op, prescale, postscale)
+    return Request(
+        Kind.ALLREDUCE,
+        name,
+        tensors,
+        in_place=in_place,
+        op=op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+
+
+def _reduced(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+) -> list[Tensor]:
+    request = _request(tensors, name, op, prescale, postscale)
+    if wanted(tensors):
+        return list(applied(_GroupedAllreduce, request, process_set, *tensors))
+    return controller_of(process_set).run(request)
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    """Reduces the gradients as it reduces the tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.signature, ctx.process_set = request.signature, process_set
+        return tuple(controller_of(process_set).run(request))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, _, op, prescale, postscale, _, _ = ctx.signature
+        return (
+            None,
+            None,
+            *_reduced(gradients, None, op, prescale, postscale, ctx.process_set),
+        )

@@ -1,0 +1,305 @@
+"""The process sets of a world: their numbers, and what each communicates through."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan import Plan
+from hpctrain.comm.threaded import ThreadedCommunicator
+from hpctrain.comm.threads import calls_from_threads
+from hpctrain.config import Settings
+from hpctrain.errors import (
+    ConfigError,
+    HorovodInternalError,
+    MismatchError,
+    NodeMemoryError,
+)
+from hpctrain.runtime.named.controller import Controller
+from hpctrain.runtime.named.request import Kind, Request
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.process_sets import ProcessSet
+
+T = TypeVar("T")
+
+
+class Wanted(NamedTuple):
+    """A process set that is asked for."""
+
+    ranks: tuple[int, ...]
+    """Of the world, sorted."""
+    by_communicator: bool
+    """Whether the ranks are those of a communicator, of which each rank of the world has its own:
+    then there are as many sets as communicators."""
+
+
+class Registered:
+    """One process set, as this rank sees it."""
+
+    __slots__ = ("comm", "controller", "inside", "is_open", "number", "rank", "ranks")
+
+    def __init__(self, number: int, ranks: Sequence[int], me: int) -> None:
+        self.number = number
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(me) if me in self.ranks else None
+        """This rank's number in the set; None outside of it."""
+        self.is_open = True
+        self.inside: Communicator | None = None
+        """Of the set, for buckets, in the thread of the caller; None outside of it."""
+        self.comm: Communicator | None = None
+        """The same with the thread that the plan wants."""
+        self.controller: Controller | None = None
+        """Carries out named operations; None outside of the set."""
+
+
+class ProcessSets:
+    """All process sets of a world; set 0 has all its ranks."""
+
+    def __init__(
+        self, inside: Communicator, comm: Communicator, plan: Plan, settings: Settings
+    ) -> None:
+        """Make the set of all ranks. Collective.
+
+        Args:
+            inside: all ranks, in the thread of the caller; the world closes it.
+            comm: the same with the thread that the plan wants.
+            plan: of the world.
+            settings: of the world.
+        """
+        self._me, self._size = inside.rank, inside.size
+        self._plan, self._settings = plan, settings
+        self._next_number = 1
+        self._free_numbers: deque[int] = deque()
+        self.everyone = Registered(0, range(inside.size), inside.rank)
+        self.everyone.inside, self.everyone.comm = inside, comm
+        self.everyone.controller = self._make(inside)
+        self._global_controller = self.everyone.controller
+        self._sets = {0: self.everyone}
+
+    def controller(self, process_set: "ProcessSet | None") -> Controller:
+        """Return what carries out the named operations of a set; None is the set of all ranks.
+
+        Raises:
+            ConfigError: the set is not registered, or this rank is not in it.
+        """
+        if process_set is None:
+            return self._global_controller
+        controller = self.registered(process_set).controller
+        assert controller is not None
+        return controller
+
+    def communicator(self, process_set: "ProcessSet | None") -> Communicator:
+        """Return the communicator of a set for buckets, apart from that of its controller.
+
+        Raises:
+            ConfigError: the set is not registered, or this rank is not in it.
+        """
+        found = self.everyone if process_set is None else self.registered(process_set)
+        assert found.comm is not None
+        return found.comm
+
+    def registered(self, process_set: "ProcessSet") -> Registered:
+        """Return what is known of a set that this rank is in.
+
+        Raises:
+            ConfigError: the set is not registered, or this rank is not in it.
+        """
+        found = process_set.registered
+        if found is None or not found.is_open:
+            raise ConfigError(
+                f"{process_set} is not registered, or was removed; give it to init() or to "
+                f"add_process_set() on every rank first"
+            )
+        if found.rank is None:
+            raise ConfigError(
+                f"rank {self._me} is not in {process_set}; only its ranks take part in it"
+            )
+        return found
+
+    def find(self, ranks: Sequence[int]) -> Registered | None:
+        """Return the set of exactly these ranks, sorted; None where there is none."""
+        return next((one for one in self._sets.values() if one.ranks == tuple(ranks)), None)
+
+    def by_number(self) -> dict[int, list[int]]:
+        """Return the ranks of every set by the number of the set."""
+        return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
+
+    def register(self, wanted: Sequence[Wanted], *, new: bool = False) -> list[Registered]:
+        """Make the sets that are not there yet. Collective over the world.
+
+        Args:
+            wanted: the same on every rank, but for the ranks of communicators.
+            new: whether a set that is there already is an error.
+
+        Returns:
+            The set of each entry, on a rank with a communicator the one that it is in.
+
+        Raises:
+            MismatchError: the ranks want different sets; on every rank.
+            ConfigError: a set cannot be made, or is there already; on every rank.
+        """
+        lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
+        every = self._agreed(lists)
+        for ranks in every:
+            self._check(ranks, new=new)
+        for ranks in every:
+            if self.find(ranks) is None:
+                self._add(ranks)
+        found = [self.find(want.ranks) for want in wanted]
+        return [one for one in found if one is not None]
+
+    def remove(self, registered: Registered | None) -> bool:
+        """Close a set, once all that all of its ranks have started is done.
+
+        Collective over the world. What only some of its ranks have started fails there.
+
+        Args:
+            registered: the same set on every rank; None for one that is not registered.
+
+        Returns:
+            Whether there was such a set that can be closed: not that of all ranks.
+
+        Raises:
+            MismatchError: the ranks name different sets; on every rank. None is closed.
+        """
+        known = registered is not None and registered.is_open
+        number = registered.number if registered is not None and known else None
+        numbers = self._in_order(lambda inside: inside.allgather_object(number))
+        if len(set(numbers)) > 1:
+            names = [f"set {one}" if one is not None else "no registered set" for one in numbers]
+            raise MismatchError(
+                f"all ranks must remove the same process set, got {by_rank(names)}"
+            )
+        if number is None or number == 0:
+            return False
+        removed = self._sets.pop(number)
+        if removed.controller is not None:
+            with suppress(HorovodInternalError):  # broken off: nothing is under way
+                removed.controller.run(Request(Kind.BARRIER, "barrier.removal", ()))
+        self._close(removed)
+        self._free_numbers.append(number)
+        return True
+
+    def break_off(self, reason: str) -> None:
+        """Let all that is under way fail, on all ranks of this rank's sets; see ``Controller``.
+
+        Not collective. Until ``renew``, all that comes fails as well.
+        """
+        for one in self._in_turn():
+            if one.controller is not None:
+                one.controller.break_off(reason)
+
+    def renew(self) -> None:
+        """Throw away what the controllers hold and make them anew. Collective over the world.
+
+        No rank is in a named operation. Numbers and ranks of the sets stay.
+        """
+        for one in self._in_turn():
+            if one.controller is not None:
+                one.controller.abandon()
+                one.controller = self._controller(one.controller.comm)
+        assert self.everyone.controller is not None
+        self._global_controller = self.everyone.controller
+
+    def close(self) -> None:
+        """Close all sets. Collective over the world."""
+        for one in reversed(self._in_turn()):
+            self._close(one)
+
+    def _in_turn(self) -> list[Registered]:
+        return [self._sets[number] for number in sorted(self._sets)]
+
+    def _in_order(self, function: Callable[[Communicator], T]) -> T:
+        """Use the communicator of the world after all that was started on it."""
+        inside, comm = self.everyone.inside, self.everyone.comm
+        assert inside is not None
+        assert comm is not None
+        return in_order(comm, function, inside)
+
+    def _agreed(self, lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
+        """Return the sets that all ranks want: those of communicators first, as Horovod does."""
+        shown = [
+            ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
+            for wanted in lists
+        ]
+        if len(set(shown)) > 1:
+            raise MismatchError(
+                f"all ranks must register the same process sets in the same order, got "
+                f"{by_rank(shown)}"
+            )
+        columns = list(zip(*lists, strict=True))
+        of_comms = [sorted({one.ranks for one in c}) for c in columns if c[0].by_communicator]
+        of_ranks = [c[0].ranks for c in columns if not c[0].by_communicator]
+        return [*(ranks for sets in of_comms for ranks in sets), *of_ranks]
+
+    def _check(self, ranks: Sequence[int], *, new: bool) -> None:
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
+            raise ConfigError(
+                f"a process set has one or more ranks from 0 to {self._size - 1}, each once, got "
+                f"{list(ranks)}"
+            )
+        known = self.find(ranks)
+        if new and known is not None:
+            raise ConfigError(
+                f"a process set of ranks {list(ranks)} is there already, with number "
+                f"{known.number}; use that one{', or remove it first' if known.number else ''}"
+            )
+        if known is None and len(ranks) > 1 and not calls_from_threads():
+            raise ConfigError(
+                f"process sets communicate at the same time, from threads of their own, and MPI "
+                f"was started without MPI_THREAD_MULTIPLE, so {list(ranks)} cannot be one; let "
+                f"mpi4py start MPI with its default, mpi4py.rc.thread_level = 'multiple'"
+            )
+
+    def _add(self, ranks: Sequence[int]) -> None:
+        number = self._free_numbers.popleft() if self._free_numbers else self._next_number
+        self._next_number = max(self._next_number, number + 1)
+        made = Registered(number, ranks, self._me)
+        refusal = ""
+        try:
+            made.inside = self._in_order(lambda inside: inside.group(ranks))
+            if made.inside is not None:
+                made.controller = self._make(made.inside)
+                made.comm = beside(made.inside, self._plan)
+        except NodeMemoryError as error:  # on every rank of the set: the others must hear of it
+            refusal = str(error)
+        try:
+            self._in_order(lambda inside: inside.agree(not refusal, refusal))
+        except MismatchError:
+            self._close(made)
+            self._free_numbers.append(number)
+            raise
+        self._sets[number] = made
+
+    def _make(self, inside: Communicator) -> Controller:
+        """Make a controller with a communicator of its own. Collective over ``inside``."""
+        comm = inside.group(range(inside.size))
+        assert comm is not None
+        return self._controller(comm)
+
+    def _controller(self, comm: Communicator) -> Controller:
+        return Controller(comm, timeout_s=self._settings.timeout)
+
+    def _close(self, one: Registered) -> None:
+        one.is_open = False
+        if one.controller is not None:
+            one.controller.close()
+        if one.comm is not None and one is not self.everyone:
+            one.comm.close()
+
+
+def beside(comm: Communicator, plan: Plan) -> Communicator:
+    """Give a communicator the thread that the plan wants, if any: one, for all optimizers."""
+    return ThreadedCommunicator(comm) if plan.overlap == "thread" else comm
+
+
+def in_order(comm: Communicator, function: Callable[[Communicator], T], inside: Communicator) -> T:
+    """Call a function of ``inside`` once all that was started on ``comm`` around it is done."""
+    if not isinstance(comm, ThreadedCommunicator):
+        return function(inside)
+    results: list[T] = []
+    comm.submit(lambda: results.append(function(inside))).wait()
+    return results[0]

@@ -1,0 +1,210 @@
+"""Process sets: some of the ranks, with operations of their own beside those of all ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from hpctrain.comm.joining import is_communicator
+from hpctrain.errors import ConfigError
+from hpctrain.runtime import world
+from hpctrain.runtime.process_set_table import Registered, Wanted
+from hpctrain.units import format_numbers
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class ProcessSet:
+    """Some of the ranks, for the argument ``process_set`` of operations and optimizers.
+
+    It takes effect once every rank has given it to ``init(process_sets=...)`` or to
+    ``add_process_set``, also the ranks that are not in it. Sets may overlap and contain each
+    other. After ``remove_process_set`` or ``shutdown`` it can be registered again.
+    """
+
+    def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Intracomm") -> None:
+        """Take the ranks of the set; their order does not matter. Not collective.
+
+        Args:
+            ranks_or_comm: ranks of the world, the same on every rank; or an mpi4py communicator
+                of ranks of the world, on every rank one that it is in.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        self._ranks: list[int] | None = None
+        self._comm: MPI.Intracomm | None = None
+        self._registered: Registered | None = None
+        if is_communicator(ranks_or_comm):
+            self._comm = cast("MPI.Intracomm", ranks_or_comm)
+            return
+        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
+        if ranks is None or not all(isinstance(rank, int) for rank in ranks):
+            raise ConfigError(
+                f"a ProcessSet is made of a list of ranks or of an mpi4py communicator, got "
+                f"{ranks_or_comm!r}"
+            )
+        self._ranks = sorted(ranks)
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Ranks of the world; None while a set of a communicator is not registered."""
+        return self._ranks
+
+    @property
+    def mpi_comm(self) -> "MPI.Intracomm | None":
+        """The communicator that it was made of."""
+        return self._comm
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Number of the set, from 1; None while it is not registered."""
+        found = self.registered
+        return found.number if found is not None and found.is_open else None
+
+    @property
+    def registered(self) -> Registered | None:
+        """What the world knows of it, perhaps a world that was shut down."""
+        return self._registered
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None while it is not registered."""
+        found = self.registered
+        return len(found.ranks) if found is not None and found.is_open else None
+
+    def rank(self) -> int | None:
+        """Return this rank's number in the set, from 0; None while it is not registered.
+
+        Arguments such as ``root_rank`` are numbers in the world all the same.
+
+        Raises:
+            ConfigError: this rank is not in the set.
+        """
+        if self.process_set_id is None:
+            return None
+        return world.current().sets.registered(self).rank
+
+    def included(self) -> bool | None:
+        """Say whether this rank is in the set; None while nobody knows.
+
+        Raises:
+            NotInitializedError: there is no world yet.
+        """
+        return None if self.ranks is None else world.rank() in self.ranks
+
+    def bind(self, found: Registered) -> None:
+        """Take note of what the world knows of it; for the world."""
+        self._registered = found
+        self._ranks = list(found.ranks)
+
+    def wanted(self) -> Wanted:
+        """Return what to ask the world for.
+
+        Raises:
+            ConfigError: a rank of its communicator is not in the world.
+        """
+        if self._comm is None:
+            return Wanted(tuple(self._ranks or ()), by_communicator=False)
+        return Wanted(world.numbers_of(self._comm), by_communicator=True)
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+    def __copy__(self) -> "ProcessSet":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ProcessSet":
+        return self  # a copy of a module that has it takes part in the same set
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return type(self), (self._ranks,)
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks of whatever world there is: it holds nothing itself."""
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(world.size())) if world.is_initialized() else []
+
+    @property
+    def mpi_comm(self) -> "MPI.Intracomm | None":
+        return world.current().given if world.is_initialized() else None
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def registered(self) -> Registered | None:
+        return world.current().sets.everyone
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _GlobalProcessSet([])
+"""All ranks, from ``init`` to ``shutdown``; its number is 0."""
+
+
+def add_process_set(process_set: "ProcessSet | Sequence[int]") -> ProcessSet:
+    """Register a process set, and return it. Collective: every rank of the world calls it.
+
+    Sets can come and go at any time; Horovod's HOROVOD_DYNAMIC_PROCESS_SETS is not needed.
+
+    Args:
+        process_set: the same ranks on every rank; or one made of a communicator on each.
+
+    Raises:
+        NotInitializedError: there is no world yet.
+        MismatchError: the ranks want different sets; on every rank.
+        ConfigError: it has no ranks, or some that do not exist; there is a set of these ranks
+            already; or the MPI library does not allow calls from several threads.
+    """
+    sets = world.current().sets
+    asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    found = sets.register([asked.wanted()], new=True)
+    asked.bind(found[0])
+    return asked
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set away. Collective: every rank of the world calls it.
+
+    What the ranks of the set have started on it is finished first.
+
+    Returns:
+        Whether it was registered and is not the global one, which stays.
+
+    Raises:
+        NotInitializedError: there is no world yet.
+        MismatchError: the ranks name different sets, and none is taken away; on every rank.
+    """
+    return world.current().sets.remove(process_set.registered)
+
+
+def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -> int:
+    """Return the number in a process set of a rank of the world.
+
+    Args:
+        process_set: None for all ranks.
+        rank: of the world.
+        name: of the argument that says it, for the error.
+
+    Raises:
+        ConfigError: the rank is not in the set.
+    """
+    ranks = (process_set or global_process_set).ranks or []
+    if rank not in ranks:
+        raise ConfigError(
+            f"{name} is a rank of the world in the process set, one of {format_numbers(ranks)}, "
+            f"got {rank}"
+        )
+    return ranks.index(rank)

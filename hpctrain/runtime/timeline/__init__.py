@@ -1,0 +1,1 @@
+"""What named operations did and when, as a file that trace viewers open."""

@@ -1,0 +1,87 @@
+"""Sparse gradients: rows of all ranks are gathered, and ``.grad`` stays sparse."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.comm.communicator import Communicator
+
+
+class SparseSlot:
+    """One parameter whose gradient is sparse: rows of an embedding, most often.
+
+    It travels by itself, after the buckets: its indices, then its values. Where a rank's gradient
+    is dense for once, its rows that are not zero travel.
+    """
+
+    __slots__ = ("_gradient", "fires", "is_present", "name", "parameter", "sparse_dim")
+
+    def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
+        """Take the number of sparse dimensions, the same on every rank."""
+        self.name = name
+        self.parameter = parameter
+        self.sparse_dim = sparse_dim
+        self.fires = 0
+        self.is_present = False
+        self._gradient: Tensor | None = None
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the parameter's gradient is what the last step has left there."""
+        return self._gradient is not None and self.parameter.grad is self._gradient
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Say that no change of dtype or layout matters here: nothing was laid out."""
+        return parameter is self.parameter
+
+    def adopt(self) -> None:
+        """Take over a gradient that was reduced already."""
+        grad = self.parameter.grad
+        self.is_present = grad is not None
+        self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)
+        self.parameter.grad = self._gradient
+
+    def reduce(self, comm: Communicator, weight: float, scale: float | None) -> None:
+        """Replace the gradient by the sum of all ranks' gradients. Collective.
+
+        It stays None where no rank has one.
+
+        Args:
+            comm: the ranks; each receives the rows of all others.
+            weight: factor of this rank's gradient; zero for one that does not count.
+            scale: factor of the sum.
+        """
+        indices, values = self._own(weight)
+        all_indices = comm.all_gather(indices)
+        all_values = comm.all_gather(values)
+        there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
+        if not there:
+            return
+        total = torch.sparse_coo_tensor(
+            torch.cat([all_indices[rank] for rank in there], dim=1),
+            torch.cat([all_values[rank] for rank in there]),
+            self.parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+        if scale is not None:
+            total.values().mul_(scale)
+        self.parameter.grad = self._gradient = total
+
+    def _own(self, weight: float) -> tuple[Tensor, Tensor]:
+        """Return ``(sparse dimensions, rows)`` indices and their values; 1-D ones for None."""
+        grad = self.parameter.grad
+        self.is_present = grad is not None
+        if grad is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=self.parameter.dtype)
+        rows = as_sparse(grad.detach(), self.sparse_dim)
+        if weight == 0.0:  # the mean over no samples is NaN
+            return rows.indices()[:, :0], rows.values()[:0]
+        return rows.indices(), rows.values() if weight == 1.0 else rows.values().mul(weight)
+
+
+def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:
+    """Return a gradient with so many sparse dimensions, every row once."""
+    if gradient.is_sparse and gradient.sparse_dim() == sparse_dim:
+        return gradient.coalesce()
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.to_sparse(sparse_dim).coalesce()

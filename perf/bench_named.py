@@ -1,0 +1,111 @@
+"""Named operations: ours against Horovod and MPI_Allreduce, and what an idle controller costs.
+
+    python perf/bench_named.py [--ranks 2] [--horovod PYTHON] [--rounds 5] [--json FILE]
+
+* ``many``: 1000 all-reduces of 4 KiB, asynchronous, submitted in another order on every rank;
+* ``small``: one synchronous all-reduce of 8 bytes, in place;
+* ``big``: the same of 64 MiB, in an ordinary tensor;
+* ``idle``: a compute loop beside an idle controller, against the same loop before ``init()``.
+
+Jobs of hpctrain and of Horovod take turns; Horovod is that of ``--horovod``, a Python with an MPI
+of its own, and has no row without it. ``MPI`` is MPI_Allreduce on the same memory in the same job,
+for ``many`` one blocking call after the other in one order: what a library does that needs no
+names. Times are medians of the slowest rank. Ratios are the time of a peer over ours: above 1
+ours is faster. The slow-down of the idle controller is the mean over pairs, with its 95 % bounds.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure import arguments, median, report
+
+from hpctrain.launch import mpiexec
+from hpctrain.launch.mpirun import find_mpirun
+
+JOB = Path(__file__).with_name("named_job.py")
+MEASURED = ("many", "small", "big")
+TURN_ROUNDS = 2
+"""Rounds within one job."""
+
+Found = dict[str, dict[str, list[float]]]
+
+
+def launch(ranks: int, horovod: Path | None, *options: str) -> Found:
+    """Start one job and return the seconds it measured."""
+    python = horovod or Path(sys.executable)
+    # As Horovod's documents want it: a rank's own thread and that of Horovod on any core.
+    line = mpiexec.command(
+        [str(python), str(JOB), "horovod.torch" if horovod else "hpctrain", *options],
+        num_ranks=ranks,
+        mpirun=find_mpirun(python.parent / "mpirun") if horovod else None,
+        options=mpiexec.Options(binding="none" if horovod else "auto"),
+    )
+    environ = mpiexec.environment(os.environ)
+    done = subprocess.run(line, env=environ, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - our own
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def collect(ranks: int, horovod: Path | None, rounds: int) -> dict[str, Found]:
+    """Let the jobs take turns; return the seconds of each package, measurement and way."""
+    packages = {"hpctrain": None} | ({"Horovod": horovod} if horovod else {})
+    found: dict[str, Found] = {name: {} for name in packages}
+    for _ in range(rounds):
+        for name, python in packages.items():
+            for what, ways in launch(ranks, python, "--rounds", str(TURN_ROUNDS)).items():
+                for way, seconds in ways.items():
+                    found[name].setdefault(what, {}).setdefault(way, []).extend(seconds)
+    return found
+
+
+def slow_down(ways: dict[str, list[float]]) -> tuple[float, float, float]:
+    """Return the mean slow-down over pairs in percent, and its lower and upper 95 % bound."""
+    pairs = zip(ways["with"], ways["without"], strict=True)
+    logs = [math.log(beside / alone) for beside, alone in pairs]
+    mean, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    low, middle, high = (math.expm1(mean + z * error) * 100 for z in (-1.96, 0.0, 1.96))
+    return middle, low, high
+
+
+def rows_of(found: dict[str, Found]) -> list[dict[str, Any]]:
+    """Make a row for each measurement."""
+    rows = []
+    for what in MEASURED:
+        row: dict[str, Any] = {"what": what}
+        for name, measured in found.items():
+            row[f"{name} ms"] = median(measured[what]["named"]) * 1e3
+        row["MPI ms"] = median(found["hpctrain"][what]["MPI"]) * 1e3
+        for peer in [name for name in row if name not in ("what", "hpctrain ms")]:
+            row[f"{peer.removesuffix(' ms')} / hpctrain"] = row[peer] / row["hpctrain ms"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Let all jobs take their turns, print the table, write the JSON file."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each job")
+    parser.add_argument("--horovod", type=Path, help="a Python that has Horovod")
+    parser.add_argument("--idle-pairs", type=int, default=40, help="pairs of the compute loop")
+    options = parser.parse_args()
+    found = collect(options.ranks, options.horovod, options.rounds)
+    idle = launch(options.ranks, None, "--idle-pairs", str(options.idle_pairs))["idle"]
+    rows = rows_of(found)
+    ratios = {
+        f"{column}, {row['what']}": value
+        for row in rows
+        for column, value in row.items()
+        if "/" in column
+    }
+    names = ("idle controller, slow-down in %", "95 % bound below", "95 % bound above")
+    ratios |= dict(zip(names, slow_down(idle), strict=True))
+    report(f"Named operations, {options.ranks} ranks on one node", rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""One file of Horovod's tests on so many ranks, in as many launches as it takes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.launch import mpiexec
+from tests.conformance import recorder
+from tests.conformance.verdicts import Outcome, Record, decide, have_finished, read
+
+ROOT = Path(__file__).parents[2]
+
+NOTHING_LEFT = 5
+"""Exit code of pytest when every test has its verdict already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """How the files are run."""
+
+    horovod: Path | None = None
+    """A Python that has Horovod: its own is tested. Without one, hpctrain is."""
+    select: str = ""
+    """As ``-k`` of pytest has it."""
+    test_limit_s: float = 120.0
+    """For one test; the stacks are in the log then."""
+    launch_limit_s: float = 900.0
+    """For one launch, in case not even the stacks can be had."""
+
+    def run(self, file: Path, ranks: int, log: Path) -> Record:
+        """Return the verdict of each test of a file; what is printed goes to ``log``."""
+        verdicts: Record = {}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        while True:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch)
+                (folder / recorder.DONE).write_text("".join(f"{test}\n" for test in verdicts))
+                code = self._launch(file, ranks, folder, log)
+                records = [read(folder / f"{rank}.jsonl") for rank in range(ranks)]
+            found = decide(records)
+            verdicts |= found
+            if have_finished(records) and code in (0, NOTHING_LEFT):
+                return verdicts
+            if not found or have_finished(records):
+                return verdicts | {file.name: Outcome("failed", f"exit code {code}; see {log}")}
+
+    def _launch(self, file: Path, ranks: int, folder: Path, log: Path) -> int:
+        python = self.horovod or Path(sys.executable)
+        mpirun = ["--mpirun", str(python.parent / "mpirun")] if self.horovod else []
+        plugins = ["tests.conformance.recorder"]
+        if not self.horovod:
+            plugins.append("tests.conformance.alias")
+        line = [
+            *(sys.executable, "-m", "hpctrain", "launch", "-n", str(ranks), "--no-bind", *mpirun),
+            *("--timeout", str(self.launch_limit_s), "--"),
+            *(str(python), "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(file.parent)),
+            *("-p", "no:cacheprovider", *(word for name in plugins for word in ("-p", name))),
+            *("--records", str(folder), "--limit", str(self.test_limit_s), "-k", self.select),
+            str(file),
+        ]
+        environ = mpiexec.environment(
+            os.environ
+            | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HPCTRAIN_PROBE": "off"}
+        )
+        with log.open("a") as output:
+            done = subprocess.run(
+                line, cwd=folder, env=environ, stdout=output, stderr=output, check=False
+            )
+        return done.returncode

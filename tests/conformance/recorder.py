@@ -1,0 +1,97 @@
+"""Pytest plugin of one rank: verdicts are written down as they come.
+
+The ranks agree on nothing beside the tests themselves, just as in Horovod's own runs. After a
+failure they may be out of step, so a rank that failed ends, and ``mpirun`` ends the others; the
+next launch goes on with the tests that have no verdict yet. A test that hangs prints where it
+stands, on every rank, and has failed. Nothing of hpctrain is imported: Horovod runs here as well.
+"""
+
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.json_report import reason_of
+
+GRACE_S = 2.0
+"""For the other ranks' verdicts and stacks, before the first rank to end takes them along."""
+
+DONE, FINISHED = "done.txt", "finished"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--records", type=Path, required=True, help="folder of the verdicts")
+    parser.addoption("--limit", type=float, default=120.0, help="seconds that a test may take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK", "0")
+    recorder = Recorder(config.getoption("--records"), rank, config.getoption("--limit"))
+    config.pluginmanager.register(recorder, "recorder")
+
+
+class Recorder:
+    """Writes one line for each start and each end of a test."""
+
+    def __init__(self, folder: Path, rank: str, limit_s: float) -> None:
+        """Take the folder, in which ``done.txt`` names the tests to leave out."""
+        done = folder / DONE
+        self._done = set(done.read_text().splitlines()) if done.exists() else set()
+        self._file = (folder / f"{rank}.jsonl").open("w", buffering=1)
+        self._stderr = os.fdopen(os.dup(2), "w", buffering=1)  # pytest's capture takes the other
+        self._rank, self._limit_s = rank, limit_s
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out what has a verdict from an earlier launch."""
+        items[:] = [item for item in items if item.nodeid not in self._done]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watch over a test."""
+        self._write(item.nodeid, "started")
+        faulthandler.dump_traceback_later(self._limit_s, file=self._stderr)
+        timer = threading.Timer(self._limit_s + GRACE_S, self._give_up, (item.nodeid,))
+        timer.daemon = True
+        timer.start()
+        try:
+            return (yield)
+        finally:
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write the end of a test; the last line about it counts."""
+        if report.failed:
+            text = f"[rank {self._rank}] {report.nodeid} failed\n{report.longreprtext}\n"
+            self._fail(report.nodeid, reason_of(report), text)
+        elif report.skipped:
+            self._write(report.nodeid, "skipped", reason_of(report))
+        elif report.when == "call":
+            self._write(report.nodeid, "passed", seconds=report.duration)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported has failed as a whole."""
+        if report.failed:
+            self._fail(report.nodeid, reason_of(report), report.longreprtext)
+
+    def pytest_sessionfinish(self) -> None:
+        """Say that nothing is left."""
+        self._write("", FINISHED)
+
+    def _give_up(self, test: str) -> None:
+        self._fail(test, f"still ran after {self._limit_s:g} s; its stacks are in the log", "")
+
+    def _fail(self, test: str, reason: str, text: str) -> None:
+        self._write(test, "failed", reason)
+        self._stderr.write(text)
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    def _write(self, test: str, outcome: str, reason: str = "", seconds: float = 0.0) -> None:
+        line = {"test": test, "outcome": outcome, "reason": reason, "seconds": seconds}
+        self._file.write(json.dumps(line) + "\n")

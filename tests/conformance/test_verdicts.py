@@ -1,0 +1,141 @@
+"""Of what the ranks write down, nothing is lost and nothing is blamed on the wrong test."""
+
+import pytest
+
+from tests.conformance.expected import EXPECTED
+from tests.conformance.launches import Suite
+from tests.conformance.suite import HOW_TO_GET_IT, main, table, word_of
+from tests.conformance.verdicts import LOST, Outcome, decide, have_finished, read
+
+PASSED, STARTED, SKIPPED = Outcome("passed", "", 1.0), Outcome("started"), Outcome("skipped", "no")
+FAILED, FINISHED = Outcome("failed", "wrong"), Outcome("finished")
+
+FAKE = """
+import os
+import time
+
+import pytest
+
+import horovod.torch as hvd
+from common import temppath
+
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+def test_is_hpctrain():
+    assert hvd.__name__ == "hpctrain"
+
+def test_fails_on_one_rank():
+    assert RANK == 0
+
+def test_is_skipped():
+    pytest.skip("no reason")
+
+def test_hangs():
+    time.sleep(100)
+
+def test_ends_without_a_word():
+    if RANK == 1:
+        os._exit(7)
+    time.sleep(100)
+
+def test_comes_last():
+    with temppath() as path:
+        assert path
+"""
+COMMON = """
+import mock
+from contextlib import nullcontext
+from horovod.runner.util.threads import in_thread
+from horovod.common.util import env
+
+def temppath():
+    in_thread(target=lambda: None).join()
+    return nullcontext("path")
+"""
+
+
+def test_a_test_passes_if_it_passed_on_all_ranks_that_had_a_part_in_it():
+    records = [{"a": PASSED, "b": SKIPPED}, {"a": PASSED, "b": PASSED}]
+    assert decide(records) == {"a": PASSED, "b": PASSED}
+    assert decide([{"c": SKIPPED}, {"c": SKIPPED}]) == {"c": SKIPPED}
+
+
+def test_a_test_fails_if_it_failed_on_any_rank_and_what_it_cut_short_is_open():
+    records = [{"a": PASSED, "b": FAILED}, {"a": PASSED, "b": PASSED, "c": STARTED}]
+    assert decide(records) == {"a": PASSED, "b": Outcome("failed", "rank 0: wrong")}
+    records[1]["b"] = FAILED
+    assert decide(records)["b"] == Outcome("failed", "on every rank: wrong")
+
+
+def test_of_ranks_that_ended_without_a_word_the_first_open_test_is_to_blame():
+    records = [{"a": PASSED, "b": STARTED}, {"a": STARTED}]
+    assert decide(records) == {"a": Outcome("failed", LOST)}
+    assert decide([{}, {}]) == {}
+
+
+def test_a_launch_has_finished_when_every_rank_has():
+    records = [{"a": PASSED, "": FINISHED}, {"a": PASSED}]
+    assert not have_finished(records)
+    records[1][""] = FINISHED
+    assert have_finished(records)
+    assert decide(records) == {"a": PASSED}
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    file = tmp_path / "0.jsonl"
+    assert read(file) == {}
+    file.write_text(
+        '{"test": "a", "outcome": "started", "reason": "", "seconds": 0.0}\n'
+        '{"test": "a", "outcome": "passed", "reason": "", "seconds": 1.0}\n{"test": "b", "outc'
+    )
+    assert read(file) == {"a": PASSED}
+
+
+def test_an_expected_failure_that_passes_is_as_wrong_as_a_failure():
+    expected = next(iter(EXPECTED))
+    assert word_of(expected, FAILED) == "expected"
+    assert word_of(expected, PASSED) == "PASSED, EXPECTED TO FAIL"
+    assert word_of("a", FAILED) == "FAILED"
+    assert word_of("a", PASSED) == "passed"
+
+
+def test_the_table_has_every_test_and_says_why_one_failed():
+    text = "\n".join(table({2: {"a": PASSED, "b": FAILED}, 3: {"a": PASSED}}))
+    assert "FAILED, 2 ranks: b: wrong" in text
+    assert "2 ranks: 1 FAILED, 1 passed" in text
+    assert "not run" in text
+
+
+def test_without_a_checkout_it_says_how_to_get_one(capsys, tmp_path):
+    assert main([]) == 0
+    assert capsys.readouterr().out == HOW_TO_GET_IT
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "is no checkout of Horovod" in capsys.readouterr().err
+
+
+@pytest.mark.conformance
+@pytest.mark.launches
+def test_every_test_gets_its_verdict_whatever_the_ranks_do(tmp_path):
+    file, log = tmp_path / "test_fake.py", tmp_path / "logs/log"
+    file.write_text(FAKE)
+    (tmp_path / "common.py").write_text(COMMON)
+    found = Suite(test_limit_s=4.0).run(file, 2, log)
+    reasons = {
+        test.partition("::test_")[2]: (outcome.outcome, outcome.reason.rpartition(": ")[2])
+        for test, outcome in found.items()
+    }
+    assert reasons == {
+        "is_hpctrain": ("passed", ""),
+        "fails_on_one_rank": ("failed", "assert 1 == 0"),
+        "is_skipped": ("skipped", "no reason"),
+        "hangs": ("failed", "still ran after 4 s; its stacks are in the log"),
+        "ends_without_a_word": ("failed", LOST),
+        "comes_last": ("passed", ""),
+    }
+    assert log.read_text().count("in test_hangs") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "common.py",
+        "logs",
+        "test_fake.py",
+    ]
