@@ -5,7 +5,7 @@ class HpctrainError(Exception):
     """Base of all errors raised for users of hpctrain."""
 
 
-class ConfigError(HpctrainError):
+class ConfigError(HpctrainError, ValueError):
     """A setting, a key of a configuration file or an argument is not valid."""
 
 
@@ -42,6 +42,10 @@ class HorovodInternalError(CommError, RuntimeError):
 
 class OperationMismatchError(HorovodInternalError, MismatchError):
     """The ranks gave the same name to operations that do not fit together."""
+
+
+class DuplicateNameError(HorovodInternalError, ValueError):
+    """An operation of this name is under way on this rank already."""
 
 
 class DataError(HpctrainError):

@@ -17,24 +17,27 @@ _IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OF_ALL = {"of_all_ranks": True}
 
 
-def setup(rank: int, size: int, log_dir: Path | None = None) -> None:
+def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
     """Tag what this process logs with its rank; a second call replaces the first.
 
-    Warnings go to stderr unless the program has configured logging itself: then its own
-    handlers alone print them. With ``log_dir`` this rank also writes ``log_dir/rank-N.log``.
+    Warnings go to stderr, or what ``level`` says, unless the program has configured logging
+    itself: then its own handlers alone print them. With ``log_dir`` this rank also writes
+    ``log_dir/rank-N.log``.
 
     Args:
         rank: of this process.
         size: number of ranks; in a world of one nothing is tagged.
         log_dir: folder for the files, made if missing.
+        level: ``debug``, ``info``, ``warning``, ``error`` or ``critical``; from it on stderr.
     """
+    threshold = logging.getLevelNamesMapping()[level.upper()]
     for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
         logger.removeHandler(old)
         old.close()
     if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
+        logger.setLevel(min(logging.INFO, threshold))
     console = _Console()
-    console.setLevel(logging.WARNING)
+    console.setLevel(threshold)
     console.setFormatter(_Tagged(_PLAIN, rank=rank if size > 1 else None))
     logger.addHandler(console)
     if log_dir is not None:

@@ -42,6 +42,18 @@ def test_a_second_setup_replaces_the_first():
     assert run_alone(code) == "[rank 1] hpctrain: x\n"
 
 
+@pytest.mark.parametrize(
+    ("level", "printed"), [("debug", "d i w "), ("info", "i w "), ("warning", "w "), ("error", "")]
+)
+def test_what_is_printed_begins_at_a_level(level, printed):
+    code = f"""
+from hpctrain import logs
+logs.setup(0, 1, level={level!r})
+logs.logger.debug("d"), logs.logger.info("i"), logs.logger.warning("w")
+"""
+    assert run_alone(code).replace("hpctrain: ", "").replace("\n", " ") == printed
+
+
 def test_handlers_of_the_program_win():
     code = """
 import logging

@@ -20,8 +20,8 @@ def surface() -> list[str]:
     for name in sorted(hpctrain.__all__):
         value = getattr(hpctrain, name)
         lines.append(f"{name}{_signature(value)}" if callable(value) else name)
-    for name in sorted(hpctrain.elastic.__all__):
-        lines.append(f"elastic.{name}{_signature(getattr(hpctrain.elastic, name))}")
+    elastic = hpctrain.elastic
+    lines += [f"elastic.{name}{_signature(getattr(elastic, name))}" for name in elastic.__all__]
     # An optimizer made by DistributedOptimizer is of torch's class, with these methods added.
     for name, member in sorted(vars(DistributedMethods).items()):
         if not name.startswith("_"):
@@ -32,6 +32,8 @@ def surface() -> list[str]:
 
 
 def _signature(value: Callable[..., object]) -> str:
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        return ""  # errors are caught, not made
     parameters = inspect.signature(value).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     return str(inspect.Signature(bare))

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
@@ -19,21 +19,12 @@ from hpctrain.errors import (
 )
 from hpctrain.runtime.named.controller import Controller
 from hpctrain.runtime.named.request import Kind, Request
+from hpctrain.runtime.wanted_sets import Wanted, agreed, check_ranks
 
 if TYPE_CHECKING:
     from hpctrain.runtime.process_sets import ProcessSet
 
 T = TypeVar("T")
-
-
-class Wanted(NamedTuple):
-    """A process set that is asked for."""
-
-    ranks: tuple[int, ...]
-    """Of the world, sorted."""
-    by_communicator: bool
-    """Whether the ranks are those of a communicator, of which each rank of the world has its own:
-    then there are as many sets as communicators."""
 
 
 class Registered:
@@ -142,7 +133,7 @@ class ProcessSets:
             ConfigError: a set cannot be made, or is there already; on every rank.
         """
         lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
-        every = self._agreed(lists)
+        every = agreed(lists)
         for ranks in every:
             self._check(ranks, new=new)
         for ranks in every:
@@ -219,28 +210,8 @@ class ProcessSets:
         assert comm is not None
         return in_order(comm, function, inside)
 
-    def _agreed(self, lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
-        """Return the sets that all ranks want: those of communicators first, as Horovod does."""
-        shown = [
-            ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
-            for wanted in lists
-        ]
-        if len(set(shown)) > 1:
-            raise MismatchError(
-                f"all ranks must register the same process sets in the same order, got "
-                f"{by_rank(shown)}"
-            )
-        columns = list(zip(*lists, strict=True))
-        of_comms = [sorted({one.ranks for one in c}) for c in columns if c[0].by_communicator]
-        of_ranks = [c[0].ranks for c in columns if not c[0].by_communicator]
-        return [*(ranks for sets in of_comms for ranks in sets), *of_ranks]
-
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
-        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
-            raise ConfigError(
-                f"a process set has one or more ranks from 0 to {self._size - 1}, each once, got "
-                f"{list(ranks)}"
-            )
+        check_ranks(ranks, self._size)
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(

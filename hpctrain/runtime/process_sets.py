@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 from hpctrain.comm.joining import is_communicator
 from hpctrain.errors import ConfigError
 from hpctrain.runtime import world
-from hpctrain.runtime.process_set_table import Registered, Wanted
+from hpctrain.runtime.process_set_table import Registered
+from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.units import format_numbers
 
 if TYPE_CHECKING:

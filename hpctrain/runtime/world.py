@@ -23,8 +23,9 @@ from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.abort import FailureHooks, install
 from hpctrain.runtime.exit import leave
-from hpctrain.runtime.process_set_table import ProcessSets, Wanted, beside
+from hpctrain.runtime.process_set_table import ProcessSets, beside
 from hpctrain.runtime.timeline.timelines import Timelines
+from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:

@@ -48,3 +48,17 @@ def test_order_is_kept(specs, limit):
     plans = plan_buckets(specs, limit)
     assert all(list(plan.members) == sorted(plan.members) for plan in plans)
     assert [plan.members[0] for plan in plans] == sorted(plan.members[0] for plan in plans)
+
+
+@given(SPECS, LIMITS, st.data())
+def test_a_group_shares_one_bucket_per_dtype_and_complete_buckets_come_first(specs, limit, data):
+    number = st.one_of(st.none(), st.integers(0, 3))
+    groups = data.draw(st.lists(number, min_size=len(specs), max_size=len(specs)))
+    plans = plan_buckets(specs, limit, groups=groups)
+    assert sorted(i for plan in plans for i in plan.members) == list(range(len(specs)))
+    found = [(plan.dtype, {groups[i] for i in plan.members}) for plan in plans]
+    assert all(len(numbers) == 1 for _, numbers in found)
+    grouped = [(dtype, min(numbers)) for dtype, numbers in found if numbers != {None}]
+    assert len(set(grouped)) == len(grouped)
+    last = [plan.members[-1] for plan in plans]
+    assert last == sorted(last)

@@ -65,8 +65,9 @@ class OptimizerHandler(Handler):
         self.value.zero_grad()
 
     def sync(self) -> None:
-        """Take the state of rank 0. Collective."""
+        """Take the state of rank 0, and forget gradients. Collective."""
         broadcast_optimizer_state(self.value, root_rank=0)
+        self.value.zero_grad()
         self.save()
 
 

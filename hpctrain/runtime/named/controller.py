@@ -57,7 +57,7 @@ class Controller:
         """Start an operation; somebody will ask for its result later.
 
         Raises:
-            HorovodInternalError: an operation of this name is under way on this rank.
+            DuplicateNameError: an operation of this name is under way on this rank.
         """
         handle = self._enter(request)
         self._driver.nudge()

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import count
 
-from hpctrain.errors import HorovodInternalError
+from hpctrain.errors import DuplicateNameError
 from hpctrain.runtime.named.handle import Handle
 from hpctrain.runtime.named.request import Kind
 
@@ -35,7 +35,7 @@ class Names:
             False where it has to wait for an earlier one without a name, see ``leave``.
 
         Raises:
-            HorovodInternalError: an operation of this name is under way.
+            DuplicateNameError: an operation of this name is under way.
         """
         with self._lock:
             if not handle.name:
@@ -45,7 +45,7 @@ class Names:
                     self._behind[handle.name].append(handle)
                     return False
             elif handle.name in self._handles:
-                raise HorovodInternalError(
+                raise DuplicateNameError(
                     f"an operation named {handle.name!r} is under way on this rank already; wait "
                     f"for it first, or give another name"
                 )

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.errors import HorovodInternalError, OperationMismatchError, RankLostError
+from hpctrain.errors import CommError, HorovodInternalError, OperationMismatchError, RankLostError
 from hpctrain.runtime.named.batch import Batch, Entry
 from hpctrain.runtime.named.execution import Executor, stand_in
 from hpctrain.runtime.named.handle import Handle
@@ -83,8 +83,7 @@ class Progress:
                 for batch in batches:
                     self._carry_out(batch)
                 is_done = True
-            self._talk()
-            if not batches:
+            if not self._talk() and not batches:
                 return is_done
 
     def check_stalls(self) -> None:
@@ -123,7 +122,11 @@ class Progress:
         if self._timelines is not None and (timeline := self._timelines.current) is not None:
             timeline.negotiate_start(handle.name, handle.request.kind.name)
             timeline.rank_ready(handle.name, self._comm.rank)
-        self._negotiator.announce(handle.name, handle.request.signature)
+        try:
+            self._negotiator.announce(handle.name, handle.request.signature)
+        except CommError as error:  # this rank has joined
+            self.names.leave(handle.name)
+            handle.fail(error)
 
     def _carry_out(self, batch: Batch) -> None:
         timeline = self._timelines.current if self._timelines is not None else None
@@ -152,10 +155,11 @@ class Progress:
         handle.fail(OperationMismatchError(entry.error))
         return None
 
-    def _talk(self) -> None:
-        """Answer questions of other ranks; on the root, hear their answers."""
+    def _talk(self) -> bool:
+        """Answer questions of other ranks, if there are any; on the root, hear their answers."""
         negotiator = self._negotiator
-        for question in negotiator.questions():
+        questions = negotiator.questions()
+        for question in questions:
             if isinstance(question, BreakOff):
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
@@ -165,3 +169,4 @@ class Progress:
                 negotiator.answer(answer)
         for number, given in negotiator.answers():
             self._stalls.take(number, given)
+        return bool(questions)

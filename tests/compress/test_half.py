@@ -1,0 +1,85 @@
+"""16 bits: what is rounded, what is not, and how far a sum may be off."""
+
+import pytest
+import torch
+
+from hpctrain.comm.factory import connect
+from hpctrain.comm.joining import find_world
+from hpctrain.compress.half import Compression, HalfCodec, codec_for
+from hpctrain.compress.identity import Identity
+from hpctrain.config import Settings
+from tests.comm.conftest import close
+
+HALVES = pytest.mark.parametrize(
+    "half", [Compression.fp16, Compression.bf16], ids=["fp16", "bf16"]
+)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+
+
+@pytest.fixture(params=[None, 2], ids=["one node", "nodes of two"])
+def comm(request):
+    """Connect all ranks."""
+    made = connect(find_world(), Settings(probe="off", ranks_per_node=request.param))
+    yield made.comm
+    close(made)
+
+
+@HALVES
+def test_floats_are_rounded_and_come_back_in_their_dtype(half):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        tensor = torch.tensor([1.0, -2.5, 0.0, 1 / 3], dtype=dtype)
+        compressed, ctx = half.compress(tensor)
+        back = half.decompress(compressed, ctx)
+        assert (compressed.dtype, back.dtype) == (half.dtype, dtype)
+        torch.testing.assert_close(back.double(), tensor.double(), rtol=2**-8, atol=0.0)
+
+
+@HALVES
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_what_is_no_float_stays_as_it_is(half, dtype):
+    tensor = torch.tensor([0, 1, 1], dtype=dtype)
+    compressed, ctx = half.compress(tensor)
+    assert compressed is tensor
+    assert half.decompress(compressed, ctx) is tensor
+
+
+def test_no_compression_is_the_tensor_itself():
+    tensor = torch.ones(3)
+    compressed, ctx = Compression.none.compress(tensor)
+    assert Compression.none.decompress(compressed, ctx) is compressed is tensor
+    assert isinstance(codec_for(Compression.none), Identity)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@HALVES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_a_bucket_is_summed_to_the_precision_of_its_message(comm, half, dtype):
+    numel, scale = 1000, 1.0 / comm.size
+    of_ranks = [
+        torch.linspace(-1, 1 + rank, numel, dtype=torch.float64) for rank in range(comm.size)
+    ]
+    exact = sum(of_ranks) * scale
+    codec = codec_for(half)
+    bucket = comm.new_bucket(numel, dtype)
+    codec.prepare(bucket, [bucket.flat], comm)
+    for _ in range(2):
+        bucket.flat.copy_(of_ranks[comm.rank])
+        codec.allreduce_(bucket, comm, scale=scale).wait()
+        bits = 8 if half is Compression.bf16 and dtype.itemsize > 2 else 11
+        # Rounded when sent and when summed, once on each level.
+        torch.testing.assert_close(
+            bucket.flat.double(), exact, rtol=0.0, atol=3 * comm.size * 2**-bits
+        )
+        everywhere = comm.all_gather(bucket.flat)
+        assert all(torch.equal(other, bucket.flat) for other in everywhere)
+    codec.forget()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_sums_of_16_bits_are_formed_in_float32(comm):
+    bucket = comm.new_bucket(1, torch.float32)
+    codec = HalfCodec(torch.float16)
+    codec.prepare(bucket, [bucket.flat], comm)
+    bucket.flat.fill_(60000.0)
+    codec.allreduce_(bucket, comm, scale=1.0 / comm.size).wait()
+    assert bucket.flat.item() == 60000.0  # the sum itself has no place in float16
