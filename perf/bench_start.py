@@ -32,7 +32,7 @@ def start() -> None:
     import hpctrain  # noqa: PLC0415
     import hpctrain.comm.levels  # noqa: PLC0415
     import hpctrain.comm.probe  # noqa: PLC0415
-    import hpctrain.runtime.functions  # noqa: PLC0415
+    import hpctrain.runtime.operations.allreduce  # noqa: PLC0415
 
     tensor = torch.ones(10)
     MPI.COMM_WORLD.Barrier()

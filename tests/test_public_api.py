@@ -5,6 +5,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _signature(value: Callable[..., object]) -> str:
         return ""  # errors are caught, not made
     parameters = inspect.signature(value).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    return str(inspect.Signature(bare))
+    return re.sub(r" object at 0x[0-9a-f]+", "", str(inspect.Signature(bare)))
 
 
 def test_the_public_surface_is_the_committed_list():

@@ -17,8 +17,9 @@ ALLOWED = {
     "sync/gradient_buckets.py": "a gradient, by its rank's weight",
     # A step of fixed micro-shards has a factor of its own, decided in sync/reproducible.py:
     "sync/step_values.py": "the sum over all micro-shards, by one over their number",
+    "sync/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
     # No gradients:
-    "runtime/functions.py": "averages of integers, for which there is no scale",
+    "runtime/named/reducing.py": "factors and averages of integers, for which there is no scale",
 }
 
 

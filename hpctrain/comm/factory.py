@@ -37,6 +37,8 @@ class Connection:
     """Who is still there; None in a world of one."""
     notes: tuple[str, ...]
     """Warnings of this rank, for the user."""
+    settings: Settings
+    """By which all ranks decide: those of rank 0."""
 
 
 def connect(
@@ -110,6 +112,7 @@ def _alone(settings: Settings) -> Connection:
         plan_origin=decision.origin,
         presence=None,
         notes=(),
+        settings=settings,
     )
 
 
@@ -140,4 +143,5 @@ def _together(
         plan_origin=decision.origin,
         presence=presence,
         notes=tuple(note for note in notes if note),
+        settings=settings,
     )

@@ -167,10 +167,11 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def traffic(self) -> Traffic:
         """Return the counters of all levels."""
-        rail_bytes = self.rail.num_bytes_sent if self.rail is not None else 0
-        flat = super().traffic()
-        return flat._replace(
-            node_bytes=self._node.num_bytes, rail_bytes=flat.rail_bytes + rail_bytes
+        moved = super().traffic()._replace(node_bytes=self._node.num_bytes)
+        if self.rail is None:
+            return moved
+        return moved._replace(
+            rail_bytes=moved.rail_bytes + self.rail.num_bytes_sent, rail_s=self.rail.seconds
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from hpctrain.cluster import env, preflight
 from hpctrain.cluster.interface import expected_libmpi, mismatch
@@ -12,6 +12,8 @@ from hpctrain.units import format_numbers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    MpiComm: TypeAlias = MPI.Intracomm
 
 
 def doubt() -> None:

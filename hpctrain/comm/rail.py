@@ -1,5 +1,6 @@
 """The rail level: ranks that own the same slice on every node reduce it over the slow link."""
 
+import time
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
@@ -67,6 +68,8 @@ class Rail:
         self._watch = watch
         self._name = name
         self._library_bytes = 0
+        self.seconds = 0.0
+        """Spent in reductions so far, without waits."""
 
     @property
     def num_bytes_sent(self) -> int:
@@ -86,10 +89,12 @@ class Rail:
         """Do what ``allreduce_`` does by the algorithm of this name."""
         if self.size == 1:
             return
+        start, waited_s = time.perf_counter(), self._watch.waited_s
         if name == "library" and combination.op is Op.SUM and library_sums(part.dtype):
             self._sum_by_library(part)
         else:
             ALGORITHMS[name](self.wire, part, combination)
+        self.seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
 
     def close(self) -> None:
         """Free the MPI communicator."""

@@ -15,7 +15,16 @@ from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
 
-FORWARDED = ("HPCTRAIN_", "HOROVOD_", "PYTHON", "VIRTUAL_ENV", "OMP_", "MKL_", "CUDA_VISIBLE_", "NCCL_")
+FORWARDED = (
+    "HPCTRAIN_",
+    "HOROVOD_",
+    "PYTHON",
+    "VIRTUAL_ENV",
+    "OMP_",
+    "MKL_",
+    "CUDA_VISIBLE_",
+    "NCCL_",
+)
 """Prefixes of what ranks on other hosts are given; PATH and LD_LIBRARY_PATH go as well."""
 
 OUTER = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")

@@ -10,13 +10,13 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.threads import calls_from_threads
-from hpctrain.config import Settings
 from hpctrain.errors import (
     ConfigError,
     HorovodInternalError,
     MismatchError,
     NodeMemoryError,
 )
+from hpctrain.runtime.controllers import Controllers
 from hpctrain.runtime.named.controller import Controller
 from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.wanted_sets import Wanted, agreed, check_ranks
@@ -49,24 +49,21 @@ class Registered:
 class ProcessSets:
     """All process sets of a world; set 0 has all its ranks."""
 
-    def __init__(
-        self, inside: Communicator, comm: Communicator, plan: Plan, settings: Settings
-    ) -> None:
+    def __init__(self, inside: Communicator, comm: Communicator, controllers: Controllers) -> None:
         """Make the set of all ranks. Collective.
 
         Args:
             inside: all ranks, in the thread of the caller; the world closes it.
             comm: the same with the thread that the plan wants.
-            plan: of the world.
-            settings: of the world.
+            controllers: makes those of the sets.
         """
         self._me, self._size = inside.rank, inside.size
-        self._plan, self._settings = plan, settings
+        self._controllers = controllers
         self._next_number = 1
         self._free_numbers: deque[int] = deque()
         self.everyone = Registered(0, range(inside.size), inside.rank)
         self.everyone.inside, self.everyone.comm = inside, comm
-        self.everyone.controller = self._make(inside)
+        self.everyone.controller = self._make(inside, self.everyone.ranks)
         self._global_controller = self.everyone.controller
         self._sets = {0: self.everyone}
 
@@ -191,7 +188,7 @@ class ProcessSets:
         for one in self._in_turn():
             if one.controller is not None:
                 one.controller.abandon()
-                one.controller = self._controller(one.controller.comm)
+                one.controller = self._controllers.make(one.controller.comm, one.ranks)
         assert self.everyone.controller is not None
         self._global_controller = self.everyone.controller
 
@@ -233,8 +230,8 @@ class ProcessSets:
         try:
             made.inside = self._in_order(lambda inside: inside.group(ranks))
             if made.inside is not None:
-                made.controller = self._make(made.inside)
-                made.comm = beside(made.inside, self._plan)
+                made.controller = self._make(made.inside, ranks)
+                made.comm = beside(made.inside, self._controllers.plan)
         except NodeMemoryError as error:  # on every rank of the set: the others must hear of it
             refusal = str(error)
         try:
@@ -245,14 +242,11 @@ class ProcessSets:
             raise
         self._sets[number] = made
 
-    def _make(self, inside: Communicator) -> Controller:
+    def _make(self, inside: Communicator, ranks: Sequence[int]) -> Controller:
         """Make a controller with a communicator of its own. Collective over ``inside``."""
         comm = inside.group(range(inside.size))
         assert comm is not None
-        return self._controller(comm)
-
-    def _controller(self, comm: Communicator) -> Controller:
-        return Controller(comm, timeout_s=self._settings.timeout)
+        return self._controllers.make(comm, ranks)
 
     def _close(self, one: Registered) -> None:
         one.is_open = False

@@ -11,7 +11,7 @@ from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.units import format_numbers
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpctrain.comm.joining import MpiComm
 
 
 class ProcessSet:
@@ -22,7 +22,7 @@ class ProcessSet:
     other. After ``remove_process_set`` or ``shutdown`` it can be registered again.
     """
 
-    def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Intracomm") -> None:
+    def __init__(self, ranks_or_comm: "Iterable[int] | MpiComm") -> None:
         """Take the ranks of the set; their order does not matter. Not collective.
 
         Args:
@@ -33,10 +33,10 @@ class ProcessSet:
             ConfigError: it is neither.
         """
         self._ranks: list[int] | None = None
-        self._comm: MPI.Intracomm | None = None
+        self._comm: MpiComm | None = None
         self._registered: Registered | None = None
         if is_communicator(ranks_or_comm):
-            self._comm = cast("MPI.Intracomm", ranks_or_comm)
+            self._comm = cast("MpiComm", ranks_or_comm)
             return
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
         if ranks is None or not all(isinstance(rank, int) for rank in ranks):
@@ -52,7 +52,7 @@ class ProcessSet:
         return self._ranks
 
     @property
-    def mpi_comm(self) -> "MPI.Intracomm | None":
+    def mpi_comm(self) -> "MpiComm | None":
         """The communicator that it was made of."""
         return self._comm
 
@@ -133,7 +133,7 @@ class _GlobalProcessSet(ProcessSet):
         return list(range(world.size())) if world.is_initialized() else []
 
     @property
-    def mpi_comm(self) -> "MPI.Intracomm | None":
+    def mpi_comm(self) -> "MpiComm | None":
         return world.current().given if world.is_initialized() else None
 
     @property

@@ -34,7 +34,8 @@ def agreed(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
     ]
     if len(set(shown)) > 1:
         raise MismatchError(
-            f"all ranks must register the same process sets in the same order, got {by_rank(shown)}"
+            f"all ranks must register the same process sets in the same order, got "
+            f"{by_rank(shown)}"
         )
     columns = list(zip(*lists, strict=True))
     of_comms = [sorted({one.ranks for one in c}) for c in columns if c[0].by_communicator]

@@ -22,6 +22,7 @@ from hpctrain.comm.trace import Trace
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.abort import FailureHooks, install
+from hpctrain.runtime.controllers import Controllers
 from hpctrain.runtime.exit import leave
 from hpctrain.runtime.process_set_table import ProcessSets, beside
 from hpctrain.runtime.timeline.timelines import Timelines
@@ -29,7 +30,7 @@ from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpctrain.comm.joining import MpiComm
 
     from hpctrain.comm.presence import Presence
     from hpctrain.runtime.process_sets import ProcessSet
@@ -54,9 +55,9 @@ class World:
     """What the collectives cost, where that is wanted."""
     hooks: FailureHooks | None
     """What ends all ranks when this one fails; None in a world of one."""
-    ranks: "MPI.Intracomm | None"
+    ranks: "MpiComm | None"
     """The same ranks for MPI; None in a world of one."""
-    given: "MPI.Intracomm | None"
+    given: "MpiComm | None"
     """The communicator that ``init`` was given."""
     timelines: Timelines
     """The timeline that this rank records, if any."""
@@ -68,7 +69,7 @@ _world: World | None = None
 
 
 def init(
-    comm: "Sequence[int] | MPI.Intracomm | Sequence[MPI.Intracomm] | None" = None,
+    comm: "Sequence[int] | MpiComm | Sequence[MpiComm] | None" = None,
     process_sets: "Sequence[ProcessSet] | str | None" = None,
     *,
     ranks_per_node: int | None = None,
@@ -144,7 +145,7 @@ def numbers_of(comm: object) -> tuple[int, ...]:
         NotInitializedError: there is no world yet.
         ConfigError: one of them is not in the world.
     """
-    return tuple(numbers_in(current().ranks, cast("MPI.Intracomm", comm)))
+    return tuple(numbers_in(current().ranks, cast("MpiComm", comm)))
 
 
 def join(settings: Settings, chosen: object = None) -> None:
@@ -162,10 +163,17 @@ def join(settings: Settings, chosen: object = None) -> None:
     statistics = wanted_statistics(found.comm, found.plan.measured, here=settings.stats)
     inside = observed(found.comm, trace, statistics)
     comm = beside(inside, found.plan)
-    timelines, last_call = Timelines(found.topology.rank, found.topology.size), LastCall()
+    controllers = Controllers(
+        topology=found.topology,
+        plan=found.plan,
+        settings=found.settings,
+        timelines=Timelines(found.topology.rank, found.topology.size),
+        last_call=LastCall(),
+        end=hooks.abort if hooks is not None else None,
+    )
     _world = World(
         comm=comm,
-        sets=ProcessSets(inside, comm, found.plan, settings),
+        sets=ProcessSets(inside, comm, controllers),
         topology=found.topology,
         plan=found.plan,
         plan_origin=found.plan_origin,
@@ -174,14 +182,16 @@ def join(settings: Settings, chosen: object = None) -> None:
         statistics=statistics,
         hooks=hooks,
         ranks=ranks,
-        given=cast("MPI.Intracomm", chosen) if is_communicator(chosen) else None,
-        timelines=timelines,
-        last_call=last_call,
+        given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
+        timelines=controllers.timelines,
+        last_call=controllers.last_call,
     )
-    logs.setup(found.topology.rank, found.topology.size, settings.log_dir)
+    logs.setup(
+        found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
+    )
     _report(found)
     if settings.timeline is not None:
-        timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+        controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
         atexit.register(shutdown)
 

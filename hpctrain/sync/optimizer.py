@@ -3,9 +3,10 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -51,30 +52,25 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     The optimizer is changed in place and returned: schedulers, scalers and hooks that know it go
     on to work, and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the
     average, so clipping and unscaling see the truth. It lies in a buffer that the next step uses
-    again: clone what you keep. In a world of one, and on ranks outside ``process_set``, gradients
-    stay as they are.
+    again: clone what you keep. In a world of one, and outside ``process_set``, nothing happens.
 
     Collective over the process set, as are ``backward()`` and ``step()`` from then on. Several of
     them may share one backward, if all ranks' hooks fire in the same order.
 
     Args:
         optimizer: any torch optimizer, already holding the parameters.
-        named_parameters: names for messages; usually ``model.named_parameters()``. All parameters
-            of the optimizer, or None.
-        compression: what gradients travel as: ``Compression.none``, ``fp16`` or ``bf16``, or
-            anything with Horovod's ``compress`` and ``decompress``; None is ``none``. Sparse ones
-            are not compressed.
+        named_parameters: names for messages: of all parameters of the optimizer, or None.
+        compression: ``Compression.none`` (or None), ``fp16``, ``bf16``, or anything with their two
+            functions; sparse gradients travel as they are.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
             ``Adasum``: each rank takes a step of its own, and the steps are combined.
-        gradient_predivide_factor: gradients are divided by it before the sum, and the sum is
-            multiplied by it; with ``Average`` only.
+        gradient_predivide_factor: with ``Average``: divides gradients before the sum, and
+            multiplies the sum.
         num_groups: Horovod's old name of a number of ``groups``.
-        groups: gradients that travel as one message each: lists of parameters, or how many
-            groups to make. None: all travel in buckets of the plan's size. Changes no value.
-        sparse_as_dense: let sparse gradients travel as dense ones, which is less where most rows
-            are used. Without it the rows of all ranks are gathered. Either way ``.grad`` is
-            sparse.
+        groups: gradients that travel together: lists of parameters, or a number of groups.
+        sparse_as_dense: let sparse gradients travel as dense ones instead of gathering the rows
+            of all ranks. Either way ``.grad`` is sparse.
         process_set: the ranks to average over; None for all.
 
     Raises:
@@ -87,39 +83,40 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         groups = num_groups if groups is None else groups
     _check(optimizer, op, gradient_predivide_factor)
     check_passes(backward_passes_per_step)
-    grouping = Grouping(groups)
+    options = ReductionOptions(
+        average=op is Average,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        grouping=Grouping(groups),
+    )
     names = names_of(optimizer, named_parameters)
     comm = _communicator(process_set or global_process_set)
-    compressor = Compression.none if compression is None else compression
+    _upgrade(optimizer, AdasumMethods if comm and op is Adasum else DistributedMethods)
+
+
+def _upgrade(
+def _reduce_gradients(
+    optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], passes: int
+) -> None:
     owner = weakref.ref(optimizer)
-    upgraded: Any = optimizer
-    methods: type[DistributedMethods] = DistributedMethods
-    if comm is not None and op is Adasum:
-        adasum = AdasumStep(comm, compressor, lambda: trained(owner(), names))
-        upgraded._adasum = adasum  # noqa: SLF001
-        methods = AdasumMethods
-        _register(optimizer, begin_step, combine_steps)
-    elif comm is not None:
-        options = ReductionOptions(
-            average=op is Average,
-            predivide=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
-            grouping=grouping,
-        )
-        here = world.current()
-        reduction = Reduction(comm, here.plan, codec_for(compressor), options)
-        upgraded._reducer = Reducer(  # noqa: SLF001
-            reduction,
-            lambda: trained(owner(), names),
-            passes=backward_passes_per_step,
-            note=here.last_call.note,
-        )
-        _register(optimizer, before_step, after_step)
-    kind = type(optimizer)
-    upgraded.__class__ = type(kind.__name__, (methods, kind), {})
-    upgraded._parameter_names = names  # noqa: SLF001
-    upgraded._passes = backward_passes_per_step  # noqa: SLF001
-    return upgraded
+    optimizer._reducer = Reducer(  # noqa: SLF001
+        reduction,
+        lambda: trained(owner(), names),
+        passes=passes,
+        note=world.current().last_call.note,
+    )
+    # They find the reducer by the optimizer: functions that held it would keep both for ever.
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def _combine_steps(
+    optimizer: Any, comm: Communicator, compressor: Compressor, names: Mapping[Tensor, str]
+) -> None:
+    owner = weakref.ref(optimizer)
+    optimizer._adasum = AdasumStep(comm, compressor, lambda: trained(owner(), names))  # noqa: SLF001
+    optimizer.register_step_pre_hook(begin_step)
+    optimizer.register_step_post_hook(combine_steps)
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, predivide: float) -> None:
@@ -143,14 +140,3 @@ def _communicator(process_set: ProcessSet) -> Communicator | None:
         return None
     comm = here.sets.communicator(process_set)
     return comm if comm.size > 1 else None
-
-
-def _register(
-    optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]
-) -> None:
-    """Let torch call two functions around each step.
-
-    They find what they need by the optimizer: functions that held it would keep it for ever.
-    """
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)

@@ -63,6 +63,7 @@ class Reduction:
         self._dense: list[Slot] = []
         self._sparse: list[SparseSlot] = []
         self._sparse_dims: dict[Tensor, int] = {}
+        self._filled_new_sparse = False
         self.forget()
 
     @property
@@ -102,7 +103,7 @@ class Reduction:
             return
         while self._next_bucket < len(self._buckets) and self._is_full(self._next_bucket):
             if self._next_bucket == 0:
-                self._works.append(self._run(self._open, False, self._has_new_sparse()))  # noqa: FBT003
+                self._works.append(self._run(self._open, False, self._filled_new_sparse))  # noqa: FBT003
             self._launch_next()
 
     def complete(self, changed: NamedParameters | None = None) -> None:
@@ -172,10 +173,10 @@ class Reduction:
 
     def _has_new_sparse(self) -> bool:
         """Say whether this rank has a sparse gradient that other ranks may not know of."""
-        return any(
-            slot.found_sparse_dim is not None and slot.parameter not in self._sparse_dims
-            for slot in self._dense
-        )
+        return self._filled_new_sparse or any(map(self._is_new_sparse, self._dense))
+
+    def _is_new_sparse(self, slot: Slot) -> bool:
+        return slot.found_sparse_dim is not None and slot.parameter not in self._sparse_dims
 
     def _learn_sparse(self) -> None:
         """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
@@ -191,6 +192,7 @@ class Reduction:
         self._lay_out()
         for slot in self.slot_of.values():
             slot.adopt()
+        self._filled_new_sparse = False
 
     # -- what talks to other ranks ----------------------------------------------------------
 
@@ -207,6 +209,7 @@ class Reduction:
             self._buckets[slot.bucket].num_empty -= 1
             with torch.no_grad():
                 slot.fill(self._factor)
+            self._filled_new_sparse |= self._is_new_sparse(slot)
 
     def _is_full(self, index: int) -> bool:
         return self._buckets[index].num_empty == 0

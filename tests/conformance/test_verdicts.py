@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.conformance.expected import EXPECTED
+from tests.conformance.expected import BY_THEMSELVES, WITH_HPCTRAIN
 from tests.conformance.launches import Suite
-from tests.conformance.suite import HOW_TO_GET_IT, main, table, word_of
+from tests.conformance.suite import HOW_TO_GET_IT, Table, main
 from tests.conformance.verdicts import LOST, Outcome, decide, have_finished, read
 
 PASSED, STARTED, SKIPPED = Outcome("passed", "", 1.0), Outcome("started"), Outcome("skipped", "no")
@@ -92,18 +92,27 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_an_expected_failure_that_passes_is_as_wrong_as_a_failure():
-    expected = next(iter(EXPECTED))
-    assert word_of(expected, FAILED) == "expected"
-    assert word_of(expected, PASSED) == "PASSED, EXPECTED TO FAIL"
-    assert word_of("a", FAILED) == "FAILED"
-    assert word_of("a", PASSED) == "passed"
+    for outcome, word, is_wrong in [
+        (FAILED, "expected", False),
+        (SKIPPED, "skipped", False),
+        (PASSED, "NOT EXPECTED", True),
+    ]:
+        table = Table({2: {"a": outcome}}, {"a": "why"})
+        assert (table.word("a", outcome), table.is_wrong()) == (word, is_wrong)
 
 
 def test_the_table_has_every_test_and_says_why_one_failed():
-    text = "\n".join(table({2: {"a": PASSED, "b": FAILED}, 3: {"a": PASSED}}))
+    table = Table({2: {"a": PASSED, "b": FAILED, "c": FAILED}, 3: {"a": PASSED}}, {"c": "why"})
+    assert table.is_wrong()
+    text = "\n".join(table.lines())
     assert "FAILED, 2 ranks: b: wrong" in text
-    assert "2 ranks: 1 FAILED, 1 passed" in text
-    assert "not run" in text
+    assert "expected, 2 ranks: c: why" in text
+    assert "2 ranks: 1 FAILED, 1 expected, 1 passed" in text
+    assert "3 ranks: 1 passed" in text
+
+
+def test_what_fails_with_horovod_itself_is_expected_of_hpctrain_too():
+    assert BY_THEMSELVES.items() <= WITH_HPCTRAIN.items()
 
 
 def test_without_a_checkout_it_says_how_to_get_one(capsys, tmp_path):

@@ -56,3 +56,14 @@ def test_a_variable_starts_a_timeline_that_the_end_completes(tmp_path, monkeypat
     hpctrain.allreduce(torch.ones(3), name="loss")
     hpctrain.shutdown()
     assert "allreduce.loss" in rows(tmp_path / f"t-{rank}.json")
+
+
+@pytest.mark.ranks(4)
+def test_two_levels_show_the_rail_and_the_node(tmp_path):
+    hpctrain.init(ranks_per_node=2)
+    rank = hpctrain.rank()
+    start_timeline(str(tmp_path / "t-{rank}.json"))
+    hpctrain.allreduce(torch.ones(100_000), name="loss")
+    hpctrain.shutdown()
+    events = rows(tmp_path / f"t-{rank}.json")["allreduce.loss"]
+    assert {"RAIL", "NODE"} <= set(events[events.index("MPI_ALLREDUCE") :])

@@ -27,7 +27,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     where it stands, and no operation with other ranks may come between ``init()`` and its call.
 
     Any other exception passes through. A lost rank (``RankLostError``) ends all ranks with exit
-    code 87: the job goes on from its checkpoint, not from a commit.
+    code 87: the job goes on from its checkpoint, not from a commit. So does, on several nodes and
+    after ``HPCTRAIN_TIMEOUT``, a ``HorovodInternalError`` that one rank raises by itself while
+    others are averaging gradients: what is on its way between nodes cannot be taken back.
 
     Raises:
         CommError: training fails again and again without another commit, or more often than

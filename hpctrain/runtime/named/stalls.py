@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hpctrain.runtime.stall import HANG
+from hpctrain.runtime.stall import HANG, Answer, Question
 
 if TYPE_CHECKING:
     from hpctrain.runtime.named.handle import Handle
-    from hpctrain.runtime.stall import Answer, Question, StallWatch
+    from hpctrain.runtime.stall import StallWatch
     from hpctrain.runtime.whereabouts import LastCall
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Stalls:
         if self._last_call is not None:
             self._last_call.note(handle.request.kind.value, handle.name)
 
-    def due(self, oldest: Mapping[str, float]) -> "Question | None":
+    def due(self, oldest: Mapping[str, float]) -> Question | None:
         """Return what is to be asked now, and report what was found out."""
         if self._watch is None:
             return None
@@ -50,16 +50,16 @@ class Stalls:
 
     def answer(
         self, question: object, oldest: Mapping[str, float], *, joined: bool
-    ) -> "Answer | None":
+    ) -> Answer | None:
         """Answer a question of another rank."""
-        if self._watch is None:
+        if self._watch is None or not isinstance(question, Question):
             return None
-        return self._watch.heard(time.monotonic(), question, oldest, joined=joined)  # type: ignore[arg-type]
+        return self._watch.heard(time.monotonic(), question, oldest, joined=joined)
 
     def take(self, number: int, answer: object) -> None:
         """Hear the answer of a rank; on the root."""
-        if self._watch is not None and answer is not None:
-            self._watch.take(number, answer)  # type: ignore[arg-type]
+        if self._watch is not None and isinstance(answer, Answer):
+            self._watch.take(number, answer)
             self._report(time.monotonic())
 
     def _report(self, now: float) -> None:
@@ -68,6 +68,6 @@ class Stalls:
             self._tell(report.text, is_final=report.is_final)
 
     def _tell(self, text: str, *, is_final: bool) -> None:
-        _LOG.warning("%s", text)
+        _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
         if is_final and self._end is not None:
             self._end(HANG)

@@ -1,0 +1,53 @@
+"""Makes the controllers of a world: what all of them have in common, and what is a set's own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan import Plan
+from hpctrain.config import Settings
+from hpctrain.runtime.named.controller import Controller
+from hpctrain.runtime.named.stalls import Stalls
+from hpctrain.runtime.stall import StallWatch
+from hpctrain.runtime.stall_report import Member
+from hpctrain.runtime.timeline.timelines import Timelines
+from hpctrain.runtime.whereabouts import LastCall
+from hpctrain.units import MIB
+
+FUSION_BYTES = 64 * MIB
+"""Largest message of several small operations, where neither settings nor plan say more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Controllers:
+    """What the controllers of a world have in common."""
+
+    topology: Topology
+    plan: Plan
+    settings: Settings
+    timelines: Timelines
+    last_call: LastCall
+    end: Callable[[int], object] | None
+    """Ends all ranks with an exit code; None in a world of one."""
+
+    def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
+        """Make the controller of a process set. Collective over ``comm``.
+
+        Args:
+            comm: its ranks; nobody else may use it, the controller closes it.
+            ranks: their numbers in the world.
+        """
+        settings = self.settings
+        nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
+        hosts = {rank: host for members, host in nodes for rank in members}
+        members = [Member(rank, hosts[rank]) for rank in ranks]
+        watch = StallWatch(settings, comm.rank, members, self.last_call)
+        return Controller(
+            comm,
+            fusion_bytes=FUSION_BYTES if settings.fusion_bytes is None else settings.fusion_bytes,
+            cycle_s=settings.cycle_s or 0.0,
+            timeout_s=settings.timeout,
+            timelines=self.timelines,
+            stalls=Stalls(watch, self.last_call, self.end),
+        )
