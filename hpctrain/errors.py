@@ -69,5 +69,5 @@ class CheckpointError(HpctrainError):
     """A checkpoint cannot be written or read."""
 
 
-class NotInitializedError(HpctrainError):
+class NotInitializedError(HpctrainError, ValueError):
     """A function that needs the world was called before ``hpctrain.init()``."""

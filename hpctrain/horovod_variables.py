@@ -143,5 +143,5 @@ def _hint(idle: list[str]) -> str:
     known = [variable.name for variable in HONOURED]
     for name in idle:
         if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
-            return f"did you mean {close[0]}?"
+            return f"is {name} meant to be {close[0]}?"
     return f"{GUIDE} says why"

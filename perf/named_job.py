@@ -21,32 +21,35 @@ WORLD = MPI.COMM_WORLD
 
 NUM_TENSORS, TENSOR_NUMEL = 1000, 1024
 BIG_NUMEL = 16 << 20
-STEPS, WIDTH = 60, 192
-"""Of the compute loop: some 20 ms."""
+STEPS, WIDTH = 2000, 192
+"""Of the compute loop: about a second, in which an idle controller may look around."""
 
 Seconds = list[float]
 Work = Callable[[], object]
 
 
-def timed(work: Work, repetitions: int, prepare: Work = lambda: None) -> Seconds:
+def timed(
+    work: Work, repetitions: int, prepare: Work = lambda: None, *, warm_up: int = 1
+) -> Seconds:
     """Time calls that all ranks begin together. Collective.
 
     Args:
         work: what to time.
-        repetitions: counted calls; one more comes first, which is not.
+        repetitions: counted calls.
         prepare: runs before each call, outside the clock.
+        warm_up: calls at the start that are not counted.
 
     Returns:
         The seconds of each counted call, of the slowest rank.
     """
     seconds = []
-    for _ in range(repetitions + 1):
+    for _ in range(warm_up + repetitions):
         prepare()
         WORLD.Barrier()
         start = time.perf_counter()
         work()
         seconds.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return seconds[1:]
+    return seconds[warm_up:]
 
 
 def library(tensor: torch.Tensor) -> Work:
@@ -124,7 +127,7 @@ def idle(hvd, pairs: int) -> dict[str, Seconds]:
     """Time a compute loop without a world and beside an idle controller, in turn.
 
     The order within a pair changes from pair to pair, so that what drifts cancels out. Each
-    controller has carried out something, so that whatever it starts late is there.
+    controller has carried something out, so that whatever it starts late is there.
     """
     seconds: dict[str, Seconds] = {"without": [], "with": []}
     for pair in range(pairs):
@@ -133,17 +136,18 @@ def idle(hvd, pairs: int) -> dict[str, Seconds]:
                 hvd.init()
                 hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))
             torch.set_num_threads(1)
-            seconds[way].append(min(timed(compute, 10)))
+            compute(STEPS // 10)
+            seconds[way].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
             if way == "with":
                 hvd.shutdown()
     return seconds
 
 
-def compute() -> None:
+def compute(steps: int) -> None:
     """Do what needs no other rank: many short operations, as a small model has them."""
     weights = torch.eye(WIDTH)
     values = torch.ones(WIDTH, WIDTH)
-    for _ in range(STEPS):
+    for _ in range(steps):
         values = torch.tanh(values @ weights)
 
 

@@ -87,8 +87,11 @@ def test_all_others_that_are_set_get_one_line():
 
 
 def test_a_misspelt_variable_gets_a_hint():
-    (text,) = remarks({"HOROVOD_FUSION_TRESHOLD": "0"})
-    assert text.endswith("has no effect in hpctrain; did you mean HOROVOD_FUSION_THRESHOLD?")
+    (text,) = remarks({"HOROVOD_FUSION_TRESHOLD": "0", "HOROVOD_CMAKE": "cmake"})
+    assert text.endswith(
+        "have no effect in hpctrain; is HOROVOD_FUSION_TRESHOLD meant to be "
+        "HOROVOD_FUSION_THRESHOLD?"
+    )
 
 
 @pytest.mark.parametrize("variable", FULFILLED)

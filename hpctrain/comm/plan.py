@@ -1,18 +1,22 @@
 """The plan: which algorithm moves what. It fixes the order of sums, so it is part of a run."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from hpctrain.cluster.topology import Topology
+from hpctrain.comm.batching import DEFAULT
 from hpctrain.comm.measurement import Measurement, rows
 from hpctrain.comm.size_table import SizeTable
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError
-from hpctrain.units import KIB, format_bytes
+from hpctrain.units import KIB, format_bytes, format_seconds
 
 DIRECT_BYTES = 64 * KIB
 """Where every rank sums all that its node holds, up to so many bytes besides its own and one."""
+
+_ADDED_LATER = ("fusion_bytes", "cycle_s")
 
 _NO_RAIL = SizeTable(((0, "library"),))
 
@@ -39,6 +43,10 @@ class Plan:
     """How a rail carries its part, by the bytes of the part."""
     measured: tuple[Measurement, ...] = ()
     """What the tables were chosen by; empty where the rule chose them."""
+    fusion_bytes: int = DEFAULT.fusion_bytes
+    """Largest message of several named operations."""
+    cycle_s: float = DEFAULT.cycle_s
+    """How long a named operation waits for others, unless somebody waits for it."""
 
     def table(self, what: str) -> SizeTable:
         """Return the table of ``tensors`` or of the ``rail``."""
@@ -57,10 +65,11 @@ class Plan:
         """Return the plan that ``as_dict`` gave these fields.
 
         Raises:
-            ConfigError: a field is missing, unknown, or of another type; names it.
+            ConfigError: a field is missing, unknown, or of another type; names it. Fields that
+                older versions did not have may be missing.
         """
         names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in values]
+        missing = [name for name in names if name not in values and name not in _ADDED_LATER]
         unknown = [name for name in values if name not in names]
         if missing or unknown:
             wrong = [f"{name} is missing" for name in missing]
@@ -109,8 +118,12 @@ class Plan:
             ("they travel", when[self.overlap]),
             *([("between nodes", _in_words(self.rail))] if self.num_rails else []),
             ("other tensors", _in_words(self.tensors)),
+            ("small ones", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
             ("threads per rank", str(self.threads)),
         ]
+
+    def _pause(self) -> str:
+        return f", after {format_seconds(self.cycle_s)}" if self.cycle_s else ""
 
     def measurements(self, what: str) -> list[tuple[str, ...]]:
         """Return a table of what was measured: sizes down, algorithms across, the first row names.
@@ -243,6 +256,12 @@ def _measured(value: Any) -> tuple[Measurement, ...]:
     )
 
 
+def _time(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise TypeError("seconds from 0 on are needed")
+    return float(value)
+
+
 def _seconds(value: Any) -> tuple[float, ...]:
     if not value:
         raise ValueError("at least one run is needed")
@@ -258,4 +277,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "tensors": _table,
     "rail": _table,
     "measured": _measured,
+    "fusion_bytes": _count,
+    "cycle_s": _time,
 }

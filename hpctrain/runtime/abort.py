@@ -10,10 +10,13 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from hpctrain.errors import RankLostError
 from hpctrain.runtime.crash import CrashReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAILED = 1
 RANK_LOST = 87
@@ -63,6 +66,8 @@ class FailureHooks:
         self._log: Path | None = None
         self._crash = CrashReport(world.rank)
         self._ending = threading.Lock()
+        self.last_words: list[Callable[[], object]] = []
+        """Called before an error ends all ranks: what writes down what is not on disk yet."""
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         self._previous, self._previous_thread = sys.excepthook, threading.excepthook
@@ -105,6 +110,9 @@ class FailureHooks:
             # One write: the lines of one rank stay together among those of the others.
             sys.stderr.write(self._tagged(summary or details))
             sys.stderr.flush()
+        for say in self.last_words:
+            with contextlib.suppress(Exception):
+                say()
         self.abort(code)
 
     def abort(self, code: int) -> NoReturn:

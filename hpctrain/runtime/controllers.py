@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
@@ -13,10 +14,8 @@ from hpctrain.runtime.stall import StallWatch
 from hpctrain.runtime.stall_report import Member
 from hpctrain.runtime.timeline.timelines import Timelines
 from hpctrain.runtime.whereabouts import LastCall
-from hpctrain.units import MIB
 
-FUSION_BYTES = 64 * MIB
-"""Largest message of several small operations, where neither settings nor plan say more."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +37,20 @@ class Controllers:
             comm: its ranks; nobody else may use it, the controller closes it.
             ranks: their numbers in the world.
         """
-        settings = self.settings
+        settings, plan = self.settings, self.plan
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         hosts = {rank: host for members, host in nodes for rank in members}
         members = [Member(rank, hosts[rank]) for rank in ranks]
         watch = StallWatch(settings, comm.rank, members, self.last_call)
         return Controller(
             comm,
-            fusion_bytes=FUSION_BYTES if settings.fusion_bytes is None else settings.fusion_bytes,
-            cycle_s=settings.cycle_s or 0.0,
+            fusion_bytes=_first(settings.fusion_bytes, plan.fusion_bytes),
+            cycle_s=_first(settings.cycle_s, plan.cycle_s),
             timeout_s=settings.timeout,
             timelines=self.timelines,
             stalls=Stalls(watch, self.last_call, self.end),
         )
+
+
+def _first(setting: T | None, of_plan: T) -> T:
+    return of_plan if setting is None else setting

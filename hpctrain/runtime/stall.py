@@ -1,14 +1,15 @@
 """A named operation that some rank does not submit: who is it, and what does it do instead?
 
 Pure: it is told the time, and somebody else carries questions and answers between the ranks. A
-rank that has waited for long asks all ranks; the root collects what they answer and reports.
+rank that has waited for long asks all ranks, by way of the root, which collects the answers and
+reports.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.config import Settings
-from hpctrain.runtime.stall_report import Inquiry, Member, describe
+from hpctrain.runtime.stall_report import Inquiry, Member, describe, unanswered
 from hpctrain.runtime.whereabouts import LastCall, main_stack
 
 HANG = 86
@@ -88,6 +89,7 @@ class StallWatch:
             str, tuple[float, float]
         ] = {}  # submitted when, to be asked from what age
         self._num_questions = 0
+        self._unheard: dict[tuple[int, int], tuple[Question, float]] = {}
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
 
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
@@ -112,7 +114,9 @@ class StallWatch:
         self._mark(ages_s, oldest)
         self._num_questions += 1
         is_final = max(ages_s.values()) >= self._abort_s
-        return Question((self._number, self._num_questions), ages_s, is_final)
+        question = Question((self._number, self._num_questions), ages_s, is_final)
+        self._unheard[question.key] = (question, now + self.answer_s)
+        return question
 
     def heard(
         self, now: float, question: Question, oldest: Mapping[str, float], *, joined: bool = False
@@ -126,6 +130,7 @@ class StallWatch:
             joined: whether this rank takes part in everything with nothing.
         """
         self._mark(question.ages_s, oldest)
+        self._unheard.pop(question.key, None)
         names = question.ages_s
         if self._number == 0 and not self._is_known(question):
             self._inquiries[question.key] = Inquiry(
@@ -149,20 +154,23 @@ class StallWatch:
             self._inquiries[answer.key].answers[number] = answer
 
     def reports(self, now: float) -> list[StallReport]:
-        """Return what has been found out: once all have answered, or time is over; on the root."""
+        """Return what has been found out.
+
+        On the root once all have answered, or time is over; on a rank whose question has not come
+        back from the root, that.
+        """
+        lost = [question for question, until in self._unheard.values() if now >= until]
+        for question in lost:
+            del self._unheard[question.key]
         over = [
             key
             for key, inquiry in self._inquiries.items()
             if len(inquiry.answers) == len(self._members) or now >= inquiry.until
         ]
         inquiries = [self._inquiries.pop(key) for key in over]
-        texts = [(describe(each, self._members), each.is_final) for each in inquiries]
+        texts = [(unanswered(each, self._number, self._members), each.is_final) for each in lost]
+        texts += [(describe(each, self._members), each.is_final) for each in inquiries]
         return [StallReport(text, is_final) for text, is_final in texts if text]
-
-    def is_hopeless(self, now: float, oldest: Mapping[str, float]) -> bool:
-        """Say whether this rank is to end all: it should have been done, but the root does not."""
-        limit_s = self._abort_s + 2 * self.answer_s
-        return any(now - since > limit_s for since in oldest.values())
 
     def _is_due(self, name: str, age_s: float) -> bool:
         return age_s >= (self._asked[name][1] if name in self._asked else self._first_s)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.units import format_ranks
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.stall import Answer
+    from hpctrain.runtime.stall import Answer, Question
 
 MAX_LINES = 8
 """Operations that are named, and groups of ranks that are told of."""
+
+_SILENT = "stopped, or in code that keeps Python's lock"
 
 
 class Member(NamedTuple):
@@ -52,16 +54,28 @@ def describe(inquiry: Inquiry, members: Sequence[Member]) -> str:
     if rest := list(chain.from_iterable(groups[MAX_LINES:])):
         lines.append(f"  {_who(rest, members)}: something else again")
     if silent:
-        lines.append(
-            f"  {_who(silent, members)}: no answer; stopped, or in code that keeps Python's lock"
-        )
-    lines.append(
-        "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks"
-        if inquiry.is_final
-        else "they are waited for; HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run, "
+        lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
+    lines.append(_outlook(is_final=inquiry.is_final))
+    return "\n".join(lines)
+
+
+def unanswered(question: "Question", number: int, members: Sequence[Member]) -> str:
+    """Return the report of a rank whose question the root has not passed on."""
+    eldest = max(question.ages_s, key=question.ages_s.__getitem__)
+    return (
+        f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; who '
+        f"lacks it is not known, for {_who([0], members)}, or a rank on the way to it, does not "
+        f"answer: {_SILENT}\n{_outlook(is_final=question.is_final)}"
+    )
+
+
+def _outlook(*, is_final: bool) -> str:
+    if is_final:
+        return "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks"
+    return (
+        "they are waited for; HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run, "
         "HPCTRAIN_STALL_S=SECONDS reports it later"
     )
-    return "\n".join(lines)
 
 
 def _operations(inquiry: Inquiry, members: Sequence[Member], silent: list[int]) -> list[str]:

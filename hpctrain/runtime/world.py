@@ -31,7 +31,6 @@ from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
     from hpctrain.comm.joining import MpiComm
-
     from hpctrain.comm.presence import Presence
     from hpctrain.runtime.process_sets import ProcessSet
 
@@ -190,6 +189,8 @@ def join(settings: Settings, chosen: object = None) -> None:
         found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
     )
     _report(found)
+    if hooks is not None:
+        hooks.last_words.append(controllers.timelines.stop)
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:

@@ -53,7 +53,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     on to work, and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the
     average, so clipping and unscaling see the truth. It lies in a buffer that the next step uses
     again: clone what you keep. In a world of one, and outside ``process_set``, nothing happens.
-
     Collective over the process set, as are ``backward()`` and ``step()`` from then on. Several of
     them may share one backward, if all ranks' hooks fire in the same order.
 
@@ -65,12 +64,11 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
             ``Adasum``: each rank takes a step of its own, and the steps are combined.
-        gradient_predivide_factor: with ``Average``: divides gradients before the sum, and
-            multiplies the sum.
+        gradient_predivide_factor: with ``Average``: divides before the sum, multiplies it after.
         num_groups: Horovod's old name of a number of ``groups``.
         groups: gradients that travel together: lists of parameters, or a number of groups.
-        sparse_as_dense: let sparse gradients travel as dense ones instead of gathering the rows
-            of all ranks. Either way ``.grad`` is sparse.
+        sparse_as_dense: sum sparse gradients as dense ones; else the rows of all ranks are
+            gathered. Either way ``.grad`` is sparse.
         process_set: the ranks to average over; None for all.
 
     Raises:
@@ -81,8 +79,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    _check(optimizer, op, gradient_predivide_factor)
-    check_passes(backward_passes_per_step)
+    _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
     options = ReductionOptions(
         average=op is Average,
         predivide=gradient_predivide_factor,
@@ -91,10 +88,25 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     )
     names = names_of(optimizer, named_parameters)
     comm = _communicator(process_set or global_process_set)
-    _upgrade(optimizer, AdasumMethods if comm and op is Adasum else DistributedMethods)
+    compressor = compression or Compression.none
+    if comm is not None and op is Adasum:
+        _combine_steps(optimizer, comm, compressor, names)
+    elif comm is not None:
+        reduction = Reduction(comm, world.current().plan, codec_for(compressor), options)
+        _reduce_gradients(optimizer, reduction, names, backward_passes_per_step)
+    return _upgrade(optimizer, names, backward_passes_per_step)
 
 
-def _upgrade(
+def _upgrade(optimizer: Any, names: Mapping[Tensor, str], passes: int) -> Any:
+    """Give the optimizer its methods, now that nothing can fail any more."""
+    kind = type(optimizer)
+    methods = AdasumMethods if hasattr(optimizer, "_adasum") else DistributedMethods
+    optimizer.__class__ = type(kind.__name__, (methods, kind), {})
+    optimizer._parameter_names = names  # noqa: SLF001
+    optimizer._passes = passes  # noqa: SLF001
+    return optimizer
+
+
 def _reduce_gradients(
     optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], passes: int
 ) -> None:
@@ -119,7 +131,8 @@ def _combine_steps(
     optimizer.register_step_post_hook(combine_steps)
 
 
-def _check(optimizer: Optimizer, op: ReduceOp, predivide: float) -> None:
+def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) -> None:
+    check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError("this optimizer is distributed already; wrap it once")
     if op not in (Average, Sum, Adasum):

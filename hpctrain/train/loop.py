@@ -141,8 +141,8 @@ def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int
         done = _reproducible_backward(task, task.steps, batch, comm)
     else:
         done = _backward(task, batch, nominal=config.global_batch / comm.size)
-        if config.clip_norm:
-            optimizer.synchronize()
+        if config.clip_norm and not batch.num_samples:
+            optimizer.synchronize()  # in place of backward
     if config.clip_norm:
         nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
     optimizer.step()

@@ -106,6 +106,12 @@ def test_a_plan_survives_a_file(plan):
     assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
 
 
+def test_a_plan_of_an_older_version_says_nothing_of_small_operations():
+    values = MEASURED.as_dict()
+    del values["fusion_bytes"], values["cycle_s"]
+    assert Plan.from_dict(values) == MEASURED
+
+
 def test_missing_and_unknown_fields_are_named():
     values = MEASURED.as_dict() | {"color": "red"}
     del values["threads"]
@@ -126,6 +132,11 @@ def test_missing_and_unknown_fields_are_named():
         ("tensors", "direct"),
         ("rail", [[0, 1]]),
         ("rail", None),
+        ("fusion_bytes", -1),
+        ("fusion_bytes", 1.5),
+        ("cycle_s", -1e-3),
+        ("cycle_s", "1 ms"),
+        ("cycle_s", float("inf")),
         ("measured", [{"what": "rail"}]),
         ("measured", [{"what": "rail", "num_bytes": 1, "algorithm": "ring", "runs": 3}]),
     ],
@@ -140,6 +151,9 @@ def test_the_description_names_path_and_algorithms():
     assert rows["gradients take"] == "node memory (memfd), then 2 rails"
     assert rows["between nodes"] == "doubling below 16.0 KiB, then ring"
     assert rows["other tensors"] == "levels"
+    assert rows["small ones"] == "fused up to 64.0 MiB"
+    waiting = replace(MEASURED, fusion_bytes=256 * KIB, cycle_s=2e-3)
+    assert dict(waiting.describe())["small ones"] == "fused up to 256.0 KiB, after 2.00 ms"
     assert "between nodes" not in dict(plan_for(4).describe())
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from hpctrain.comm import batching
 from hpctrain.comm.choice import SIZES
 from hpctrain.comm.factory import connect
 from hpctrain.comm.joining import find_world
@@ -34,10 +35,23 @@ def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
         assert {m.num_bytes for m in plan.measured if m.what == what} == set(SIZES[what])
         assert len(plan.measurements(what)) == 1 + len(SIZES[what])
     assert all(m.seconds > 0 for m in plan.measured)
+    assert connection.comm.plan == plan
     for numel in (1, 1000, 300_000):
         tensor = torch.full((numel,), float(world.rank))
         connection.comm.allreduce_(tensor).wait()
         assert tensor.eq(sum(range(world.size))).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_fusion_and_cycle_follow_from_what_was_timed(world, connection, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        batching, "batching", lambda times: timed.append(times) or batching.Batching(12, 3e-4)
+    )
+    plan = measure(connection.comm, world, connection.plan, Watch(), FOR_EVER_S)
+    assert (plan.fusion_bytes, plan.cycle_s) == (12, 3e-4)
+    assert [set(times) for times in timed] == [set(batching.SIZES)]
+    assert world.allgather(timed[0]) == world.size * timed
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -52,10 +66,10 @@ def test_an_algorithm_that_fails_anywhere_is_dropped_everywhere(world, connectio
     comm = connection.comm
     sound = comm.allreduce_by
 
-    def fails_here(way, tensor):
+    def fails_here(way, tensor, **options):
         if way == "library":
             raise CommError("no memory for this") if comm.rank == 0 else MemoryError
-        return sound(way, tensor)
+        return sound(way, tensor, **options)
 
     monkeypatch.setattr(comm, "allreduce_by", fails_here)
     plan = measure(comm, world, connection.plan, Watch(), FOR_EVER_S)

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.conformance.expected import BY_THEMSELVES, WITH_HPCTRAIN
+from tests.conformance.expected import expected_failures
 from tests.conformance.launches import ROOT, Suite
 from tests.conformance.verdicts import Outcome, Record
 
@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> int:
             found[ranks] |= suite.run(file, ranks, log)
             sys.stdout.write(f"{file.name} on {ranks} ranks is done; its log is {log}\n")
             sys.stdout.flush()
-    table = Table(found, BY_THEMSELVES if options.horovod else WITH_HPCTRAIN)
+    horovod = options.horovod is not None
+    table = Table(found, {n: expected_failures(n, horovod=horovod) for n in options.ranks})
     sys.stdout.write("\n".join(table.lines()) + "\n")
     return int(table.is_wrong())
 
@@ -65,21 +66,24 @@ def main(arguments: list[str]) -> int:
 class Table:
     """What became of each test on each number of ranks."""
 
-    def __init__(self, found: dict[int, Record], expected: dict[str, str]) -> None:
-        """Take the verdicts by the number of ranks, and the tests that should fail."""
+    def __init__(self, found: dict[int, Record], expected: dict[int, dict[str, str]]) -> None:
+        """Take verdicts, and the tests that should fail with reasons, by the number of ranks."""
         self.found, self.expected = found, expected
 
     def is_wrong(self) -> bool:
         """Whether a test failed that should not have, or the reverse."""
-        pairs = [pair for record in self.found.values() for pair in record.items()]
-        return any(self.word(test, outcome).isupper() for test, outcome in pairs)
+        return any(
+            self.word(ranks, test).isupper()
+            for ranks, record in self.found.items()
+            for test in record
+        )
 
-    def word(self, test: str, outcome: Outcome) -> str:
+    def word(self, ranks: int, test: str) -> str:
         """Return what to say about a test: what is wrong in capitals."""
-        if test not in self.expected:
-            return "FAILED" if outcome.outcome == "failed" else outcome.outcome
-        words = {"failed": "expected", "passed": "NOT EXPECTED"}
-        return words.get(outcome.outcome, outcome.outcome)
+        outcome = self.found[ranks].get(test, Outcome("")).outcome
+        if test not in self.expected[ranks]:
+            return "FAILED" if outcome == "failed" else outcome
+        return {"failed": "expected", "passed": "NOT EXPECTED"}.get(outcome, outcome)
 
     def lines(self) -> list[str]:
         """Make a line for each test, a column for each number of ranks; then reasons and sums."""
@@ -87,23 +91,23 @@ class Table:
         width = max((len(test) for test in tests), default=0)
         lines = ["", f"{'':{width}}" + "".join(f"{ranks:>8} ranks" for ranks in self.found)]
         for test in tests:
-            words = [self.word(test, r[test]) if test in r else "" for r in self.found.values()]
-            lines.append(f"{test:{width}}" + "".join(f"{word:>14}" for word in words))
+            words = [f"{self.word(ranks, test):>14}" for ranks in self.found]
+            lines.append(f"{test:{width}}" + "".join(words))
         return [*lines, "", *self._reasons(), *self._sums()]
 
     def _reasons(self) -> list[str]:
         return [
-            f"{self.word(test, outcome)}, {ranks} ranks: {test}: "
-            + self.expected.get(test, outcome.reason)
+            f"{self.word(ranks, test)}, {ranks} ranks: {test}: "
+            + self.expected[ranks].get(test, outcome.reason)
             for ranks, record in self.found.items()
             for test, outcome in record.items()
-            if outcome.outcome == "failed" or self.word(test, outcome).isupper()
+            if self.word(ranks, test) not in ("passed", "skipped")
         ]
 
     def _sums(self) -> list[str]:
         lines = []
         for ranks, record in self.found.items():
-            sums = Counter(self.word(test, outcome) for test, outcome in record.items())
+            sums = Counter(self.word(ranks, test) for test in record)
             counted = ", ".join(f"{count} {word}" for word, count in sorted(sums.items()))
             lines.append(f"{ranks} ranks: {counted}")
         return lines

@@ -175,11 +175,23 @@ def test_an_end_before_the_first_report_comes_with_it(stall_s):
     assert ranks.report(100.0).is_final
 
 
-def test_a_rank_ends_all_by_itself_where_the_root_does_not():
-    watch = Ranks(2).watches[1]
-    assert not watch.is_hopeless(100.0 + watch.answer_s, {"a": 0.0})
-    assert watch.is_hopeless(101.0 + 2 * watch.answer_s, {"a": 0.0})
-    assert not Ranks(2, Settings()).watches[1].is_hopeless(1e9, {"a": 0.0})
+@pytest.mark.parametrize(("now", "is_final"), [(30.0, False), (100.0, True)])
+def test_a_rank_reports_and_ends_all_by_itself_where_the_root_does_not_answer(now, is_final):
+    watch = Ranks(3).watches[1]
+    assert watch.due(now, {"a": 0.0}) is not None
+    assert watch.reports(now + 0.9 * watch.answer_s) == []
+    (report,) = watch.reports(now + watch.answer_s)
+    assert f'"a" has waited {now:.0f} s on rank 1 on node0' in report.text
+    assert "rank 0 on node0, or a rank on the way to it, does not answer" in report.text
+    assert report.is_final is is_final
+    assert watch.reports(now + 2 * watch.answer_s) == []
+
+
+def test_a_rank_whose_question_came_back_leaves_the_report_to_the_root():
+    ranks = Ranks(3)
+    ranks.submit("a", (1,))
+    assert ranks.ask(30.0, 1)
+    assert ranks.watches[1].reports(1000.0) == []
 
 
 def test_reports_can_be_switched_off():

@@ -59,7 +59,6 @@ def test_sparse_gradients_are_averages_and_stay_sparse(hvd, as_dense):
 
 
 @MANY
-@OVERLAPS
 @EITHER
 def test_a_rank_without_a_sparse_gradient_adds_no_rows(hvd, as_dense):
     model = make_table()

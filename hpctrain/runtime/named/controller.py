@@ -1,9 +1,12 @@
 """The named operations of one process set: in any order on any rank, in one order on all."""
 
+import os
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.threads import calls_from_threads
-from hpctrain.errors import HorovodInternalError
+from hpctrain.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.runtime.named.driver import Driver
 from hpctrain.runtime.named.handle import Handle
 from hpctrain.runtime.named.progress import JOIN, BreakOff, Progress
@@ -14,6 +17,11 @@ from hpctrain.units import MIB
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.runtime.timeline.timelines import Timelines
+
+_CLOSE = "<close>"
+"""The name of the last operation of all."""
+_CLOSE_S = 10.0
+"""Longest wait at the end for ranks whose operations have broken down."""
 
 
 class Controller:
@@ -52,6 +60,7 @@ class Controller:
         has_thread = comm.size > 1 and calls_from_threads()
         self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
         self._is_open = True
+        self._owner = os.getpid()
 
     def submit(self, request: Request) -> Handle:
         """Start an operation; somebody will ask for its result later.
@@ -69,16 +78,18 @@ class Controller:
 
     def join(self) -> int:
         """Take part in everything with nothing until all ranks do; return the last to come."""
-        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
         self._check_open()
-        self._progress.news.append(handle)
+        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
+        self._start(handle)
         last: int = handle.wait()[0]
         return last
 
     def finish(self, handle: Handle) -> None:
         """Return when an operation is done; the calling thread drives meanwhile."""
+        since = time.monotonic()
         self._driver.until(
-            lambda: handle.is_done, lambda: self._progress.check_time(handle, self._timeout_s)
+            lambda: handle.is_done,
+            lambda: self._progress.check_time(handle, since, self._timeout_s),
         )
 
     def look(self) -> None:
@@ -94,25 +105,51 @@ class Controller:
         self._driver.nudge()
 
     def close(self) -> None:
-        """End; what is still under way fails here. Collective."""
-        self.abandon()
-        self.comm.close()
+        """End; what only some ranks have submitted fails. Collective; no error on any rank."""
+        if self._owner == os.getpid():  # a forked child has no part in it
+            self.abandon()
+            self.comm.close()
 
     def abandon(self) -> None:
         """Do what ``close`` does, but leave the communicator to another controller. Collective."""
+        if not self._is_open:
+            return
         self._is_open = False
+        self._finish_decided()
+        progress = self._progress
+        if progress.broken is None:
+            progress.broken = HorovodInternalError(
+                "the process set was shut down before this was done"
+            )
+        progress.fail_all(progress.broken)
         self._driver.close()
-        self._progress.fail_all(
-            HorovodInternalError("the process set was shut down before this was done")
-        )
         self._post.close()
+
+    def _finish_decided(self) -> None:
+        """Carry out what has been decided: the others do, and would wait for this rank."""
+        since = time.monotonic()
+
+        def check() -> None:
+            if time.monotonic() - since > _CLOSE_S:
+                raise RankLostError("some rank has broken down and does not close with the others")
+
+        last = Handle(self, Request(Kind.BARRIER, None, ()), _CLOSE)
+        self._start(last)
+        with suppress(CommError):
+            self._driver.until(lambda: last.is_done, check)
 
     def _enter(self, request: Request) -> Handle:
         self._check_open()
         handle = Handle(self, request, request.name or "")
-        if self._progress.names.enter(handle):
-            self._progress.news.append(handle)
+        self._start(handle)
         return handle
+
+    def _start(self, handle: Handle) -> None:
+        progress = self._progress
+        if handle.name is JOIN or progress.names.enter(handle):
+            progress.news.append(handle)
+        if progress.broken is not None:  # meanwhile
+            progress.fail_all(progress.broken)
 
     def _check_open(self) -> None:
         if self._progress.broken is not None:

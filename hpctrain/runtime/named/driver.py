@@ -1,6 +1,7 @@
 """Who drives: a caller who waits for something, or else a thread that sleeps in between."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from hpctrain.runtime.named.progress import Progress
 
 TICK_S = 1.0
-"""Between two looks for questions of other ranks while nothing is under way here."""
+"""Between two looks for what has lasted too long, and for questions of other ranks."""
+EVICT_S = 10.0
+"""Longest wait at the end for a caller whose operation does not come back."""
 
 
 class Driver:
@@ -38,6 +41,7 @@ class Driver:
         """Told when the thread has something to do."""
         self._is_driven = self._is_asleep = self._is_idle = False
         self._num_callers = 0
+        self._next_look = time.monotonic() + TICK_S
         self._is_open = True
         self._thread: threading.Thread | None = None
         if has_thread:
@@ -55,26 +59,30 @@ class Driver:
         """
         with self._given_up:
             self._num_callers += 1
-            while self._is_driven and not is_over():
-                self._post.ring()
-                self._given_up.wait()
-            if is_over():
-                self._num_callers -= 1
-                return
-            self._is_driven = True
+        drives = False
         try:
-            self._drive(is_over, check)
+            with self._given_up:
+                while self._is_driven and not is_over():
+                    self._post.ring()
+                    if not self._given_up.wait(TICK_S):
+                        check()
+                if not is_over():
+                    self._is_driven = drives = True
+            if drives:
+                self._drive(is_over, check)
         finally:
-            self._num_callers -= 1
-            self._give_up()
+            with self._given_up:
+                self._num_callers -= 1
+                self._pass_on(drives=drives)
 
     def nudge(self) -> None:
         """See to what has just been submitted, without waiting for it."""
-        if self._is_idle:
+        if self._is_driven:
+            if self._is_asleep:
+                self._post.ring()
+        elif self._is_idle:
             with self._wanted:
                 self._wanted.notify()
-        elif self._is_asleep:
-            self._post.ring()
         elif self._thread is None:
             self.look()
 
@@ -87,33 +95,48 @@ class Driver:
         try:
             self._drive(lambda: True, _nothing)
         finally:
-            self._give_up()
+            with self._given_up:
+                self._pass_on(drives=True)
 
     def close(self) -> None:
-        """End the thread; callers who wait go on to wait."""
-        with self._wanted:
+        """End the thread and wait for callers to go, once nothing can go on. Nobody drives then."""
+        with self._given_up:
             self._is_open = False
+            self._num_callers += 1  # so that this one is told
             self._wanted.notify_all()
         self._post.ring()
         if self._thread is not None:
             self._thread.join()
+        end = time.monotonic() + EVICT_S
+        with self._given_up:
+            while self._is_driven and time.monotonic() < end:
+                self._post.ring()
+                self._given_up.wait(TICK_S)
+            self._is_driven = True
 
     def _drive(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
         """Turn until it is over; sleep while nothing happens. For who has set ``_is_driven``."""
         progress, post = self._progress, self._post
+        if progress.broken is not None:
+            progress.fail_all(progress.broken)
+            return
         try:
-            self._turn()
-            while not is_over():
-                self._is_asleep = True  # from here on whoever submits rings
-                came = bool(progress.news or progress.to_ask) or post.sleep(TICK_S)
-                self._is_asleep = False
+            while True:
                 self._turn()
-                if not came:
+                if time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + TICK_S
+                    if not is_over():
+                        check()
                     progress.check_stalls()
-                    check()
-        except CommError as error:
-            progress.broken = error
-            progress.fail_all(error)
+                    self._turn()
+                if is_over():
+                    return
+                self._is_asleep = True  # from here on whoever submits rings
+                if not (progress.news or progress.to_ask):
+                    post.sleep(TICK_S)
+                self._is_asleep = False
+        except BaseException as error:  # messages may be lost: nothing can go on
+            progress.break_down(error)
             raise
 
     def _turn(self) -> None:
@@ -127,11 +150,11 @@ class Driver:
                 continue
             try:
                 self._drive(self._is_unneeded, _nothing)
-                self._progress.check_stalls()
             except CommError:
                 pass  # those who wait are told, and whoever asks next
             finally:
-                self._give_up()
+                with self._given_up:
+                    self._pass_on(drives=True)
 
     def _take_over(self) -> bool:
         """Wait until the thread is needed, or for a tick; say whether it drives now."""
@@ -153,13 +176,16 @@ class Driver:
         has_work = progress.names.num_outstanding > 0
         return bool(self._num_callers or progress.news or not has_work or not self._is_open)
 
-    def _give_up(self) -> None:
-        with self._given_up:
-            self._is_driven = False
-            if self._num_callers:
-                self._given_up.notify_all()
-            elif self._is_idle and self._progress.has_work():
-                self._wanted.notify()
+    def _pass_on(self, *, drives: bool) -> None:
+        """Let another drive, if this one does or nobody; for who holds the lock."""
+        if drives:
+            self._is_driven = self._is_asleep = False
+        if self._is_driven:
+            return
+        if self._num_callers:
+            self._given_up.notify_all()
+        elif self._is_idle and self._progress.has_work():
+            self._wanted.notify()
 
 
 def _nothing() -> None:

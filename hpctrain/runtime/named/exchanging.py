@@ -23,11 +23,11 @@ def allgather(comm: "Communicator", request: Request) -> Result:
 
 def alltoall(comm: "Communicator", request: Request) -> Result:
     """Return the rows that the ranks have for this one, by rank, and how many each had."""
+    rows = request.tensors[0].detach()
     splits = request.splits
     if splits is None:
-        splits = [len(request.tensors[0]) // comm.size] * comm.size
-    (tensor,) = request.tensors
-    parts = comm.alltoall(tensor.detach().split(list(splits)))
+        splits = [len(rows) // comm.size] * comm.size
+    parts = comm.alltoall(rows[: sum(splits)].split(list(splits)))
     received = torch.tensor([len(part) for part in parts], dtype=torch.int32, device="cpu")
     return [(_joined(parts), received)]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hpctrain.comm.adasum import adasum_
 from hpctrain.errors import RankLostError
 from hpctrain.runtime.named import exchanging
 from hpctrain.runtime.named.exchanging import copy_of, empty_like
@@ -126,6 +127,9 @@ class Executor:
             results = [_results_of(request) for request in requests]
             given = [tensor for request in requests for tensor in request.tensors]
             taken = [tensor for result in results for tensor in result]
+            if len(set(dtypes)) == 1:
+                self._together(given, taken, requests[0], phases)
+                return results
             for dtype in dict.fromkeys(dtypes):
                 chosen = [number for number, tensor in enumerate(given) if tensor.dtype is dtype]
                 self._together(
@@ -182,8 +186,6 @@ class Executor:
     def _adasum(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
     ) -> None:
-        from hpctrain.comm.adasum import adasum_  # noqa: PLC0415
-
         if phases is not None:
             phases.enter("MPI_ADASUM_ALLREDUCE")
         for source, target in zip(given, taken, strict=True):

@@ -66,6 +66,10 @@ class Names:
             self._handles[name] = successor = queue.popleft()
             return handle, successor
 
+    def restart(self) -> None:
+        """Number operations without a name from 0 again; for a moment at which all ranks do."""
+        self._unnamed = {kind: count() for kind in Kind}
+
     def oldest(self) -> dict[str, float]:
         """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
         return {handle.name: handle.since for handle in list(self._handles.values())}

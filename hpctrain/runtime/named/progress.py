@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.mail.post import Post
     from hpctrain.runtime.timeline.timelines import Timelines
 
-JOIN = "join"
-"""The name of the handle that waits until all ranks have joined."""
+JOIN = "<join>"
+"""The name of the handles that wait until all ranks have joined."""
 
 
 class BreakOff(NamedTuple):
@@ -53,18 +53,19 @@ class Progress:
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
-        self._joining: Handle | None = None
+        self._joining: list[Handle] = []
+        self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
     def has_work(self) -> bool:
-        """Say whether an operation of this rank is under way."""
-        return bool(self.names.num_outstanding or self.news)
+        """Say whether something of this rank is under way."""
+        return bool(self.names.num_outstanding or self.news or self.to_ask)
 
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.
 
         Returns:
-            Whether anything was carried out.
+            Whether anything came to its end.
         """
         post, negotiator, news = self._post, self._negotiator, self.news
         is_done = False
@@ -72,7 +73,7 @@ class Progress:
             for source, message in post.receive():
                 negotiator.receive(source, message)
             while news:
-                self._announce(news.popleft())
+                is_done |= not self._announce(news.popleft())
             while self.to_ask:
                 negotiator.ask(self.to_ask.popleft())
             for to, message in negotiator.outbox():
@@ -87,19 +88,18 @@ class Progress:
                 return is_done
 
     def check_stalls(self) -> None:
-        """Ask the others about operations that have waited for long; once a second or so."""
+        """Ask, with the next turn, about operations that have waited for long."""
         question = self._stalls.due(self.names.oldest())
         if question is not None:
             self.to_ask.append(question)
-            self.turn()
 
-    def check_time(self, handle: Handle, timeout_s: float) -> None:
+    def check_time(self, handle: Handle, since: float, timeout_s: float) -> None:
         """Return while there is reason to wait for an operation.
 
         Raises:
-            RankLostError: it was submitted more than ``timeout_s`` ago.
+            RankLostError: somebody waits for it since more than ``timeout_s``.
         """
-        waited_s = time.monotonic() - handle.since
+        waited_s = time.monotonic() - since
         if waited_s > timeout_s:
             raise RankLostError(
                 f"rank {self._comm.rank} has waited {waited_s:.0f} s for the others to submit "
@@ -107,26 +107,44 @@ class Progress:
                 f"do, or set HPCTRAIN_TIMEOUT to more seconds"
             )
 
+    def break_down(self, error: BaseException) -> None:
+        """Let nothing go on after an error in a turn; for who drives."""
+        if not isinstance(error, CommError):
+            error = HorovodInternalError(
+                f"named operations of rank {self._comm.rank} were cut short by {error!r}; end the "
+                f"program, or call hpctrain.shutdown() and hpctrain.init() on every rank"
+            )
+        self.broken = error
+        in_hand, self._in_hand = self._in_hand, []
+        for handle in in_hand:
+            if not handle.is_done:
+                handle.fail(error)
+        self.fail_all(error)
+
     def fail_all(self, error: BaseException) -> None:
         """Let all that is under way fail on this rank."""
-        for handle in [*self.names.clear(), *self.news, self._joining]:
-            if handle is not None and not handle.is_done:
+        joining, self._joining = self._joining, []
+        news = [self.news.popleft() for _ in range(len(self.news))]
+        for handle in [*self.names.clear(), *news, *joining]:
+            if not handle.is_done:
                 handle.fail(error)
-        self.news.clear()
 
-    def _announce(self, handle: Handle) -> None:
+    def _announce(self, handle: Handle) -> bool:
+        """Tell the others; say whether that was possible."""
         if handle.name is JOIN:
-            self._joining = handle
+            self._joining.append(handle)
             self._negotiator.join()
-            return
+            return True
         if self._timelines is not None and (timeline := self._timelines.current) is not None:
             timeline.negotiate_start(handle.name, handle.request.kind.name)
             timeline.rank_ready(handle.name, self._comm.rank)
         try:
             self._negotiator.announce(handle.name, handle.request.signature)
         except CommError as error:  # this rank has joined
-            self.names.leave(handle.name)
+            self._leave(handle.name)
             handle.fail(error)
+            return False
+        return True
 
     def _carry_out(self, batch: Batch) -> None:
         timeline = self._timelines.current if self._timelines is not None else None
@@ -136,24 +154,34 @@ class Progress:
                 timeline.negotiate_end(entry.name)
         handles = [handle for entry in batch.entries if (handle := self._agreed(entry))]
         if handles:
+            self._in_hand = handles
             self._executor.carry_out(handles, timeline)
+            self._in_hand = []
             self._stalls.note(handles[-1])
-        if batch.join_over is not None and self._joining is not None:
-            joined, self._joining = self._joining, None
-            joined.succeed([batch.join_over])
+        if batch.join_over is not None:
+            joined, self._joining = self._joining, []
+            self.names.restart()  # who has joined has missed some
+            for handle in joined:
+                handle.succeed([batch.join_over])
 
     def _agreed(self, entry: Entry) -> Handle | None:
         """Return what this rank has of a decided operation; None if it has failed."""
-        handle, successor = self.names.leave(entry.name)
-        if successor is not None:
-            self.news.append(successor)
+        handle = self._leave(entry.name)
+        if entry.error is not None:
+            if handle is not None:
+                handle.fail(OperationMismatchError(entry.error))
+            return None
         if handle is None:  # this rank has joined
             request = stand_in(entry.signature, self._comm.rank, self._comm.size)
             handle = Handle(None, request, entry.name)
-        if entry.error is None:
-            return handle
-        handle.fail(OperationMismatchError(entry.error))
-        return None
+        return handle
+
+    def _leave(self, name: str) -> Handle | None:
+        """Forget an operation, and turn to the one that has waited for its name."""
+        handle, successor = self.names.leave(name)
+        if successor is not None:
+            self.news.append(successor)
+        return handle
 
     def _talk(self) -> bool:
         """Answer questions of other ranks, if there are any; on the root, hear their answers."""
@@ -161,10 +189,11 @@ class Progress:
         questions = negotiator.questions()
         for question in questions:
             if isinstance(question, BreakOff):
+                self._post.flush(down=True)  # nobody drives this rank any more
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
             else:
-                is_joined = self._joining is not None
+                is_joined = bool(self._joining)
                 answer = self._stalls.answer(question, self.names.oldest(), joined=is_joined)
                 negotiator.answer(answer)
         for number, given in negotiator.answers():

@@ -44,8 +44,6 @@ class Stalls:
             return None
         now = time.monotonic()
         self._report(now)
-        if self._watch.is_hopeless(now, oldest):
-            self._tell("the rank that decides does not answer; all ranks end now", is_final=True)
         return self._watch.due(now, oldest)
 
     def answer(

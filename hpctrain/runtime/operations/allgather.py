@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.runtime.named.request import Kind, Request
-from hpctrain.runtime.operations.arguments import check_group, check_tensor, controller_of
+from hpctrain.runtime.operations.arguments import check_group, check_tensor, controller_of, named
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.grouped_allreduce import grouped_allreduce
 from hpctrain.runtime.operations.handles import Operation, group, only
@@ -35,8 +35,8 @@ def allgather(
         A new tensor, ``(sum of all rows, ...)``.
 
     Raises:
-        ArgumentError: an argument is not valid.
-        ConfigError: the process set is not registered, or this rank is not in it.
+        ConfigError: an argument is not valid; the process set is not registered, or this rank is
+            not in it.
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks give tensors of different dtypes.
         RankLostError: another rank died or left.
@@ -55,7 +55,7 @@ def allgather_async(
         For ``poll`` and ``synchronize``.
 
     Raises:
-        ArgumentError: as ``allgather``, or an operation of this name is still under way here.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allgather``.
     """
     return Operation(controller_of(process_set).submit(_request(_rows([tensor]), name)), only)
@@ -71,8 +71,7 @@ def grouped_allgather(
     It starts once all ranks have asked for the whole group. Differentiable as ``allgather`` is.
 
     Raises:
-        ArgumentError: there is no tensor, or as ``allgather``.
-        ConfigError: as ``allgather``.
+        ConfigError: there is no tensor, or as ``allgather``.
         HorovodInternalError: as ``allgather``.
         RankLostError: as ``allgather``.
     """
@@ -97,7 +96,7 @@ def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _request(tensors: Sequence[Tensor], name: str | None) -> Request:
-    return Request(Kind.ALLGATHER, name, tensors)
+    return Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), tensors)
 
 
 def _gathered(

@@ -9,7 +9,7 @@ from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
-from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of
+from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of, named
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.handles import Operation, only
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -46,8 +46,8 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         A new contiguous tensor of the same shape and dtype.
 
     Raises:
-        ArgumentError: an argument is not valid, or there is no such reduction of this dtype.
-        ConfigError: the process set is not registered, or this rank is not in it.
+        ConfigError: an argument is not valid, or there is no such reduction of this dtype; the
+            process set is not registered, or this rank is not in it.
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks give tensors of different shapes.
         RankLostError: another rank died or left.
@@ -76,7 +76,7 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
         For ``poll`` and ``synchronize``.
 
     Raises:
-        ArgumentError: as ``allreduce``, or an operation of this name is still under way here.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
     op = chosen_op(op, average)
@@ -129,7 +129,7 @@ def _request(
     check_reduction(tensor, op, prescale, postscale)
     return Request(
         Kind.ALLREDUCE,
-        name,
+        named(Kind.ALLREDUCE, name),
         (tensor,),
         in_place=in_place,
         op=op,

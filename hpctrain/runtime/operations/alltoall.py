@@ -6,9 +6,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hpctrain.errors import ConfigError
 from hpctrain.runtime.named.controller import Controller
 from hpctrain.runtime.named.request import Kind, Request, Result
-from hpctrain.runtime.operations.arguments import ArgumentError, check_rows, controller_of
+from hpctrain.runtime.operations.arguments import check_rows, controller_of, named
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.handles import Operation
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -38,8 +39,8 @@ def alltoall(
         sent, as a tensor of the dtype of ``splits``; int32 if that was a list.
 
     Raises:
-        ArgumentError: ``splits`` does not fit, or another argument is not valid.
-        ConfigError: the process set is not registered, or this rank is not in it.
+        ConfigError: ``splits`` does not fit, or another argument is not valid; the process set is
+            not registered, or this rank is not in it.
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks give tensors of different dtypes.
         RankLostError: another rank died or left.
@@ -65,7 +66,7 @@ def alltoall_async(
         For ``poll`` and ``synchronize``, which returns the rows and the received splits, always.
 
     Raises:
-        ArgumentError: as ``alltoall``, or an operation of this name is still under way here.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``alltoall``.
     """
     controller = controller_of(process_set)
@@ -87,12 +88,12 @@ def _request(
     check_rows(tensor, "alltoall")
     size = controller.comm.size
     if splits is None and len(tensor) % size:
-        raise ArgumentError(
+        raise ConfigError(
             f"alltoall without splits sends the same number of rows to each of {size} ranks, got "
             f"{len(tensor)} rows; say by splits how many go where"
         )
     numbers = None if splits is None else _checked(splits, len(tensor), size)
-    return Request(Kind.ALLTOALL, name, (tensor,), splits=numbers)
+    return Request(Kind.ALLTOALL, named(Kind.ALLTOALL, name), (tensor,), splits=numbers)
 
 
 def _checked(splits: Tensor | Sequence[int], num_rows: int, size: int) -> list[int]:
@@ -100,11 +101,11 @@ def _checked(splits: Tensor | Sequence[int], num_rows: int, size: int) -> list[i
     numbers = given.tolist() if given.dim() == 1 else []
     is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool)
     if not numbers or not is_integer or len(numbers) != size or min(numbers) < 0:
-        raise ArgumentError(
+        raise ConfigError(
             f"splits is a list or tensor of {size} integers, rows for each rank, got {splits}"
         )
     if sum(numbers) > num_rows:
-        raise ArgumentError(
+        raise ConfigError(
             f"splits must not be more than the rows there are, got {numbers}, {sum(numbers)} in "
             f"all, for {num_rows} rows"
         )

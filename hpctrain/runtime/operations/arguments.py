@@ -12,12 +12,11 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.errors import CommError, ConfigError
 from hpctrain.runtime.named.controller import Controller
 from hpctrain.runtime.named.reduce_op import ReduceOp
+from hpctrain.runtime.named.request import Kind
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
 from hpctrain.runtime.world import current
 
-
-class ArgumentError(ConfigError, ValueError):
-    """An argument of a function is not valid."""
+_PREFIX = {kind: f"{kind.value}." for kind in Kind}
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -34,22 +33,27 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
     return current().sets.controller(None if process_set is global_process_set else process_set)
 
 
+def named(kind: Kind, name: str | None) -> str | None:
+    """Return the name with its kind, as Horovod has it: so that each kind has names of its own."""
+    return None if name is None else f"{_PREFIX[kind]}{name}"
+
+
 def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
     """Return the operation, also where it is said in Horovod's old way.
 
     Raises:
-        ArgumentError: it is said in both ways, or is none.
+        ConfigError: it is said in both ways, or is none.
     """
     if average is None:
         if op is None:
             return ReduceOp.AVERAGE
         if op.__class__ is ReduceOp:
             return op
-        raise ArgumentError(
+        raise ConfigError(
             f"op must be one of Average, Sum, Adasum, Min, Max and Product, got {op!r}"
         )
     if op is not None:
-        raise ArgumentError(f"say op or average, not both, got op={op!r} and average={average}")
+        raise ConfigError(f"say op or average, not both, got op={op!r} and average={average}")
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
         DeprecationWarning,
@@ -62,20 +66,20 @@ def check_tensor(tensor: Tensor) -> None:
     """Refuse anything but a dense tensor on the CPU.
 
     Raises:
-        ArgumentError: it is something else.
+        ConfigError: it is something else.
     """
     if not isinstance(tensor, Tensor):
-        raise ArgumentError(
+        raise ConfigError(
             f"operations take tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
     if not tensor.is_cpu:
-        raise ArgumentError(
+        raise ConfigError(
             f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
             f"tensor.cpu() and copy the result back"
         )
     if tensor.layout is not torch.strided:
-        raise ArgumentError(
+        raise ConfigError(
             f"operations take dense tensors, got {name_of_layout(tensor)}; give "
             f"tensor.to_dense(), or use sparse_allreduce_async"
         )
@@ -85,11 +89,11 @@ def check_rows(tensor: Tensor, function: str) -> None:
     """Refuse what ``check_tensor`` does, and a tensor without a first dimension.
 
     Raises:
-        ArgumentError: it cannot be taken.
+        ConfigError: it cannot be taken.
     """
     check_tensor(tensor)
     if tensor.dim() == 0:
-        raise ArgumentError(
+        raise ConfigError(
             f"{function} cuts along the first dimension, got a tensor without dimensions; give "
             f"tensor.reshape(1)"
         )
@@ -99,27 +103,27 @@ def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: fl
     """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype.
 
     Raises:
-        ArgumentError: the tensor cannot be taken, or there is no such reduction of its dtype.
+        ConfigError: the tensor cannot be taken, or there is no such reduction of its dtype.
     """
     check_tensor(tensor)
     is_scaled = prescale != 1.0 or postscale != 1.0
     if refusal := _refusal(tensor.dtype, op, is_scaled=is_scaled):
-        raise ArgumentError(refusal)
+        raise ConfigError(refusal)
 
 
 def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors of a group as a list.
 
     Raises:
-        ArgumentError: it is empty, or not a group.
+        ConfigError: it is empty, or not a group.
     """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise ArgumentError(
+        raise ConfigError(
             f"grouped operations take a list of tensors, got {type(tensors).__name__}"
         )
     group = list(tensors)
     if not group:
-        raise ArgumentError("grouped operations take one or more tensors, got an empty list")
+        raise ConfigError("grouped operations take one or more tensors, got an empty list")
     return group
 
 
@@ -132,7 +136,7 @@ def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
     if process_set is None or process_set is global_process_set:
         size = current().comm.size
         if not 0 <= root_rank < size:
-            raise ArgumentError(f"root_rank must be a rank from 0 to {size - 1}, got {root_rank}")
+            raise ConfigError(f"root_rank must be a rank from 0 to {size - 1}, got {root_rank}")
         return int(root_rank)
     return in_set(process_set, root_rank)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.operations.allreduce import allreduce
-from hpctrain.runtime.operations.arguments import check_tensor, controller_of, root_in
+from hpctrain.runtime.operations.arguments import check_tensor, controller_of, named, root_in
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.handles import Operation, only
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -35,8 +35,8 @@ def broadcast(
         A new contiguous tensor.
 
     Raises:
-        ArgumentError: an argument is not valid.
-        ConfigError: the process set is not registered, or one of the two ranks is not in it.
+        ConfigError: an argument is not valid; the process set is not registered, or one of the two
+            ranks is not in it.
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks name different roots.
         RankLostError: another rank died or left.
@@ -59,7 +59,7 @@ def broadcast_async(
         For ``poll`` and ``synchronize``.
 
     Raises:
-        ArgumentError: as ``broadcast``, or an operation of this name is still under way here.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``broadcast``.
     """
     request = _request(tensor, root_rank, name, process_set)
@@ -101,7 +101,9 @@ def _request(
 ) -> Request:
     check_tensor(tensor)
     root = root_in(process_set, root_rank)
-    return Request(Kind.BROADCAST, name, (tensor,), in_place=in_place, root=root)
+    return Request(
+        Kind.BROADCAST, named(Kind.BROADCAST, name), (tensor,), in_place=in_place, root=root
+    )
 
 
 class _Broadcast(torch.autograd.Function):

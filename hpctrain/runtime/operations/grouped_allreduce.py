@@ -16,6 +16,7 @@ from hpctrain.runtime.operations.arguments import (
     check_tensor,
     chosen_op,
     controller_of,
+    named,
 )
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.handles import Operation, group
@@ -51,8 +52,7 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
         New tensors, in the same order.
 
     Raises:
-        ArgumentError: there is no tensor, or as ``allreduce``.
-        ConfigError: as ``allreduce``.
+        ConfigError: there is no tensor, or as ``allreduce``.
         HorovodInternalError: as ``allreduce``.
         RankLostError: as ``allreduce``.
     """
@@ -87,7 +87,7 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in
         For ``poll`` and ``synchronize``.
 
     Raises:
-        ArgumentError: as ``grouped_allreduce``, or an operation of this name is still under way.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
     op = chosen_op(op, average)
@@ -142,7 +142,7 @@ def _request(
         check_reduction(tensor, op, prescale, postscale)
     return Request(
         Kind.ALLREDUCE,
-        name,
+        named(Kind.ALLREDUCE, name),
         tensors,
         in_place=in_place,
         op=op,

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hpctrain.errors import ConfigError
 from hpctrain.runtime.named.handle import Handle
 from hpctrain.runtime.named.request import Result
-from hpctrain.runtime.operations.arguments import ArgumentError
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
@@ -54,7 +54,7 @@ def poll(handle: Pending) -> bool:
     """Say whether ``synchronize(handle)`` would return, or raise, at once. Not collective.
 
     Raises:
-        ArgumentError: it is no handle.
+        ConfigError: it is no handle.
     """
     return _checked(handle).done()
 
@@ -73,7 +73,7 @@ def synchronize(handle: Pending) -> Any:
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks gave the same name to operations that do not fit together.
         RankLostError: another rank died or left.
-        ArgumentError: it is no handle.
+        ConfigError: it is no handle.
     """
     return _checked(handle).wait()
 
@@ -81,6 +81,6 @@ def synchronize(handle: Pending) -> Any:
 def _checked(handle: Pending) -> Pending:
     if hasattr(handle, "wait") and hasattr(handle, "done"):
         return handle
-    raise ArgumentError(
+    raise ConfigError(
         f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
     )

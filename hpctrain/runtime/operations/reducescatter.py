@@ -18,6 +18,7 @@ from hpctrain.runtime.operations.arguments import (
     check_rows,
     chosen_op,
     controller_of,
+    named,
 )
 from hpctrain.runtime.operations.gradients import applied, wanted
 from hpctrain.runtime.operations.handles import Operation, group, only
@@ -52,9 +53,9 @@ def reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         A new tensor, ``(rows of this rank, ...)``.
 
     Raises:
-        ArgumentError: an argument is not valid, or there is no such reduction of this dtype.
+        ConfigError: an argument is not valid, or there is no such reduction of this dtype; the
+            process set is not registered, or this rank is not in it.
         UnsupportedError: ``op`` is ``Adasum``.
-        ConfigError: the process set is not registered, or this rank is not in it.
         HorovodInternalError: the operation failed, on every rank of the process set: say, the
             ranks give tensors of different shapes.
         RankLostError: another rank died or left.
@@ -78,7 +79,7 @@ def reducescatter_async(
         For ``poll`` and ``synchronize``.
 
     Raises:
-        ArgumentError: as ``reducescatter``, or an operation of this name is still under way here.
+        DuplicateNameError: an operation of this name is still under way on this rank.
         UnsupportedError: as ``reducescatter``.
         ConfigError: as ``reducescatter``.
     """
@@ -100,9 +101,8 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
     It starts once all ranks have asked for the whole group.
 
     Raises:
-        ArgumentError: there is no tensor, or as ``reducescatter``.
+        ConfigError: there is no tensor, or as ``reducescatter``.
         UnsupportedError: as ``reducescatter``.
-        ConfigError: as ``reducescatter``.
         HorovodInternalError: as ``reducescatter``.
         RankLostError: as ``reducescatter``.
     """
@@ -151,7 +151,7 @@ def _request(
         check_reduction(tensor, op, prescale, postscale)
     return Request(
         Kind.REDUCESCATTER,
-        name,
+        named(Kind.REDUCESCATTER, name),
         tensors,
         op=op,
         prescale=float(prescale),

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from hpctrain.errors import ConfigError
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
-from hpctrain.runtime.operations.arguments import ArgumentError, controller_of
+from hpctrain.runtime.operations.arguments import controller_of, named
 from hpctrain.runtime.operations.handles import Operation, group
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
@@ -56,33 +57,35 @@ def sparse_allreduce_async(
         ranks one after the other, not coalesced.
 
     Raises:
-        ArgumentError: an argument is not valid.
-        ConfigError: the process set is not registered, or this rank is not in it.
+        ConfigError: an argument is not valid; the process set is not registered, or this rank is
+            not in it.
     """
     _check(tensor)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ArgumentError(f"sparse tensors have op=Average and op=Sum, got op={op!r}")
+        raise ConfigError(f"sparse tensors have op=Average and op=Sum, got op={op!r}")
     is_average = op is ReduceOp.AVERAGE
     if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ArgumentError(
+        raise ConfigError(
             f"there is no sparse average of {tensor.dtype}; use op=Sum, or convert it"
         )
     controller = controller_of(process_set)
     tensor = tensor.detach()
     parts = (tensor._indices().t().contiguous(), tensor._values())  # noqa: SLF001 - not coalesced
-    operation = Operation(controller.submit(Request(Kind.ALLGATHER, name, parts)), group)
+    operation = Operation(
+        controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts)), group
+    )
     return SparseOperation(operation, tensor.shape, controller.comm.size if is_average else 1)
 
 
 def _check(tensor: object) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ArgumentError(
+        raise ConfigError(
             f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
             f"allreduce for dense ones"
         )
     if not tensor.is_cpu:
-        raise ArgumentError(
+        raise ConfigError(
             f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
             f"tensor.cpu() and copy the result back"
         )

@@ -144,7 +144,10 @@ def test_who_has_joined_takes_part_with_nothing(controller):
             assert total.item() == sum(r + 1 for r in there)
             (most,) = controller.run(allreduce(f"max {step}", torch.tensor([-rank - 1]), Max))
             assert most.item() == -min(there) - 1
+            controller.run(allreduce(None, torch.tensor([rank])))
         assert controller.join() == size - 1
+        (total,) = controller.run(allreduce(None, torch.tensor([1])))
+        assert total.item() == size
 
 
 @SEVERAL
