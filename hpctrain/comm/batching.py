@@ -14,7 +14,7 @@ from hpctrain.units import KIB, MIB
 SIZES = (KIB, 256 * KIB)
 """Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
 a slow one carries in ten milliseconds."""
-LATENCY_SHARE = 0.04
+LATENCY_SHARE = 0.01
 """Of the time of a full message."""
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
 _LATENCY_S = (1e-6, 4e-3)

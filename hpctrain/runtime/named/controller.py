@@ -116,12 +116,7 @@ class Controller:
             return
         self._is_open = False
         self._finish_decided()
-        progress = self._progress
-        if progress.broken is None:
-            progress.broken = HorovodInternalError(
-                "the process set was shut down before this was done"
-            )
-        progress.fail_all(progress.broken)
+        self._progress.shut_down()
         self._driver.close()
         self._post.close()
 
@@ -134,6 +129,7 @@ class Controller:
                 raise RankLostError("some rank has broken down and does not close with the others")
 
         last = Handle(self, Request(Kind.BARRIER, None, ()), _CLOSE)
+        self._progress.closing = last
         self._start(last)
         with suppress(CommError):
             self._driver.until(lambda: last.is_done, check)

@@ -99,7 +99,7 @@ class Driver:
                 self._pass_on(drives=True)
 
     def close(self) -> None:
-        """End the thread and wait for callers to go, once nothing can go on. Nobody drives then."""
+        """End the thread and wait for callers to go, as nothing can go on; nobody drives then."""
         with self._given_up:
             self._is_open = False
             self._num_callers += 1  # so that this one is told

@@ -22,6 +22,8 @@ class Names:
         self._handles: dict[str, Handle] = {}
         self._unnamed = {kind: count() for kind in Kind}
         self._behind: defaultdict[str, deque[Handle]] = defaultdict(deque)
+        self.num_behind = 0
+        """Operations that wait for their name."""
 
     @property
     def num_outstanding(self) -> int:
@@ -43,6 +45,7 @@ class Names:
                 handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
                 if handle.name in self._handles:
                     self._behind[handle.name].append(handle)
+                    self.num_behind += 1
                     return False
             elif handle.name in self._handles:
                 raise DuplicateNameError(
@@ -64,6 +67,7 @@ class Names:
             if not queue:
                 return handle, None
             self._handles[name] = successor = queue.popleft()
+            self.num_behind -= 1
             return handle, successor
 
     def restart(self) -> None:
@@ -80,4 +84,5 @@ class Names:
             found = [*self._handles.values(), *(h for q in self._behind.values() for h in q)]
             self._handles.clear()
             self._behind.clear()
+            self.num_behind = 0
         return iter(found)

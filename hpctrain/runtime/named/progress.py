@@ -53,7 +53,10 @@ class Progress:
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
+        self.closing: Handle | None = None
+        """An operation after which nothing is announced any more."""
         self._joining: list[Handle] = []
+        self._joining_later: list[Handle] = []
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
@@ -121,9 +124,17 @@ class Progress:
                 handle.fail(error)
         self.fail_all(error)
 
+    def shut_down(self) -> None:
+        """Let nothing go on any more."""
+        self.broken = self.broken or HorovodInternalError(
+            "the process set was shut down before this was done"
+        )
+        self.fail_all(self.broken)
+
     def fail_all(self, error: BaseException) -> None:
         """Let all that is under way fail on this rank."""
-        joining, self._joining = self._joining, []
+        joining = self._joining + self._joining_later
+        self._joining, self._joining_later = [], []
         news = [self.news.popleft() for _ in range(len(self.news))]
         for handle in [*self.names.clear(), *news, *joining]:
             if not handle.is_done:
@@ -131,6 +142,9 @@ class Progress:
 
     def _announce(self, handle: Handle) -> bool:
         """Tell the others; say whether that was possible."""
+        if handle.name is JOIN and self.names.num_behind:
+            self._joining_later.append(handle)
+            return True
         if handle.name is JOIN:
             self._joining.append(handle)
             self._negotiator.join()
@@ -163,6 +177,8 @@ class Progress:
             self.names.restart()  # who has joined has missed some
             for handle in joined:
                 handle.succeed([batch.join_over])
+        if self.closing is not None and self.closing.is_done:
+            self.shut_down()
 
     def _agreed(self, entry: Entry) -> Handle | None:
         """Return what this rank has of a decided operation; None if it has failed."""
@@ -181,6 +197,9 @@ class Progress:
         handle, successor = self.names.leave(name)
         if successor is not None:
             self.news.append(successor)
+            if not self.names.num_behind:
+                self.news.extend(self._joining_later)
+                self._joining_later = []
         return handle
 
     def _talk(self) -> bool:

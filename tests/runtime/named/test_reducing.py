@@ -19,14 +19,14 @@ class Echo(SerialCommunicator):
     def __init__(self, size):
         self.size = size
 
-    def allreduce_(self, tensor, *, op=None, scale=None):
+    def allreduce_(self, tensor, *, scale=None, **_):
         total = tensor.clone()
         for _ in range(self.size - 1):
             combination(tensor.dtype, Op.SUM).into(lanes_of(total), lanes_of(tensor))
         tensor.copy_(total)
         return super().allreduce_(tensor, scale=scale)
 
-    def reduce_scatter(self, tensor, *, op=None, scale=None, numels=None):
+    def reduce_scatter(self, tensor, *, scale=None, numels=None, **_):
         flat = tensor.reshape(-1).clone()
         self.allreduce_(flat, scale=scale).wait()
         return flat[: numels[0]]
@@ -69,7 +69,7 @@ def test_averages_of_uint64_use_all_of_their_bits():
     class Given(SerialCommunicator):
         size = 2
 
-        def allreduce_(self, tensor, *, op=None, scale=None):
+        def allreduce_(self, tensor, **_):
             tensor.copy_(doubled)
             return super().allreduce_(tensor)
 
