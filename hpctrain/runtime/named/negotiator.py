@@ -155,13 +155,13 @@ class Negotiator:
             decide: whether the root makes a batch of what is ready.
         """
         if self._is_root:
-            if self._asked:
-                self._send_down(messages.pack_questions(self._asked))
-                self._questions += self._asked
-                self._asked = []
             self._combine()
             if decide:
                 self._decide()
+            if self._asked:  # after the decision: a question may end what is not decided
+                self._send_down(messages.pack_questions(self._asked))
+                self._questions += self._asked
+                self._asked = []
         elif self._is_changed or self._asked or self._answers:
             self._report()
         out, self._out = self._out, []
