@@ -2,7 +2,8 @@
 
 A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation but
 the first; what waits longer than ``a`` loses more than it can save. So operations are fused up to
-a size at which the latency is a small share of the time, and wait for about one latency.
+a size at which the latency is a small share of the time, and wait for about half a latency: they
+wait as long again, on average, for the message before theirs.
 """
 
 import math
@@ -14,10 +15,10 @@ from hpctrain.units import KIB, MIB
 SIZES = (KIB, 256 * KIB)
 """Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
 a slow one carries in ten milliseconds."""
-LATENCY_SHARE = 0.01
+LATENCY_SHARE = 1 / 128
 """Of the time of a full message."""
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
-_LATENCY_S = (1e-6, 4e-3)
+_LATENCY_S = (2e-6, 8e-3)
 
 
 class Batching(NamedTuple):
@@ -53,7 +54,7 @@ def batching(seconds: Mapping[int, float]) -> Batching:
         return DEFAULT
     latency_s = _between(seconds[smallest], *_LATENCY_S)
     fusion_bytes = _between(latency_s / (LATENCY_SHARE * per_byte_s), *_FUSION_BYTES)
-    return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 1e-6) * 1e-6)
+    return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 2 / 1e-6) * 1e-6)
 
 
 def _between(value: float, least: float, most: float) -> float:

@@ -196,7 +196,7 @@ class Progress:
         """Forget an operation, and turn to the one that has waited for its name."""
         handle, successor = self.names.leave(name)
         if successor is not None:
-            self.news.append(successor)
+            self.news.appendleft(successor)  # a join may have been submitted after it
             if not self.names.num_behind:
                 self.news.extend(self._joining_later)
                 self._joining_later = []

@@ -27,6 +27,9 @@ _FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)
 """Here the first dimension may differ from rank to rank."""
 
 
+_CPU = ("cpu",)
+
+
 class Signature(NamedTuple):
     """What must be equal on all ranks of an operation of one name; picklable and small."""
 
@@ -94,18 +97,20 @@ class Request:
             splits: of an all-to-all, rows for each rank; None for even ones.
         """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
-        self.tensors = tuple(tensors)
+        self.tensors = tensors = tuple(tensors)
         start = 1 if kind in _FREE_ROWS else 0
-        self.signature = Signature(
-            kind,
-            tuple([tensor.dtype for tensor in self.tensors]),
-            tuple([tensor.shape[start:] for tensor in self.tensors]),
-            op,
-            prescale,
-            postscale,
-            root,
-            tuple([tensor.device.type for tensor in self.tensors]),
-        )
+        if len(tensors) == 1:  # as a rule, and there may be thousands
+            tensor = tensors[0]
+            dtypes: tuple[torch.dtype, ...] = (tensor.dtype,)
+            shapes: tuple[tuple[int, ...], ...] = (
+                tensor.shape[start:] if start else tensor.shape,
+            )
+            devices: tuple[str, ...] = _CPU if tensor.is_cpu else (tensor.device.type,)
+        else:
+            dtypes = tuple([tensor.dtype for tensor in tensors])
+            shapes = tuple([tensor.shape[start:] for tensor in tensors])
+            devices = tuple([tensor.device.type for tensor in tensors])
+        self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
 
 
 Result = list[Any]

@@ -1,6 +1,8 @@
 """The controller: operations find each other by name, whatever thread asks for them and when."""
 
+import os
 import random
+import signal
 import threading
 import time
 
@@ -9,7 +11,7 @@ import torch
 
 from hpctrain.comm.factory import connect
 from hpctrain.comm.joining import find_world
-from hpctrain.errors import HorovodInternalError, OperationMismatchError
+from hpctrain.errors import CommError, HorovodInternalError, OperationMismatchError
 from hpctrain.runtime.named.controller import Controller
 from hpctrain.runtime.named.reduce_op import Average, Max, Sum
 from hpctrain.runtime.named.request import Kind, Request
@@ -178,3 +180,141 @@ def test_closing_fails_what_is_under_way(controller):
             handle.wait()
     with pytest.raises(HorovodInternalError, match="shut down"):
         other.submit(allreduce("late", torch.ones(1)))
+
+
+@SEVERAL
+def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
+    start = time.monotonic()
+    first, second = allreduce("first", torch.ones(1)), allreduce("second", torch.ones(1))
+    for _ in range(4):
+        if controller.comm.rank == 0:
+            other = threading.Timer(0.05, controller.submit, [second])
+            other.start()
+            controller.run(first)
+            other.join()
+        else:
+            controller.run(second)
+            controller.run(first)
+    assert time.monotonic() - start < 2.5  # not a tick for each
+
+
+@SEVERAL
+def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
+    start = time.monotonic()
+    for _ in range(4):
+        late = (
+            controller.submit(allreduce("late", torch.ones(1))) if not controller.comm.rank else 0
+        )
+        callers = [
+            threading.Thread(target=controller.run, args=(allreduce(name, torch.ones(1)),))
+            for name in ("one", "other")
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        if late:
+            while not late.done():  # the thread of the controller does it
+                time.sleep(0.002)
+        else:
+            controller.run(allreduce("late", torch.ones(1)))
+    assert time.monotonic() - start < 2.5
+
+
+@SEVERAL
+def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
+    comm = controller.comm
+    if comm.rank == 0:
+        lasts = []
+        joiners = [
+            threading.Thread(target=lambda: lasts.append(controller.join())) for _ in range(2)
+        ]
+        for joiner in joiners:
+            joiner.start()
+        while len(controller._progress._joining) < 2:
+            time.sleep(0.002)
+        with pytest.raises(CommError, match="has joined takes no part"):
+            controller.run(allreduce("too late", torch.ones(1)))
+        comm.barrier()  # only now the others join
+        for joiner in joiners:
+            joiner.join()
+        assert len(set(lasts)) == 1
+    else:
+        comm.barrier()
+        lasts = [controller.join()]
+    assert lasts[0] > 0
+
+
+@SEVERAL
+def test_a_join_comes_after_operations_that_wait_for_a_number(controller):
+    size = controller.comm.size
+    handles = [controller.submit(allreduce(None, torch.ones(1))) for _ in range(1100)]
+    controller.join()
+    assert {handle.wait()[0].item() for handle in handles} == {size}
+
+
+@SIZES
+def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
+    comm = controller.comm
+    rank, size = comm.rank, comm.size
+    chance = random.Random(rank)
+    for epoch in range(4):
+        other = Controller(comm.group(range(size)))
+        num_named = 1100 if epoch == 3 else 30
+        handles = [
+            other.submit(allreduce(None if n % 2 else f"{n}", torch.ones(1)))
+            for n in range(num_named)
+        ]
+        alone = Request(Kind.ALLREDUCE, f"of rank {rank}", [torch.ones(1)], op=Sum)
+        errors = []
+
+        def wait_in_vain(alone=alone, errors=errors, other=other):
+            try:
+                other.run(alone)
+            except HorovodInternalError as error:
+                errors.append(str(error))
+
+        caller = threading.Thread(target=wait_in_vain)
+        caller.start()
+        while not (other._progress.names.oldest().get(alone.name) or size == 1):
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.003)
+        other.close()
+        other.close()
+        assert all(handle.is_done for handle in handles)
+        caller.join(20)
+        assert not caller.is_alive()
+        assert size == 1 or "shut down" in errors[0]
+
+
+@SEVERAL
+def test_an_interrupted_rank_fails_for_all_its_threads(controller):
+    errors = []
+
+    def wait():
+        try:
+            controller.run(allreduce(f"other of {controller.comm.rank}", torch.ones(1)))
+        except HorovodInternalError as error:
+            errors.append(str(error))
+
+    caller = threading.Thread(target=wait)
+    main = threading.main_thread().ident
+    threading.Timer(0.1, caller.start).start()
+    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        controller.run(allreduce(f"of {controller.comm.rank}", torch.ones(1)))
+    caller.join(20)
+    assert not caller.is_alive()
+    assert "cut short by KeyboardInterrupt" in errors[0]
+    with pytest.raises(HorovodInternalError, match="cut short"):
+        controller.submit(allreduce("more", torch.ones(1)))
+
+
+@SEVERAL
+def test_a_forked_child_closes_nothing(controller):
+    child = os.fork()
+    if child == 0:
+        controller.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert controller.run(allreduce("still", torch.ones(1)))[0].item() == controller.comm.size
