@@ -150,6 +150,7 @@ bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: 
 	@if python -m tests.cluster.vcluster check; then \
 	  python perf/bench_network.py --json perf/results/network-openmpi.json \
 	    --plot perf/results/network-openmpi.png; \
+	  python perf/bench_batching.py --json perf/results/batching.json; \
 	  $(MAKE) --no-print-directory .venv-mpich && python perf/bench_network.py --mpi mpich \
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 

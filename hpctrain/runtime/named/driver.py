@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 """Between two looks for what has lasted too long, and for questions of other ranks."""
+_BURST_S, _MOST_CYCLES = 100e-6, 50
+"""Between two operations of a burst, at most; and how many times it may last so long."""
 EVICT_S = 10.0
 """Longest wait at the end for a caller whose operation does not come back."""
 
@@ -163,12 +165,22 @@ class Driver:
             if self._is_driven or self._num_callers or not self._progress.has_work():
                 self._wanted.wait(TICK_S)
             self._is_idle = False
-            if self._cycle_s and self._progress.has_work():
-                self._wanted.wait(self._cycle_s)  # more may come, and nobody tells of it now
+            self._let_burst_pass()
             if self._is_driven or self._num_callers or not self._is_open:
                 return False
             self._is_driven = True
             return True
+
+    def _let_burst_pass(self) -> None:
+        """Wait while more and more is submitted: a program that submits needs Python's lock."""
+        news = self._progress.news
+        for _ in range(_MOST_CYCLES):
+            num_news = len(news)
+            if not num_news or self._is_driven or self._num_callers or not self._is_open:
+                return
+            self._wanted.wait(max(self._cycle_s, _BURST_S))  # nobody tells of news now
+            if len(news) == num_news:
+                return
 
     def _is_unneeded(self) -> bool:
         """Say whether the thread lets go: for good, for a caller, or for a cycle."""

@@ -9,9 +9,11 @@ from torch import Tensor
 from hpctrain.comm.adasum import adasum_
 from hpctrain.errors import RankLostError
 from hpctrain.runtime.named import exchanging
+from hpctrain.runtime.named.cutting import Cuts, Message
 from hpctrain.runtime.named.exchanging import copy_of, empty_like
-from hpctrain.runtime.named.fusing import DIRECT_BYTES, runs
+from hpctrain.runtime.named.fusing import DIRECT_BYTES
 from hpctrain.runtime.named.fusion_buffer import FusionBuffer
+from hpctrain.runtime.named.handle import succeed_all
 from hpctrain.runtime.named.phases import Phases
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.reducing import Recipe, multiply_, recipe, reduce_
@@ -21,6 +23,7 @@ from hpctrain.units import MIB
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.runtime.named.batch import Entry
     from hpctrain.runtime.named.handle import Handle
     from hpctrain.runtime.timeline.timeline import Timeline
 
@@ -59,8 +62,14 @@ class Executor:
         self.fusion_bytes = fusion_bytes
         self._comm = comm
         self._buffer = FusionBuffer()
+        self._cuts = Cuts()
 
-    def carry_out(self, handles: Sequence["Handle"], timeline: "Timeline | None" = None) -> None:
+    def carry_out(
+        self,
+        handles: Sequence["Handle"],
+        timeline: "Timeline | None" = None,
+        entries: Sequence["Entry"] | None = None,
+    ) -> None:
         """Carry out the requests of ``handles`` and give each its result, or its error.
 
         Collective: the requests of all ranks have the same signatures, in the same order. An
@@ -70,26 +79,33 @@ class Executor:
         Args:
             handles: of this rank; of what it contributes as ``stand_in`` too.
             timeline: hears of all phases.
+            entries: what was decided of each, where the batch may come again.
         """
         if len(handles) == 1:
             self._attempt(handles, timeline)
             return
         requests = [handle.request for handle in handles]
         lost: RankLostError | None = None
-        for run in runs(requests, self.fusion_bytes):
-            together = [handles[number] for number in run]
+        for message in self._cuts.of(requests, self.fusion_bytes, entries):
+            together = [handles[number] for number in message.numbers]
             if lost is None:
-                lost = self._attempt(together, timeline)
+                lost = self._attempt(together, timeline, message)
             else:
                 for handle in together:
                     handle.fail(lost)
 
     def _attempt(
-        self, handles: Sequence["Handle"], timeline: "Timeline | None"
+        self,
+        handles: Sequence["Handle"],
+        timeline: "Timeline | None",
+        message: Message | None = None,
     ) -> RankLostError | None:
         phases = None if timeline is None else Phases(timeline, handles, self._comm.traffic)
         try:
             request = handles[0].request
+            if phases is None and message is not None and message.key is not None:
+                succeed_all(handles, self._shared(handles, message))
+                return None
             if request.kind is Kind.ALLREDUCE:
                 results = self._allreduce([handle.request for handle in handles], phases)
             else:
@@ -168,6 +184,26 @@ class Executor:
             self._fused(
                 [given[number] for number in some], [taken[number] for number in some], how, phases
             )
+
+    def _shared(self, handles: Sequence["Handle"], message: Message) -> list[Tensor]:
+        """Reduce single small tensors of one dtype: what there may be thousands of."""
+        requests = [handle.request for handle in handles]
+        given = [request.tensors[0] for request in requests]
+        with torch.no_grad():
+            taken = given
+            if not all(request.in_place for request in requests):
+                taken = [_results_of(request)[0] for request in requests]
+            _, dtypes, _, op, prescale, postscale, _, _ = requests[0].signature
+            assert op is not None
+            how = recipe(dtypes[0], op, prescale, postscale, self._comm.size)
+            flat, views = self._buffer.layout(given, message.key)
+            if message.is_flat:
+                torch.cat(given, out=flat)
+            else:
+                torch._foreach_copy_(views, given)
+            reduce_(self._comm, flat, how)
+            torch._foreach_copy_(taken, views)
+        return taken
 
     def _fused(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None

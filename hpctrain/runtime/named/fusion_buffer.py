@@ -23,10 +23,16 @@ class FusionBuffer:
         self._layouts: OrderedDict[object, Layout] = OrderedDict()
         self._num_views = 0
 
-    def layout(self, tensors: Sequence[Tensor]) -> Layout:
-        """Return the buffer laid out for ``tensors`` of one dtype; good until the next call."""
+    def layout(self, tensors: Sequence[Tensor], key: object = None) -> Layout:
+        """Return the buffer laid out for ``tensors`` of one dtype; good until the next call.
+
+        Args:
+            tensors: whose values it shall take.
+            key: equal only for tensors of the same dtype and shapes; None to make one of these.
+        """
         dtype = tensors[0].dtype
-        key = (dtype, tuple([tensor.shape for tensor in tensors]))
+        if key is None:
+            key = (dtype, tuple([tensor.shape for tensor in tensors]))
         found = self._layouts.get(key)
         if found is None:
             # Made outside of inference mode: what is made inside it cannot be written later.

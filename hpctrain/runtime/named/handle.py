@@ -1,7 +1,10 @@
 """What a caller keeps of an operation that may still be under way."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from hpctrain.runtime.named.controller import Controller
@@ -58,3 +61,21 @@ class Handle:
         """Give the error; called once, by the controller."""
         self._error = error
         self.is_done = True
+
+
+class TensorHandle(Handle):
+    """The handle of one tensor: ``wait()`` returns it."""
+
+    __slots__ = ()
+
+    def wait(self) -> Tensor:  # type: ignore[override]
+        """Return the tensor, or raise what went wrong; see ``Handle``."""
+        tensor: Tensor = super().wait()[0]
+        return tensor
+
+
+def succeed_all(handles: Sequence[Handle], tensors: Sequence[Tensor]) -> None:
+    """Give each of many handles its tensor: a call for each would cost more than its copy."""
+    for handle, tensor in zip(handles, tensors, strict=True):
+        handle._result = [tensor]  # noqa: SLF001 - of this module
+        handle.is_done = True

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from hpctrain.errors import DuplicateNameError
@@ -39,21 +39,22 @@ class Names:
         Raises:
             DuplicateNameError: an operation of this name is under way.
         """
-        with self._lock:
-            if not handle.name:
+        if not handle.name:
+            with self._lock:
                 kind = handle.request.kind
                 handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
                 if handle.name in self._handles:
                     self._behind[handle.name].append(handle)
                     self.num_behind += 1
                     return False
-            elif handle.name in self._handles:
-                raise DuplicateNameError(
-                    f"an operation named {handle.name!r} is under way on this rank already; wait "
-                    f"for it first, or give another name"
-                )
-            self._handles[handle.name] = handle
-            return True
+                self._handles[handle.name] = handle
+                return True
+        if self._handles.setdefault(handle.name, handle) is not handle:
+            raise DuplicateNameError(
+                f"an operation named {handle.name!r} is under way on this rank already; wait for "
+                f"it first, or give another name"
+            )
+        return True
 
     def leave(self, name: str) -> tuple[Handle | None, Handle | None]:
         """Forget the operation of this name.
@@ -68,7 +69,20 @@ class Names:
                 return handle, None
             self._handles[name] = successor = queue.popleft()
             self.num_behind -= 1
+            if not queue:
+                del self._behind[name]
             return handle, successor
+
+    def leave_all(self, names: Sequence[str]) -> list[Handle] | None:
+        """Do ``leave`` for many; None, and nothing done, where that is not so simple.
+
+        Simple is: all of them are there, and nothing waits for a name.
+        """
+        handles = self._handles
+        with self._lock:
+            if self._behind or not all(map(handles.__contains__, names)):
+                return None
+            return list(map(handles.pop, names))
 
     def restart(self) -> None:
         """Number operations without a name from 0 again; for a moment at which all ranks do."""

@@ -1,6 +1,6 @@
 """Who has announced which operation, and what is carried out when: the same on every rank."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CommError
@@ -14,6 +14,7 @@ from hpctrain.runtime.named.tally import OWN, Tally
 
 if TYPE_CHECKING:
     from hpctrain.comm.mail.tree import Tree
+    from hpctrain.runtime.named.handle import Handle
 
 __all__ = ["Batch", "Entry", "Negotiator"]
 
@@ -85,6 +86,28 @@ class Negotiator:
         else:
             self._announced[name] = -1
             tally.add_name(OWN, name, [(signature, None)])
+
+    def announce_known(self, handles: "Sequence[Handle]") -> "list[Handle]":
+        """Announce those that have a number, all at once; return the others.
+
+        None of them is announced if this rank has joined.
+        """
+        tally, announced = self._tally, self._announced
+        if tally.joined[OWN]:
+            return list(handles)
+        numbers, entries = self._slots.numbers, self._slots.entries
+        others, bits = [], 0
+        for handle in handles:
+            slot = numbers.get(handle.name)
+            if slot is None or entries[slot].signature != handle.request.signature:
+                others.append(handle)
+            else:
+                announced[handle.name] = slot
+                bits |= 1 << slot
+        if bits:
+            self._is_changed = True
+            tally.add_bits(OWN, bits)
+        return others
 
     def join(self) -> None:
         """Count this rank for everything, until all ranks have joined."""

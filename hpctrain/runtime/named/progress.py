@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
 
+_MANY = 8
+"""From here on it pays to treat operations all at once."""
+
 
 class BreakOff(NamedTuple):
     """Tells all ranks that nothing of what is under way will be carried out."""
@@ -75,11 +78,13 @@ class Progress:
         while True:
             for source, message in post.receive():
                 negotiator.receive(source, message)
+            if len(news) > _MANY and self._is_plain():
+                self._announce_many()
             while news:
                 is_done |= not self._announce(news.popleft())
             while self.to_ask:
                 negotiator.ask(self.to_ask.popleft())
-            for to, message in negotiator.outbox():
+            for to, message in negotiator.outbox(decide=self.broken is None):
                 post.send(to, message)
             batches = negotiator.decided()
             if batches:
@@ -87,7 +92,10 @@ class Progress:
                 for batch in batches:
                     self._carry_out(batch)
                 is_done = True
-            if not self._talk() and not batches:
+            talked = self._talk()
+            if self.broken is not None:
+                return True
+            if not talked and not batches:
                 return is_done
 
     def check_stalls(self) -> None:
@@ -160,16 +168,29 @@ class Progress:
             return False
         return True
 
+    def _is_plain(self) -> bool:
+        """Say whether no timeline has to hear of each operation."""
+        return self._timelines is None or self._timelines.current is None
+
+    def _announce_many(self) -> None:
+        """Announce all news up to a join that have been decided before; leave the others there."""
+        news, many = self.news, []
+        while news and news[0].name is not JOIN:
+            many.append(news.popleft())
+        news.extendleft(reversed(self._negotiator.announce_known(many)))
+
     def _carry_out(self, batch: Batch) -> None:
         timeline = self._timelines.current if self._timelines is not None else None
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:
                 timeline.negotiate_end(entry.name)
-        handles = [handle for entry in batch.entries if (handle := self._agreed(entry))]
+        handles, plan = self._of_this_rank(batch), None
+        if len(handles) > _MANY and len(handles) == len(batch.entries):
+            plan = batch.entries
         if handles:
             self._in_hand = handles
-            self._executor.carry_out(handles, timeline)
+            self._executor.carry_out(handles, timeline, plan)
             self._in_hand = []
             self._stalls.note(handles[-1])
         if batch.join_over is not None:
@@ -179,6 +200,15 @@ class Progress:
                 handle.succeed([batch.join_over])
         if self.closing is not None and self.closing.is_done:
             self.shut_down()
+
+    def _of_this_rank(self, batch: Batch) -> list[Handle]:
+        """Return what this rank has of a batch, without what has failed."""
+        entries = batch.entries
+        if len(entries) > _MANY and not any(entry.error for entry in entries):
+            handles = self.names.leave_all([entry.name for entry in entries])
+            if handles is not None:
+                return handles
+        return [handle for entry in entries if (handle := self._agreed(entry))]
 
     def _agreed(self, entry: Entry) -> Handle | None:
         """Return what this rank has of a decided operation; None if it has failed."""

@@ -11,7 +11,7 @@ from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of, named
 from hpctrain.runtime.operations.gradients import applied, wanted
-from hpctrain.runtime.operations.handles import Operation, only
+from hpctrain.runtime.operations.handles import Operation, Pending, only
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -110,11 +110,16 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Pending:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
     op = chosen_op(op, average)
+    controller = controller_of(process_set)
+    if name is not None:
+        again = controller.submit_again(name, tensor, op, prescale_factor, postscale_factor)
+        if again is not None:
+            return again
     request = _request(tensor, name, op, prescale_factor, postscale_factor, in_place=True)
-    return Operation(controller_of(process_set).submit(request), only)
+    return controller.submit_tensor(request, name)
 
 
 def _request(
