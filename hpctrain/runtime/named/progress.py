@@ -73,15 +73,12 @@ class Progress:
         Returns:
             Whether anything came to its end.
         """
-        post, negotiator, news = self._post, self._negotiator, self.news
+        post, negotiator = self._post, self._negotiator
         is_done = False
         while True:
             for source, message in post.receive():
                 negotiator.receive(source, message)
-            if len(news) > _MANY and self._is_plain():
-                self._announce_many()
-            while news:
-                is_done |= not self._announce(news.popleft())
+            is_done |= self._announce_news()
             while self.to_ask:
                 negotiator.ask(self.to_ask.popleft())
             for to, message in negotiator.outbox(decide=self.broken is None):
@@ -171,6 +168,15 @@ class Progress:
     def _is_plain(self) -> bool:
         """Say whether no timeline has to hear of each operation."""
         return self._timelines is None or self._timelines.current is None
+
+    def _announce_news(self) -> bool:
+        """Announce what was submitted; say whether anything could not be."""
+        news, has_failed = self.news, False
+        if len(news) > _MANY and self._is_plain():
+            self._announce_many()
+        while news:
+            has_failed |= not self._announce(news.popleft())
+        return has_failed
 
     def _announce_many(self) -> None:
         """Announce all news up to a join that have been decided before; leave the others there."""

@@ -318,3 +318,22 @@ def test_a_forked_child_closes_nothing(controller):
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert controller.run(allreduce("still", torch.ones(1)))[0].item() == controller.comm.size
+
+
+@SEVERAL
+def test_breaking_off_in_the_midst_of_work_leaves_nobody_behind(controller):
+    comm = controller.comm
+    chance = random.Random(0)  # the same on every rank
+    for _ in range(8):
+        current = Controller(comm)
+        end = threading.Timer(chance.random() * 0.004, current.break_off, ["enough"])
+        if comm.rank == chance.randrange(comm.size):
+            end.start()
+        with pytest.raises(HorovodInternalError, match="enough"):
+            while True:
+                handle = current.submit(allreduce("early", torch.ones(2)))
+                assert current.run(allreduce("sync", torch.ones(1)))[0].item() == comm.size
+                assert handle.wait()[0].tolist() == [comm.size] * 2
+        if end.is_alive():
+            end.join()
+        current.abandon()
