@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.mail.tree import Tree
     from hpctrain.runtime.named.handle import Handle
 
-__all__ = ["Batch", "Entry", "Negotiator"]
-
 _SILENT_DROPS = 1024
 """A rank that has nothing else to say tells its parent after so many which slots it knows."""
 
@@ -92,21 +90,12 @@ class Negotiator:
 
         None of them is announced if this rank has joined.
         """
-        tally, announced = self._tally, self._announced
-        if tally.joined[OWN]:
+        if self._tally.joined[OWN]:
             return list(handles)
-        numbers, entries = self._slots.numbers, self._slots.entries
-        others, bits = [], 0
-        for handle in handles:
-            slot = numbers.get(handle.name)
-            if slot is None or entries[slot].signature != handle.request.signature:
-                others.append(handle)
-            else:
-                announced[handle.name] = slot
-                bits |= 1 << slot
+        bits, others = self._slots.look_up(handles, self._announced)
         if bits:
             self._is_changed = True
-            tally.add_bits(OWN, bits)
+            self._tally.add_bits(OWN, bits)
         return others
 
     def join(self) -> None:
@@ -144,13 +133,6 @@ class Negotiator:
             return []
         answers, self._answers = self._answers, []
         return answers
-
-    def ready(self) -> int:
-        """Return how many operations the root could decide now; 0 elsewhere."""
-        if not self._is_root:
-            return 0
-        self._combine()
-        return len(self._ready)
 
     # -- messages ---------------------------------------------------------------------------
 

@@ -2,10 +2,13 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.runtime.named.batch import Entry
 from hpctrain.runtime.named.request import Signature
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.named.handle import Handle
 
 NUM_SLOTS = 4096
 """Most names that have a number: a vector of as many bits is 512 bytes."""
@@ -45,6 +48,24 @@ class Slots:
         move_to_end = self.numbers.move_to_end
         for entry in entries:
             move_to_end(entry.name)
+
+    def look_up(
+        self, handles: "Sequence[Handle]", found: dict[str, int]
+    ) -> "tuple[int, list[Handle]]":
+        """Put the numbers of those that have one into ``found``; return their bits, and the rest.
+
+        An operation that is not what its number says has none.
+        """
+        numbers, entries = self.numbers, self.entries
+        others, bits = [], 0
+        for handle in handles:
+            slot = numbers.get(handle.name)
+            if slot is None or entries[slot].signature != handle.request.signature:
+                others.append(handle)
+            else:
+                found[handle.name] = slot
+                bits |= 1 << slot
+        return bits, others
 
     def put(self, name: str, signature: Signature) -> Drop | None:
         """Give ``name`` a number, or its number another meaning; return who had to leave."""

@@ -32,7 +32,6 @@ def test_nothing_is_decided_before_the_last_rank_has_announced():
     assert ranks.settle() == []
     assert list(first.pending()) == list(second.pending()) == ["a"]
     assert not third.pending()
-    assert first.ready() == 0
     third.announce("a", FOUR)
     assert ranks.settle() == [Batch(plain("a"), None)]
     assert not any(negotiator.pending() for negotiator in ranks.negotiators)
@@ -48,7 +47,6 @@ def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
             other.announce(name, FOUR)
         ranks.post(1)
         ranks.deliver((1, 0))
-        assert root.ready() == 3
         assert root.outbox(decide=False) == []
         assert ranks.settle() == [Batch(plain("c", "a", "b"), None)], again
 
@@ -167,7 +165,6 @@ def test_a_bit_is_read_as_its_sender_meant_it():
     ranks.deliver((1, 0))
     ranks.deliver((2, 0))
     ranks.post(0)  # decides b, which takes the number of a
-    assert ranks.negotiators[0].ready() == 0
     ranks.negotiators[1].announce("a", FOUR)  # has not heard of b
     ranks.post(1)
     ranks.deliver((1, 0))
