@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hpctrain.config import Settings
-from hpctrain.runtime.stall_report import Inquiry, Member, describe, unanswered
+from hpctrain.runtime.stall_report import Answer, Inquiry, Member, Question, describe, unanswered
 from hpctrain.runtime.whereabouts import LastCall, main_stack
 
 HANG = 86
@@ -23,35 +23,6 @@ MAX_NAMES = 50
 """Operations that one question asks about; those that have waited longest."""
 
 _OTHERS = 3
-
-
-class Question(NamedTuple):
-    """Who has not submitted these operations?"""
-
-    key: tuple[int, int]
-    """Number of the asking rank, and of its question."""
-    ages_s: dict[str, float]
-    """How long that rank has waited for each."""
-    is_final: bool
-    """Whether all ranks are to end once it is known."""
-
-
-class Answer(NamedTuple):
-    """What a rank says to a question."""
-
-    key: tuple[int, int]
-    waiting: tuple[str, ...]
-    """Of the operations asked about, those that this rank has submitted and waits for."""
-    lacking: tuple[str, ...]
-    """Those that it has not submitted."""
-    others: tuple[str, ...]
-    """Some that it has submitted and nobody asked about."""
-    last: str
-    """Its last collective."""
-    last_ago_s: float | None
-    """How long ago that was."""
-    stack: str
-    """Where its main thread is; empty if it lacks nothing."""
 
 
 class StallReport(NamedTuple):

@@ -3,17 +3,43 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpctrain.units import format_ranks
-
-if TYPE_CHECKING:
-    from hpctrain.runtime.stall import Answer, Question
 
 MAX_LINES = 8
 """Operations that are named, and groups of ranks that are told of."""
 
 _SILENT = "stopped, or in code that keeps Python's lock"
+
+
+class Question(NamedTuple):
+    """Who has not submitted these operations?"""
+
+    key: tuple[int, int]
+    """Number of the asking rank, and of its question."""
+    ages_s: dict[str, float]
+    """How long that rank has waited for each."""
+    is_final: bool
+    """Whether all ranks are to end once it is known."""
+
+
+class Answer(NamedTuple):
+    """What a rank says to a question."""
+
+    key: tuple[int, int]
+    waiting: tuple[str, ...]
+    """Of the operations asked about, those that this rank has submitted and waits for."""
+    lacking: tuple[str, ...]
+    """Those that it has not submitted."""
+    others: tuple[str, ...]
+    """Some that it has submitted and nobody asked about."""
+    last: str
+    """Its last collective."""
+    last_ago_s: float | None
+    """How long ago that was."""
+    stack: str
+    """Where its main thread is; empty if it lacks nothing."""
 
 
 class Member(NamedTuple):

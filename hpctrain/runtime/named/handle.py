@@ -2,13 +2,22 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.named.controller import Controller
     from hpctrain.runtime.named.request import Request, Result
+
+
+class Drives(Protocol):
+    """What carries operations out while somebody waits for them."""
+
+    def finish(self, handle: "Handle") -> None:
+        """Return when an operation is done."""
+
+    def look(self) -> None:
+        """Do what can be done without waiting, where no thread does so."""
 
 
 class Handle:
@@ -16,7 +25,7 @@ class Handle:
 
     __slots__ = ("_controller", "_error", "_result", "is_done", "name", "request", "since")
 
-    def __init__(self, controller: "Controller | None", request: "Request", name: str) -> None:
+    def __init__(self, controller: Drives | None, request: "Request", name: str) -> None:
         """Begin.
 
         Args:

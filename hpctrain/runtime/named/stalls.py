@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hpctrain.runtime.stall import HANG, Answer, Question
+from hpctrain.runtime.stall import HANG
+from hpctrain.runtime.stall_report import Answer, Question
 
 if TYPE_CHECKING:
     from hpctrain.runtime.named.handle import Handle

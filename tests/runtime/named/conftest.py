@@ -1,4 +1,4 @@
-"""All ranks of the session, connected once for a module."""
+"""All ranks of the session, connected once for a module, and controllers over each path."""
 
 from collections.abc import Generator
 
@@ -8,6 +8,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import connect
 from hpctrain.comm.joining import find_world
 from hpctrain.config import Settings
+from hpctrain.runtime.named.controller import Controller
+from tests.comm.conftest import PATHS, close
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,14 @@ def ranks() -> Generator[Communicator]:
     if connection.presence is not None:
         connection.presence.farewell()
     connection.comm.close()
+
+
+@pytest.fixture(params=["flat MPI", "one node", "nodes of two"])
+def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
+    """Make a controller by each path in turn."""
+    connection = connect(find_world(), PATHS[request.param])
+    made = Controller(connection.comm.group(range(connection.comm.size)))
+    yield made
+    connection.comm.barrier()
+    made.close()
+    close(connection)
