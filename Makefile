@@ -7,7 +7,7 @@ BIN := .venv/bin
 REPORTS := build/reports
 SIZES := 1 2 3 4
 MPICH_SIZES := 2
-LAUNCH_LIMIT_S := 900
+LAUNCH_LIMIT_S := 1500
 # Ranks write to a terminal of mpirun, so pytest cannot see whether this one is real.
 COLOR := $(if $(MAKE_TERMOUT),yes,no)
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.adasum import adasum_
 from hpctrain.errors import RankLostError
 from hpctrain.runtime.named import exchanging
 from hpctrain.runtime.named.cutting import Cuts, Message
@@ -222,6 +221,8 @@ class Executor:
     def _adasum(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
     ) -> None:
+        from hpctrain.comm.adasum import adasum_  # noqa: PLC0415 - a world of one needs no MPI
+
         if phases is not None:
             phases.enter("MPI_ADASUM_ALLREDUCE")
         for source, target in zip(given, taken, strict=True):
