@@ -1,6 +1,8 @@
 """A small learning problem in float64, named by the configurations of this folder's tests."""
 
+import contextlib
 import random
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +64,12 @@ def data(
         values = samples()
         values["x"] = values["x"].astype(np.float32 if single else np.float64)
         values["y"] = values["y"].astype(label_type)
-        write_arrays(Path(folder), values, samples_per_shard=20)
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=Path(folder).parent) as aside:
+            made = Path(aside) / "data"
+            write_arrays(made, values, samples_per_shard=20)
+            with contextlib.suppress(OSError):  # another job has been faster
+                made.rename(folder)
     comm.barrier()
     dataset = ShardedDataset.open(folder, comm)
     return dataset, dataset
