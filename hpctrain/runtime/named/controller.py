@@ -73,7 +73,8 @@ class Controller:
         Raises:
             DuplicateNameError: an operation of this name is under way on this rank.
         """
-        handle = self._enter(request)
+        handle = Handle(self, request)
+        self._enter(handle)
         self._driver.nudge()
         return handle
 
@@ -84,9 +85,8 @@ class Controller:
             request: what to do.
             known_as: by which ``submit_again`` will know it; None for never.
         """
-        self._check_open()
-        handle = TensorHandle(self, request, request.name or "")
-        self._start(handle)
+        handle = TensorHandle(self, request)
+        self._enter(handle)
         if known_as is not None:
             if len(self._known) >= NUM_SLOTS:
                 self._known.clear()
@@ -112,21 +112,21 @@ class Controller:
         request = Request.again(name, signature, tensor)
         if request is None:
             return None
-        self._check_open()
-        handle = TensorHandle(self, request, name)
-        self._start(handle)
+        handle = TensorHandle(self, request)
+        self._enter(handle)
         self._driver.nudge()
         return handle
 
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        return self._enter(request).wait()
+        handle = Handle(self, request)
+        self._enter(handle)
+        return handle.wait()
 
     def join(self) -> int:
         """Take part in everything with nothing until all ranks do; return the last to come."""
-        self._check_open()
         handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
-        self._start(handle)
+        self._enter(handle)
         last: int = handle.wait()[0]
         return last
 
@@ -180,11 +180,9 @@ class Controller:
         with suppress(CommError):
             self._driver.until(lambda: last.is_done, check)
 
-    def _enter(self, request: Request) -> Handle:
+    def _enter(self, handle: Handle) -> None:
         self._check_open()
-        handle = Handle(self, request, request.name or "")
         self._start(handle)
-        return handle
 
     def _start(self, handle: Handle) -> None:
         progress = self._progress

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.runtime.named.handle import Handle
     from hpctrain.runtime.timeline.timeline import Timeline
 
-__all__ = ["Executor", "carry_out", "stand_in"]
-
-FUSION_BYTES = 64 * MIB
+__all__ = ["Executor", "stand_in"]
 
 _ALONE: dict[Kind, tuple[Callable[["Communicator", Request], Result], str]] = {
     Kind.ALLGATHER: (exchanging.allgather, "MPI_ALLGATHER"),
@@ -40,17 +38,10 @@ _ALONE: dict[Kind, tuple[Callable[["Communicator", Request], Result], str]] = {
 """What carries out an operation that shares no message, and what a timeline calls it."""
 
 
-def carry_out(
-    comm: "Communicator", handles: Sequence["Handle"], *, fusion_bytes: int = FUSION_BYTES
-) -> None:
-    """Carry out one batch; see ``Executor``, which is better where there are more."""
-    Executor(comm, fusion_bytes=fusion_bytes).carry_out(handles)
-
-
 class Executor:
     """Carries out batches that are the same on all ranks; used by one thread at a time."""
 
-    def __init__(self, comm: "Communicator", *, fusion_bytes: int = FUSION_BYTES) -> None:
+    def __init__(self, comm: "Communicator", *, fusion_bytes: int = 64 * MIB) -> None:
         """Take a communicator of the ranks of the set.
 
         Args:
@@ -128,12 +119,11 @@ class Executor:
 
     def _allreduce(self, requests: Sequence[Request], phases: Phases | None) -> list[Result]:
         """Reduce requests of one operation and factors; of several dtypes only if it is one."""
-        _, dtypes, _, op, prescale, postscale, _, _ = requests[0].signature
-        assert op is not None
+        _, dtypes, _, op, _, _, _, _ = requests[0].signature
         if len(requests) == 1 and len(dtypes) == 1 and op is not ReduceOp.ADASUM:
             if phases is not None:
                 phases.enter("MPI_ALLREDUCE")
-            how = recipe(dtypes[0], op, prescale, postscale, self._comm.size)
+            how = self._recipe(requests[0], dtypes[0])
             tensor = requests[0].tensors[0]
             result = tensor if requests[0].in_place else copy_of(tensor.detach())
             reduce_(self._comm, result, how)
@@ -163,10 +153,8 @@ class Executor:
         phases: Phases | None,
     ) -> None:
         """Reduce ``given``, of one dtype, into ``taken``, as ``request`` wants it."""
-        _, _, _, op, prescale, postscale, _, _ = request.signature
-        assert op is not None
-        how = recipe(given[0].dtype, op, prescale, postscale, self._comm.size)
-        if op is ReduceOp.ADASUM:
+        how = self._recipe(request, given[0].dtype)
+        if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
             return
         small: list[int] = []
@@ -192,31 +180,37 @@ class Executor:
             taken = given
             if not all(request.in_place for request in requests):
                 taken = [_results_of(request)[0] for request in requests]
-            _, dtypes, _, op, prescale, postscale, _, _ = requests[0].signature
-            assert op is not None
-            how = recipe(dtypes[0], op, prescale, postscale, self._comm.size)
-            flat, views = self._buffer.layout(given, message.key)
-            if message.is_flat:
-                torch.cat(given, out=flat)
-            else:
-                torch._foreach_copy_(views, given)
-            reduce_(self._comm, flat, how)
-            torch._foreach_copy_(taken, views)
+            how = self._recipe(requests[0], given[0].dtype)
+            self._fused(given, taken, how, None, message)
         return taken
 
     def _fused(
-        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
+        self,
+        given: list[Tensor],
+        taken: list[Tensor],
+        how: Recipe,
+        phases: Phases | None,
+        message: Message | None = None,
     ) -> None:
-        flat, views = self._buffer.layout(given)
+        """Reduce ``given`` as one into ``taken``; all of ``message``, if that is given."""
+        flat, views = self._buffer.layout(given, message and message.key)
         if phases is not None:
             phases.enter("MEMCPY_IN_FUSION_BUFFER")
-        torch._foreach_copy_(views, given)
+        if message is not None and message.is_flat:
+            torch.cat(given, out=flat)  # in half the time
+        else:
+            torch._foreach_copy_(views, given)
         if phases is not None:
             phases.enter("MPI_ALLREDUCE")
         reduce_(self._comm, flat, how)
         if phases is not None:
             phases.enter("MEMCPY_OUT_FUSION_BUFFER")
         torch._foreach_copy_(taken, views)
+
+    def _recipe(self, request: Request, dtype: torch.dtype) -> Recipe:
+        _, _, _, op, prescale, postscale, _, _ = request.signature
+        assert op is not None
+        return recipe(dtype, op, prescale, postscale, self._comm.size)
 
     def _adasum(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None

@@ -25,16 +25,18 @@ class Handle:
 
     __slots__ = ("_controller", "_error", "_result", "is_done", "name", "request", "since")
 
-    def __init__(self, controller: Drives | None, request: "Request", name: str) -> None:
+    def __init__(
+        self, controller: Drives | None, request: "Request", name: str | None = None
+    ) -> None:
         """Begin.
 
         Args:
             controller: drives while somebody waits; None where nobody will.
             request: what is asked for.
-            name: by which the ranks find each other's requests.
+            name: by which the ranks find each other's requests; None for that of the request.
         """
         self.request = request
-        self.name = name
+        self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
         self.is_done = False
         self._controller = controller

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.operations.arguments import check_group, check_tensor, controller_of, named
-from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.gradients import carried_out
 from hpctrain.runtime.operations.grouped_allreduce import grouped_allreduce
 from hpctrain.runtime.operations.handles import Operation, group, only
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -103,10 +103,7 @@ def _gathered(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet | None
 ) -> list[Tensor]:
     tensors = _rows(tensors)
-    request = _request(tensors, name)
-    if wanted(tensors):
-        return list(applied(_Allgather, request, process_set, *tensors))
-    return controller_of(process_set).run(request)
+    return carried_out(_Allgather, _request(tensors, name), tensors, process_set)
 
 
 class _Allgather(torch.autograd.Function):

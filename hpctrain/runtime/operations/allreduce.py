@@ -1,17 +1,17 @@
 """The values of all ranks become one: ``allreduce`` in its four forms."""
 
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
-from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of, named
-from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of
+from hpctrain.runtime.operations.grouped_allreduce import reduced
 from hpctrain.runtime.operations.handles import Operation, Pending, only
+from hpctrain.runtime.operations.reductions import compressed, reduction
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -53,12 +53,12 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         RankLostError: another rank died or left.
     """
     op = chosen_op(op, average)
-    if compression is None or compression is Compression.none:
-        return _reduced(tensor, name, op, prescale_factor, postscale_factor, process_set)
-    check_reduction(tensor, op, prescale_factor, postscale_factor)
-    small, context = compression.compress(tensor)  # type: ignore[call-arg, arg-type]
-    total = _reduced(small, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(total, context)  # type: ignore[call-arg]
+    return compressed(
+        compression,
+        [tensor],
+        lambda given: check_reduction(given, op, prescale_factor, postscale_factor),
+        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
+    )[0]
 
 
 def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -131,41 +131,4 @@ def _request(
     *,
     in_place: bool = False,
 ) -> Request:
-    check_reduction(tensor, op, prescale, postscale)
-    return Request(
-        Kind.ALLREDUCE,
-        named(Kind.ALLREDUCE, name),
-        (tensor,),
-        in_place=in_place,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
-
-
-def _reduced(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet | None,
-) -> Tensor:
-    request = _request(tensor, name, op, prescale, postscale)
-    if wanted((tensor,)):
-        return cast("Tensor", applied(_Allreduce, tensor, request, process_set))
-    return cast("Tensor", controller_of(process_set).run(request)[0])
-
-
-class _Allreduce(torch.autograd.Function):
-    """Reduces the gradient as it reduces the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, request: Request, process_set: ProcessSet) -> Tensor:
-        ctx.signature, ctx.process_set = request.signature, process_set
-        return cast("Tensor", controller_of(process_set).run(request)[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, _, op, prescale, postscale, _, _ = ctx.signature
-        return _reduced(gradient, None, op, prescale, postscale, ctx.process_set), None, None
+    return reduction(Kind.ALLREDUCE, (tensor,), name, op, prescale, postscale, in_place=in_place)

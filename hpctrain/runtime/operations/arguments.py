@@ -73,15 +73,24 @@ def check_tensor(tensor: Tensor) -> None:
             f"operations take tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
-    if not tensor.is_cpu:
-        raise ConfigError(
-            f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
-            f"tensor.cpu() and copy the result back"
-        )
+    check_on_cpu(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"operations take dense tensors, got {name_of_layout(tensor)}; give "
             f"tensor.to_dense(), or use sparse_allreduce_async"
+        )
+
+
+def check_on_cpu(tensor: Tensor) -> None:
+    """Refuse a tensor of a device.
+
+    Raises:
+        ConfigError: it is not on the CPU.
+    """
+    if not tensor.is_cpu:
+        raise ConfigError(
+            f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
+            f"tensor.cpu() and copy the result back"
         )
 
 

@@ -12,14 +12,13 @@ from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.operations.arguments import (
     check_group,
-    check_reduction,
     check_tensor,
     chosen_op,
     controller_of,
-    named,
 )
-from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.gradients import carried_out
 from hpctrain.runtime.operations.handles import Operation, group
+from hpctrain.runtime.operations.reductions import compressed, reduction
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -57,19 +56,12 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
         RankLostError: as ``allreduce``.
     """
     op = chosen_op(op, average)
-    given = check_group(tensors)
-    if compression is None or compression is Compression.none:
-        return _reduced(given, name, op, prescale_factor, postscale_factor, process_set)
-    for tensor in given:
-        check_tensor(tensor)
-    packed = [compression.compress(tensor) for tensor in given]  # type: ignore[call-arg, arg-type]
-    totals = _reduced(
-        [small for small, _ in packed], name, op, prescale_factor, postscale_factor, process_set
+    return compressed(
+        compression,
+        check_group(tensors),
+        check_tensor,
+        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
     )
-    return [
-        compression.decompress(total, context)  # type: ignore[call-arg]
-        for total, (_, context) in zip(totals, packed, strict=True)
-    ]
 
 
 def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -91,7 +83,9 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in
         ConfigError: as ``allreduce``.
     """
     op = chosen_op(op, average)
-    request = _request(check_group(tensors), name, op, prescale_factor, postscale_factor)
+    request = reduction(
+        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor
+    )
     return Operation(controller_of(process_set).submit(request), group)
 
 
@@ -124,34 +118,19 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, i
 ) -> Operation:
     """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
     op = chosen_op(op, average)
-    given = check_group(tensors)
-    request = _request(given, name, op, prescale_factor, postscale_factor, in_place=True)
+    request = reduction(
+        Kind.ALLREDUCE,
+        check_group(tensors),
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        in_place=True,
+    )
     return Operation(controller_of(process_set).submit(request), group)
 
 
-def _request(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    *,
-    in_place: bool = False,
-) -> Request:
-    for tensor in tensors:
-        check_reduction(tensor, op, prescale, postscale)
-    return Request(
-        Kind.ALLREDUCE,
-        named(Kind.ALLREDUCE, name),
-        tensors,
-        in_place=in_place,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
-
-
-def _reduced(
+def reduced(
     tensors: Sequence[Tensor],
     name: str | None,
     op: ReduceOp,
@@ -159,13 +138,12 @@ def _reduced(
     postscale: float,
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    request = _request(tensors, name, op, prescale, postscale)
-    if wanted(tensors):
-        return list(applied(_GroupedAllreduce, request, process_set, *tensors))
-    return controller_of(process_set).run(request)
+    """Return the reduced tensors, which can be differentiated where that may be wanted."""
+    request = reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale)
+    return carried_out(_Allreduce, request, tensors, process_set)
 
 
-class _GroupedAllreduce(torch.autograd.Function):
+class _Allreduce(torch.autograd.Function):
     """Reduces the gradients as it reduces the tensors."""
 
     @staticmethod
@@ -181,5 +159,5 @@ class _GroupedAllreduce(torch.autograd.Function):
         return (
             None,
             None,
-            *_reduced(gradients, None, op, prescale, postscale, ctx.process_set),
+            *reduced(gradients, None, op, prescale, postscale, ctx.process_set),
         )

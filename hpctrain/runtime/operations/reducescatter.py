@@ -14,14 +14,13 @@ from hpctrain.runtime.operations.allgather import grouped_allgather
 from hpctrain.runtime.operations.arguments import (
     UnsupportedError,
     check_group,
-    check_reduction,
     check_rows,
     chosen_op,
     controller_of,
-    named,
 )
-from hpctrain.runtime.operations.gradients import applied, wanted
+from hpctrain.runtime.operations.gradients import carried_out
 from hpctrain.runtime.operations.handles import Operation, group, only
+from hpctrain.runtime.operations.reductions import compressed, reduction
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -106,19 +105,12 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
         HorovodInternalError: as ``reducescatter``.
         RankLostError: as ``reducescatter``.
     """
-    given = check_group(tensors)
-    if compression is None or compression is Compression.none:
-        return _scattered(given, name, op, process_set, prescale_factor, postscale_factor)
-    for tensor in given:
-        check_rows(tensor, "reducescatter")
-    packed = [compression.compress(tensor) for tensor in given]  # type: ignore[call-arg, arg-type]
-    parts = _scattered(
-        [small for small, _ in packed], name, op, process_set, prescale_factor, postscale_factor
+    return compressed(
+        compression,
+        check_group(tensors),
+        lambda tensor: check_rows(tensor, "reducescatter"),
+        lambda small: _scattered(small, name, op, process_set, prescale_factor, postscale_factor),
     )
-    return [
-        compression.decompress(part, context)  # type: ignore[call-arg]
-        for part, (_, context) in zip(parts, packed, strict=True)
-    ]
 
 
 def grouped_reducescatter_async(
@@ -148,15 +140,7 @@ def _request(
         )
     for tensor in tensors:
         check_rows(tensor, "reducescatter")
-        check_reduction(tensor, op, prescale, postscale)
-    return Request(
-        Kind.REDUCESCATTER,
-        named(Kind.REDUCESCATTER, name),
-        tensors,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
+    return reduction(Kind.REDUCESCATTER, tensors, name, op, prescale, postscale)
 
 
 def _scattered(
@@ -168,9 +152,7 @@ def _scattered(
     postscale: float,
 ) -> list[Tensor]:
     request = _request(tensors, name, op, prescale, postscale)
-    if wanted(tensors):
-        return list(applied(_Reducescatter, request, process_set, *tensors))
-    return controller_of(process_set).run(request)
+    return carried_out(_Reducescatter, request, tensors, process_set)
 
 
 class _Reducescatter(torch.autograd.Function):

@@ -6,7 +6,7 @@ from torch import Tensor
 from hpctrain.errors import ConfigError
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.request import Kind, Request
-from hpctrain.runtime.operations.arguments import controller_of, named
+from hpctrain.runtime.operations.arguments import check_on_cpu, controller_of, named
 from hpctrain.runtime.operations.handles import Operation, group
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
@@ -84,8 +84,4 @@ def _check(tensor: object) -> None:
             f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
             f"allreduce for dense ones"
         )
-    if not tensor.is_cpu:
-        raise ConfigError(
-            f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
-            f"tensor.cpu() and copy the result back"
-        )
+    check_on_cpu(tensor)
