@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from hpctrain.comm.slices import chunks_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,3 +28,18 @@ class Bucket:
     def numel(self) -> int:
         """Number of elements."""
         return self.flat.numel()
+
+    def part(self, numel: int, dtype: torch.dtype) -> "Bucket":
+        """Return the first ``numel`` values of ``dtype`` in the same memory. Not collective.
+
+        All ranks that reduce it have made it alike. It is valid as long as this bucket is.
+        """
+        num_bytes = numel * dtype.itemsize
+        flat = self.flat.view(torch.uint8)[:num_bytes].view(dtype)
+        if not self.peers:
+            return Bucket(flat, number=self.number, owner=self.owner)
+        local_rank = next(rank for rank, peer in enumerate(self.peers) if peer is self.flat)
+        peers = [peer.view(torch.uint8)[:num_bytes].view(dtype) for peer in self.peers]
+        peers[local_rank] = flat
+        chunks = chunks_of(peers, local_rank)
+        return Bucket(flat, tuple(peers), chunks, self.number, self.owner)

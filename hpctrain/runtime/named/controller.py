@@ -10,7 +10,8 @@ from hpctrain.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.runtime.named.driver import Driver
 from hpctrain.runtime.named.handle import Handle, TensorHandle
 from hpctrain.runtime.named.progress import JOIN, BreakOff, Progress
-from hpctrain.runtime.named.request import Kind, Request, Result, Signature
+from hpctrain.runtime.named.recurring import Recurring
+from hpctrain.runtime.named.request import Kind, Request, Result
 from hpctrain.runtime.named.slots import NUM_SLOTS
 from hpctrain.runtime.named.stalls import Stalls
 from hpctrain.units import MIB
@@ -65,7 +66,7 @@ class Controller:
         self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
         self._is_open = True
         self._owner = os.getpid()
-        self._known: dict[str, tuple[str, Signature]] = {}
+        self._recurring: dict[str, Recurring] = {}
 
     def submit(self, request: Request) -> Handle:
         """Start an operation; somebody will ask for its result later.
@@ -85,12 +86,13 @@ class Controller:
             request: what to do.
             known_as: by which ``submit_again`` will know it; None for never.
         """
-        handle = TensorHandle(self, request)
+        recurring = Recurring(request.name or "", request.signature)
+        handle = TensorHandle(self, recurring, request.tensors[0])
         self._enter(handle)
         if known_as is not None:
-            if len(self._known) >= NUM_SLOTS:
-                self._known.clear()
-            self._known[known_as] = handle.name, request.signature
+            if len(self._recurring) >= NUM_SLOTS:
+                self._recurring.clear()
+            self._recurring[known_as] = recurring
         self._driver.nudge()
         return handle
 
@@ -102,17 +104,10 @@ class Controller:
         Returns:
             None if it would not be the same; nothing was started then.
         """
-        known = self._known.get(known_as)
-        if known is None:
+        recurring = self._recurring.get(known_as)
+        if recurring is None or not recurring.fits(tensor, op, prescale, postscale):
             return None
-        name, signature = known
-        _, _, _, as_before, pre, post, _, _ = signature
-        if as_before is not op or pre != prescale or post != postscale:
-            return None
-        request = Request.again(name, signature, tensor)
-        if request is None:
-            return None
-        handle = TensorHandle(self, request)
+        handle = TensorHandle(self, recurring, tensor)
         self._enter(handle)
         self._driver.nudge()
         return handle
@@ -176,25 +171,24 @@ class Controller:
 
         last = Handle(self, Request(Kind.BARRIER, None, ()), _CLOSE)
         self._progress.closing = last
-        self._start(last)
+        self._enter(last)
         with suppress(CommError):
             self._driver.until(lambda: last.is_done, check)
 
     def _enter(self, handle: Handle) -> None:
-        self._check_open()
-        self._start(handle)
-
-    def _start(self, handle: Handle) -> None:
         progress = self._progress
+        if not self._is_open or progress.broken is not None:
+            self._check_open(handle)
         if handle.name is JOIN or progress.names.enter(handle):
             progress.news.append(handle)
         if progress.broken is not None:  # meanwhile
             progress.fail_all(progress.broken)
 
-    def _check_open(self) -> None:
+    def _check_open(self, handle: Handle) -> None:
+        if handle is self._progress.closing:
+            return
         if self._progress.broken is not None:
             raise self._progress.broken
-        if not self._is_open:
-            raise HorovodInternalError(
-                "the process set was shut down; call hpctrain.init() or add_process_set() again"
-            )
+        raise HorovodInternalError(
+            "the process set was shut down; call hpctrain.init() or add_process_set() again"
+        )

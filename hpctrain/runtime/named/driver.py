@@ -84,6 +84,7 @@ class Driver:
                 self._post.ring()
         elif self._is_idle:
             with self._wanted:
+                self._is_idle = False  # told once: it may be long until it has Python's lock
                 self._wanted.notify()
         elif self._thread is None:
             self.look()

@@ -12,7 +12,7 @@ from hpctrain.runtime.named.cutting import Cuts, Message
 from hpctrain.runtime.named.exchanging import copy_of, empty_like
 from hpctrain.runtime.named.fusing import DIRECT_BYTES
 from hpctrain.runtime.named.fusion_buffer import FusionBuffer
-from hpctrain.runtime.named.handle import succeed_all
+from hpctrain.runtime.named.handle import succeed_all, succeed_in_place, tensors_of
 from hpctrain.runtime.named.phases import Phases
 from hpctrain.runtime.named.reduce_op import ReduceOp
 from hpctrain.runtime.named.reducing import Recipe, multiply_, recipe, reduce_
@@ -51,7 +51,7 @@ class Executor:
         """
         self.fusion_bytes = fusion_bytes
         self._comm = comm
-        self._buffer = FusionBuffer()
+        self._buffer = FusionBuffer(comm)
         self._cuts = Cuts()
 
     def carry_out(
@@ -74,10 +74,9 @@ class Executor:
         if len(handles) == 1:
             self._attempt(handles, timeline)
             return
-        requests = [handle.request for handle in handles]
         lost: RankLostError | None = None
-        for message in self._cuts.of(requests, self.fusion_bytes, entries):
-            together = [handles[number] for number in message.numbers]
+        for message in self._cuts.of(handles, self.fusion_bytes, entries):
+            together = message.pick(handles)
             if lost is None:
                 lost = self._attempt(together, timeline, message)
             else:
@@ -92,10 +91,10 @@ class Executor:
     ) -> RankLostError | None:
         phases = None if timeline is None else Phases(timeline, handles, self._comm.traffic)
         try:
-            request = handles[0].request
             if phases is None and message is not None and message.key is not None:
-                succeed_all(handles, self._shared(handles, message))
+                self._shared(handles, message)
                 return None
+            request = handles[0].request
             if request.kind is Kind.ALLREDUCE:
                 results = self._allreduce([handle.request for handle in handles], phases)
             else:
@@ -172,17 +171,20 @@ class Executor:
                 [given[number] for number in some], [taken[number] for number in some], how, phases
             )
 
-    def _shared(self, handles: Sequence["Handle"], message: Message) -> list[Tensor]:
+    def _shared(self, handles: Sequence["Handle"], message: Message) -> None:
         """Reduce single small tensors of one dtype: what there may be thousands of."""
-        requests = [handle.request for handle in handles]
-        given = [request.tensors[0] for request in requests]
         with torch.no_grad():
-            taken = given
-            if not all(request.in_place for request in requests):
-                taken = [_results_of(request)[0] for request in requests]
-            how = self._recipe(requests[0], given[0].dtype)
-            self._fused(given, taken, how, None, message)
-        return taken
+            tensors = tensors_of(handles)
+            if tensors is not None:
+                how = self._recipe(handles[0].request, tensors[0].dtype)
+                self._fused(tensors, tensors, how, None, message)
+                succeed_in_place(handles)
+                return
+            requests = [handle.request for handle in handles]
+            given = [request.tensors[0] for request in requests]
+            taken = [_results_of(request)[0] for request in requests]
+            self._fused(given, taken, self._recipe(requests[0], given[0].dtype), None, message)
+            succeed_all(handles, taken)
 
     def _fused(
         self,
@@ -193,7 +195,7 @@ class Executor:
         message: Message | None = None,
     ) -> None:
         """Reduce ``given`` as one into ``taken``; all of ``message``, if that is given."""
-        flat, views = self._buffer.layout(given, message and message.key)
+        whole, flat, views = self._buffer.layout(given, message and message.key)
         if phases is not None:
             phases.enter("MEMCPY_IN_FUSION_BUFFER")
         if message is not None and message.is_flat:
@@ -202,7 +204,7 @@ class Executor:
             torch._foreach_copy_(views, given)
         if phases is not None:
             phases.enter("MPI_ALLREDUCE")
-        reduce_(self._comm, flat, how)
+        reduce_(self._comm, whole, how)
         if phases is not None:
             phases.enter("MEMCPY_OUT_FUSION_BUFFER")
         torch._foreach_copy_(taken, views)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from hpctrain.runtime.named.recurring import Recurring
     from hpctrain.runtime.named.request import Request, Result
 
 
@@ -23,7 +24,10 @@ class Drives(Protocol):
 class Handle:
     """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
 
-    __slots__ = ("_controller", "_error", "_result", "is_done", "name", "request", "since")
+    __slots__ = ("_controller", "_error", "_request", "_result", "is_done", "name", "since")
+
+    recurring: "Recurring | None" = None
+    """What it is one of; None for all but a ``TensorHandle``."""
 
     def __init__(
         self, controller: Drives | None, request: "Request", name: str | None = None
@@ -35,13 +39,18 @@ class Handle:
             request: what is asked for.
             name: by which the ranks find each other's requests; None for that of the request.
         """
-        self.request = request
+        self._request = request
         self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
         self.is_done = False
         self._controller = controller
         self._result: Result | None = None
         self._error: BaseException | None = None
+
+    @property
+    def request(self) -> "Request":
+        """What is asked for."""
+        return self._request
 
     def done(self) -> bool:
         """Say whether ``wait()`` would return, or raise, at once."""
@@ -75,18 +84,62 @@ class Handle:
 
 
 class TensorHandle(Handle):
-    """The handle of one tensor: ``wait()`` returns it."""
+    """The handle of one tensor that is reduced in place: ``wait()`` returns it.
 
-    __slots__ = ()
+    There may be thousands in a step, so that it holds no more than it must.
+    """
+
+    __slots__ = ("recurring", "tensor")
+
+    def __init__(self, controller: Drives, recurring: "Recurring", tensor: Tensor) -> None:
+        """Begin.
+
+        Args:
+            controller: drives while somebody waits.
+            recurring: what to do.
+            tensor: with this.
+        """
+        self.name = recurring.name
+        self.since = time.monotonic()
+        self.is_done = False
+        self._controller = controller
+        self._error = None
+        self.recurring = recurring
+        self.tensor = tensor
+
+    @property
+    def request(self) -> "Request":
+        """What is asked for."""
+        assert self.recurring is not None
+        return self.recurring.request(self.tensor)
 
     def wait(self) -> Tensor:  # type: ignore[override]
         """Return the tensor, or raise what went wrong; see ``Handle``."""
-        tensor: Tensor = super().wait()[0]
-        return tensor
+        if not self.is_done and self._controller is not None:
+            self._controller.finish(self)
+        if self._error is not None:
+            raise self._error
+        return self.tensor
+
+    def succeed(self, result: "Result") -> None:  # noqa: ARG002 - it is here
+        """Say that the result is in the tensor."""
+        self.is_done = True
+
+
+def tensors_of(handles: Sequence[Handle]) -> list[Tensor] | None:
+    """Return the tensors of many handles; None where not all are ``TensorHandle``."""
+    if set(map(type, handles)) != {TensorHandle}:
+        return None
+    return [handle.tensor for handle in handles]  # type: ignore[attr-defined]
 
 
 def succeed_all(handles: Sequence[Handle], tensors: Sequence[Tensor]) -> None:
-    """Give each of many handles its tensor: a call for each would cost more than its copy."""
+    """Give each of many handles its tensor."""
     for handle, tensor in zip(handles, tensors, strict=True):
-        handle._result = [tensor]  # noqa: SLF001 - of this module
+        handle.succeed([tensor])
+
+
+def succeed_in_place(handles: Sequence[Handle]) -> None:
+    """Tell many ``TensorHandle`` that they are done: a call for each costs what its copy does."""
+    for handle in handles:
         handle.is_done = True

@@ -151,7 +151,7 @@ class Negotiator:
             elif kind == messages.QUESTIONS:
                 self._questions += messages.unpack_questions(message)
             else:
-                self._apply_slots(messages.unpack_slots(message))
+                self._apply_slots(message, messages.unpack_slots(message))
 
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
         """Return what to send now: receivers and messages.
@@ -246,20 +246,24 @@ class Negotiator:
             self._send_down(messages.pack_decision(decision))
             self._apply(decision)
         elif decision is not None:
-            self._send_down(messages.pack_slots(decision))
-            self._apply_slots(decision)
+            message = messages.pack_slots(decision)
+            self._send_down(message)
+            self._apply_slots(message, decision)
 
     # -- downwards --------------------------------------------------------------------------
 
-    def _apply_slots(self, slots: list[int]) -> None:
+    def _apply_slots(self, message: bytes, slots: list[int]) -> None:
         """Take a batch of operations that have numbers, announced by all."""
-        entries = [self._slots.entries[slot] for slot in slots]
+        batch, bits = self._slots.batch(message, slots)
         announced = self._announced
-        for entry in entries:
-            del announced[entry.name]
-        self._tally.clear(bits_of(slots), ())
-        self._slots.touch(entries)
-        self._batches.append(Batch(tuple(entries), None))
+        if len(announced) == len(batch.entries):
+            announced.clear()
+        else:
+            for entry in batch.entries:
+                del announced[entry.name]
+        self._tally.clear(bits, ())
+        self._slots.touch(batch.entries)
+        self._batches.append(batch)
 
     def _apply(self, decision: Decision) -> None:
         """Take any batch: first forget what it decides, then give and take numbers."""

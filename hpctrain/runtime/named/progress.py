@@ -180,10 +180,12 @@ class Progress:
 
     def _announce_many(self) -> None:
         """Announce all news up to a join that have been decided before; leave the others there."""
-        news, many = self.news, []
-        while news and news[0].name is not JOIN:
-            many.append(news.popleft())
-        news.extendleft(reversed(self._negotiator.announce_known(many)))
+        news = self.news
+        many = [news.popleft() for _ in range(len(news))]
+        names = [handle.name for handle in many]
+        end = names.index(JOIN) if JOIN in names else len(many)
+        others = self._negotiator.announce_known(many[:end])
+        news.extendleft(reversed(others + many[end:]))
 
     def _carry_out(self, batch: Batch) -> None:
         timeline = self._timelines.current if self._timelines is not None else None

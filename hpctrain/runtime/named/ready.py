@@ -43,6 +43,8 @@ class Ready:
             return None
         self._bits, self._names = 0, {}
         if not names and join_over is None:
+            if bits.bit_count() == len(announced):  # all of it, as a rule
+                return list(announced.values())
             return [slot for slot in announced.values() if slot >= 0 and bits >> slot & 1]
         items: list[NewEntry | KnownEntry] = []
         for name, slot in announced.items():

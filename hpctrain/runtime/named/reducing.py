@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.runtime.named.reduce_op import ReduceOp
 
@@ -72,18 +73,19 @@ def recipe(
     return Recipe(wide, before, comm_op, None, after, divisor, is_plain)
 
 
-def reduce_(comm: "Communicator", values: Tensor, how: Recipe) -> None:
+def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
     """Replace ``values``, of any layout, by what all ranks make of them. Collective."""
     if how.is_plain:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return
-    values = values.detach()
-    work = values if how.wide is None else values.to(how.wide)
-    multiply_(work, how.before)
+    tensor = values.flat if isinstance(values, Bucket) else values.detach()
+    work = values if how.wide is None else tensor.to(how.wide)
+    wide = work.flat if isinstance(work, Bucket) else work.detach()
+    multiply_(wide, how.before)
     comm.allreduce_(work, op=how.op, scale=how.scale).wait()
-    finish_(work, how)
-    if work is not values:
-        values.copy_(work)
+    finish_(wide, how)
+    if wide.dtype is not tensor.dtype:
+        tensor.copy_(wide)
 
 
 def reduce_scatter(

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,33 +111,6 @@ class Request:
             shapes = tuple([tensor.shape[start:] for tensor in tensors])
             devices = tuple([tensor.device.type for tensor in tensors])
         self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
-
-    @classmethod
-    def again(cls, name: str, signature: Signature, tensor: Tensor) -> Self | None:
-        """Return a request of one tensor in place like one that was made before.
-
-        Args:
-            name: of it.
-            signature: likewise.
-            tensor: to be taken now.
-
-        Returns:
-            None if the request would not be alike.
-        """
-        _, dtypes, shapes, _, _, _, _, devices = signature
-        if (
-            not isinstance(tensor, Tensor)  # type: ignore[redundant-expr]
-            or tensor.dtype is not dtypes[0]
-            or tensor.shape != shapes[0]
-            or not tensor.is_cpu
-            or devices is not _CPU
-            or tensor.layout is not torch.strided
-        ):
-            return None
-        made = cls.__new__(cls)
-        made.kind, made.name, made.in_place, made.splits = signature.kind, name, True, None
-        made.tensors, made.signature = (tensor,), signature
-        return made
 
 
 Result = list[Any]

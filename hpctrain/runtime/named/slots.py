@@ -4,14 +4,35 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.runtime.named.batch import Entry
+from hpctrain.runtime.named.batch import Batch, Entry
 from hpctrain.runtime.named.request import Signature
 
 if TYPE_CHECKING:
     from hpctrain.runtime.named.handle import Handle
+    from hpctrain.runtime.named.recurring import Recurring
 
 NUM_SLOTS = 4096
 """Most names that have a number: a vector of as many bits is 512 bytes."""
+
+
+_ONE = ord("1")
+_MOST_BATCHES = 16
+"""Batches that are kept, for a program that repeats them."""
+
+
+class LookUp(NamedTuple):
+    """What was looked up before, as long as no number changes."""
+
+    recurring: "list[Recurring | None]"
+    numbers: dict[str, int]
+    bits: int
+
+
+class KnownBatch(NamedTuple):
+    """A batch of operations that all have a number."""
+
+    batch: Batch
+    bits: int
 
 
 class Drop(NamedTuple):
@@ -42,12 +63,30 @@ class Slots:
         """Operations that have lost their number so far: the version that a message speaks of."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._record: deque[Drop] = deque()
+        self._looked_up = LookUp([], {}, 0)
+        self._batches: OrderedDict[bytes, KnownBatch] = OrderedDict()
+        self._touched: Sequence[Entry] = ()
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Note that these have been decided, in this order."""
+        if entries is self._touched:  # nothing came after them
+            return
         move_to_end = self.numbers.move_to_end
         for entry in entries:
             move_to_end(entry.name)
+        self._touched = entries
+
+    def batch(self, decision: bytes, slots: Sequence[int]) -> KnownBatch:
+        """Return the operations of these numbers, which a message said: the same object again."""
+        known = self._batches.get(decision)
+        if known is None:
+            batch = Batch(tuple([self.entries[slot] for slot in slots]), None)
+            known = self._batches[decision] = KnownBatch(batch, bits_of(slots))
+            if len(self._batches) > _MOST_BATCHES:
+                self._batches.popitem(last=False)
+        else:
+            self._batches.move_to_end(decision)
+        return known
 
     def look_up(
         self, handles: "Sequence[Handle]", found: dict[str, int]
@@ -56,15 +95,24 @@ class Slots:
 
         An operation that is not what its number says has none.
         """
+        recurring = [handle.recurring for handle in handles]
+        if recurring == self._looked_up.recurring:
+            found.update(self._looked_up.numbers)
+            return self._looked_up.bits, []
         numbers, entries = self.numbers, self.entries
-        others, bits = [], 0
+        others, slots, fresh = [], [], {}
         for handle in handles:
             slot = numbers.get(handle.name)
-            if slot is None or entries[slot].signature != handle.request.signature:
+            same = handle.recurring or handle.request
+            if slot is None or entries[slot].signature != same.signature:
                 others.append(handle)
             else:
-                found[handle.name] = slot
-                bits |= 1 << slot
+                fresh[handle.name] = slot
+                slots.append(slot)
+        found.update(fresh)
+        bits = bits_of(slots)
+        if not (others or None in recurring):
+            self._looked_up = LookUp(recurring, fresh, bits)
         return bits, others
 
     def put(self, name: str, signature: Signature) -> Drop | None:
@@ -74,6 +122,7 @@ class Slots:
             if not self._free:
                 left = self.drop(next(iter(self.numbers)))
             slot = self._free.pop()
+        self._forget_batches()
         self.numbers[name] = slot
         self.entries[slot] = Entry(name, signature, None, False)  # noqa: FBT003
         return left
@@ -83,6 +132,7 @@ class Slots:
         slot = self.numbers.pop(name, None)
         if slot is None:
             return None
+        self._forget_batches()
         left = Drop(slot, self.entries.pop(slot))
         self._free.append(slot)
         self._record.append(left)
@@ -108,6 +158,12 @@ class Slots:
         while len(self._record) > self.num_drops - num_drops:
             self._record.popleft()
 
+    def _forget_batches(self) -> None:
+        """Keep nothing that follows from the numbers: they change."""
+        self._looked_up = LookUp([], {}, 0)
+        self._batches.clear()
+        self._touched = ()
+
 
 def slots_of(bits: int) -> list[int]:
     """Return the numbers of the bits that are set, ascending."""
@@ -122,7 +178,9 @@ def slots_of(bits: int) -> list[int]:
 
 def bits_of(slots: Sequence[int]) -> int:
     """Return a number with these bits set."""
-    bits = 0
+    if not slots:
+        return 0
+    digits = bytearray(b"0") * (max(slots) + 1)
     for slot in slots:
-        bits |= 1 << slot
-    return bits
+        digits[slot] = _ONE
+    return int(digits[::-1], 2)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hpctrain.errors import ConfigError
-from hpctrain.runtime.named.handle import Handle
+from hpctrain.runtime.named.handle import Handle, TensorHandle
 from hpctrain.runtime.named.request import Result
 
 Take = Callable[[Result], Any]
@@ -79,7 +79,7 @@ def synchronize(handle: Pending) -> Any:
 
 
 def _checked(handle: Pending) -> Pending:
-    if hasattr(handle, "wait") and hasattr(handle, "done"):
+    if isinstance(handle, TensorHandle) or (hasattr(handle, "wait") and hasattr(handle, "done")):
         return handle
     raise ConfigError(
         f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
