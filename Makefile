@@ -48,6 +48,15 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	  > "$$(packages .venv-mpich/bin/python)/venv.pth"
 	touch $@
 
+# Horovod itself, for the tests of it as an engine: built once for each torch and MPI, then its
+# wheel is found in the user's cache. What it needs to run has the versions of the constraints.
+.PHONY: .venv-horovod
+.venv-horovod: .venv/horovod-stamp ## build Horovod against the torch and MPI of .venv
+
+.venv/horovod-stamp: .venv/stamp $(wildcard hpctrain/launch/horovod/*.py)
+	PIP_CONSTRAINT=$(CURDIR)/.ci/constraints.txt $(BIN)/python -m hpctrain horovod build
+	touch $@
+
 # What perf/bench_data.py compares with lies in a folder of its own: nothing else may use it.
 .PHONY: .venv-peers
 .venv-peers: .venv-peers/stamp ## install the data loaders that perf/bench_data.py compares with
@@ -90,6 +99,7 @@ MPICH := $(MPICH_SIZES:%=mpich-%)
 test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
 	@rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
+	@$(MAKE) --no-print-directory .venv-horovod || true
 	$(foreach size,$(SIZES),$(call suite,openmpi-$(size),$(size),$(CURDIR)/$(BIN)/python))
 	@$(MAKE) --no-print-directory $(MPICH) || true
 	@python tests/report.py $(REPORTS) $(OPENMPI) $(MPICH)
@@ -110,6 +120,7 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 .PHONY: conformance
 conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's own as well
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
+	@$(MAKE) --no-print-directory .venv-horovod || true
 	@code=0; $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
 	  --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
@@ -145,6 +156,9 @@ bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: 
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
 	python perf/bench_order.py --json perf/results/order.json
+	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
+	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \
+	  --json perf/results/engines.json --plot perf/results/engines.png
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
 	python perf/bench_data.py --json perf/results/data.json --plot perf/results/data.png
 	@$(MAKE) --no-print-directory .venv-mpich || true # without it there are no figures of MPICH

@@ -23,6 +23,12 @@ SHARED_MEMORY = ("auto", "memfd", "window", "off")
 PROBE = ("auto", "off", "fresh")
 """Algorithms: measured once and remembered, chosen by rule, or measured again."""
 
+ENGINES = ("hpctrain", "horovod")
+"""What moves tensors: our own communicators, or Horovod's operations."""
+
+HOROVOD_WAYS = ("auto", "flat", "two-level")
+"""How Horovod's sums travel between nodes: as measured, by one call, or in three."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """What is printed: from so important on."""
 
@@ -126,6 +132,11 @@ class Settings:
     """Mark in the timeline where each cycle of the controller begins."""
     elastic_reset_limit: int | None = None
     """How often ``elastic.run`` may begin again; as often as needed when unset."""
+    engine: str = "hpctrain"
+    """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
+    horovod_way: str = "auto"
+    """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
+    ``auto`` for what is measured to be faster."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -158,6 +169,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "timeline": _file,
     "timeline_mark_cycles": _flag,
     "elastic_reset_limit": _whole,
+    "engine": _one_of(ENGINES),
+    "horovod_way": _one_of(HOROVOD_WAYS),
 }
 
 
@@ -241,10 +254,16 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     ]
 
 
-def remarks(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return what to tell at start of ``HPCTRAIN_*`` and ``HOROVOD_*`` variables that are set."""
+def remarks(environ: Mapping[str, str] | None = None, *, engine: str = "hpctrain") -> list[str]:
+    """Return what to tell at start of ``HPCTRAIN_*`` and ``HOROVOD_*`` variables that are set.
+
+    Args:
+        environ: the variables; those of this process when None.
+        engine: what moves tensors: the engine ``horovod`` reads all of Horovod's by itself.
+    """
     environ = os.environ if environ is None else environ
-    return [*unknown_variables(environ), *horovod_variables.remarks(environ)]
+    theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)
+    return [*unknown_variables(environ), *theirs]
 
 
 def _hint(name: str, known: list[str]) -> str:

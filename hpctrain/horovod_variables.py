@@ -5,6 +5,7 @@
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,10 @@ def _file(text: str) -> Path | None:
     return None if text == "DYNAMIC" else Path(text)
 
 
+def _two_level(text: str) -> str | None:
+    return "two-level" if _is_on(text) else None
+
+
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _RENAMED = {"trace": "debug", "fatal": "critical"}
 
@@ -80,6 +85,7 @@ HONOURED = (
     Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", _seconds),
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", _seconds),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
+    Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "horovod_way", _two_level),
 )
 """In the order in which they are asked: of two for one setting the first that says something."""
 
@@ -111,6 +117,12 @@ def read(setting: str, environ: Mapping[str, str]) -> tuple[Any, str] | None:
         if value is not None:
             return value, variable.name
     return None
+
+
+def found(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of Horovod's that are set."""
+    environ = os.environ if environ is None else environ
+    return {name: text for name, text in environ.items() if name.startswith(PREFIX)}
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,16 @@
 """``hpctrain launch``: start a command on several ranks."""
 
-from typing import Annotated
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from hpctrain.cli.horovodrun import split, variables, with_options
 from hpctrain.cluster.env import scheduler
+from hpctrain.errors import LaunchError
 from hpctrain.launch import mpiexec
+from hpctrain.launch.hosts import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.supervise import supervise
@@ -18,6 +23,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""
 
 
+@with_options
 def launch(  # noqa: PLR0913 - a command's options
     ctx: typer.Context,
     *,
@@ -26,10 +32,28 @@ def launch(  # noqa: PLR0913 - a command's options
     ],
     nodes: Annotated[
         int | None,
-        typer.Option(help="Declare so many nodes on this host.", min=1, show_default=False),
+        typer.Option(
+            help="Declare so many nodes on this host.", min=1, metavar="N", show_default=False
+        ),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(help="Real hosts with their ranks.", metavar="a:2,b:2")
+        str | None,
+        typer.Option("--hosts", "-H", help="Real hosts with their ranks.", metavar="a:2,b:2"),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile", "-hostfile", help="The same, a line `host slots=2` each.", metavar="FILE"
+        ),
+    ] = None,
+    network_interface: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--network-interface",
+            "--network-interfaces",
+            help="Network between the hosts; MPI chooses.",
+            metavar="eth0",
+        ),
     ] = None,
     mpirun: Annotated[
         str | None, typer.Option(help="The launcher to use.", metavar="PATH")
@@ -41,13 +65,21 @@ def launch(  # noqa: PLR0913 - a command's options
         bool, typer.Option("--tag-output", help="Each line names its rank.")
     ] = False,
     no_bind: Annotated[bool, typer.Option("--no-bind", help="Tie no rank to a core.")] = False,
+    mpi_args: Annotated[
+        str | None,
+        typer.Option("--mpi-args", help="More words for this mpirun.", metavar="WORDS"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the mpirun line.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the mpirun line and start nothing.")
     ] = False,
+    **of_horovodrun: Any,
 ) -> None:
     """Start a command on several ranks with the mpirun that fits this installation.
 
     Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
+
+    The options of `horovodrun` are understood too.
 
     One rank's death ends all ranks. The exit code is the command's, 124 after --timeout; 85 is
     a run that has stopped and wants to go on.
@@ -59,13 +91,25 @@ def launch(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -n 8 --hosts a:4,b:4 train.py
 
+      hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
+
       hpctrain launch -n 4 --dry-run python train.py
     """
+    if hosts and hostfile:
+        raise LaunchError(
+            f"hosts come from one place, got --hosts {hosts} and --hostfile {hostfile}; "
+            "leave one out"
+        )
+    if hostfile:
+        hosts = read_hostfile(hostfile)
     found = find_mpirun(mpirun)
     options = mpiexec.Options(
         binding="none" if no_bind else "auto",
         tag_output=tag_output,
         allocated=bool(scheduler()),
+        interfaces=split(network_interface or []),
+        variables=variables(of_horovodrun),
+        extra=tuple(shlex.split(mpi_args or "")),
     )
     line = mpiexec.command(
         resolve(ctx.args),
@@ -78,6 +122,8 @@ def launch(  # noqa: PLR0913 - a command's options
     if dry_run:
         typer.echo(mpiexec.shell_line(line))
         return
+    if verbose:
+        typer.echo(f"hpctrain: {mpiexec.shell_line(line)}", err=True)
     try:
         code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
     except KeyboardInterrupt:

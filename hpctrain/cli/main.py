@@ -14,7 +14,10 @@ from hpctrain.cli.data import data
 from hpctrain.cli.doctor import doctor
 from hpctrain.cli.env import env
 from hpctrain.cli.guide import guide
+from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
+from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
+from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.train import train
@@ -35,6 +38,8 @@ For instance:
 
   hpctrain launch -n 4 --nodes 2 python script.py
 
+  hpctrain launch -n 4 hpctrain shim horovod_script.py
+
   hpctrain launch -n 4 hpctrain bench allreduce --peers
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
@@ -46,6 +51,8 @@ For instance:
   hpctrain data verify data/train
 
   hpctrain checkpoint verify runs/digits
+
+  hpctrain horovod build               Horovod itself, for HPCTRAIN_ENGINE=horovod
 
   hpctrain guide data                  the manual, by topic
 """
@@ -59,11 +66,13 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
+app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
 app.command()(bench)
 app.add_typer(data)
 app.add_typer(checkpoint)
+app.add_typer(horovod)
 app.command()(doctor)
 app.command()(env)
 app.command()(guide)

@@ -21,13 +21,16 @@ GAIN = 0.15
 
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
+BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
 _SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
 _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
     """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
-    if what == "tensors":
+    if plan.engine == "horovod":
+        sensible = BY_HOROVOD
+    elif what == "tensors":
         sensible = BETWEEN_NODES if plan.num_rails else ON_A_NODE
     else:
         sensible = _SMALL_PARTS if num_bytes < 64 * KIB else _LARGE_PARTS

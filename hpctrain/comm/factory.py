@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,6 +14,7 @@ from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm import planning
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan, choose_plan
+from hpctrain.comm.plan_file import StoredPlan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.watch import Watch
 from hpctrain.config import Settings
@@ -54,6 +55,7 @@ def connect(
     Raises:
         ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
         NodeMemoryError: a way to share memory was forced and does not work; on every rank.
+        LaunchError: Horovod is wanted and some rank has none that works; on every rank.
     """
     if world is None:
         return _alone(settings)
@@ -119,23 +121,15 @@ def _alone(settings: Settings) -> Connection:
 def _together(
     world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
 ) -> Connection:
-    from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
-    from hpctrain.comm.presence import Presence  # noqa: PLC0415
+    from hpctrain.comm.presence import Presence  # noqa: PLC0415 - a world of one needs no MPI
 
     process.sharpen_sleep()
     presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     watch = _watch(presence, topology, settings)
-    stored = planning.pinned(world, settings)
-    node, refusal = planning.share_memory(world, topology, settings, stored, watch)
-    mine = (num_threads, planning.machine(len(topology.cores)))
-    threads, machines = zip(*world.allgather(mine), strict=True)
-    way = node.memory_name if node else "none"
-    rule = world.bcast(choose_plan(topology, settings, node_memory=way, threads=threads))
-    decision = planning.decide(world, topology, settings, stored, rule, machines)
-    comm = levels.join(world, node, topology, decision.plan, watch)
-    decision = planning.measured(decision, comm, world, topology, watch)
-    path = f"gradients go through an MPI {way}" if node else "gradients go flat over MPI"
-    notes = [preflight.core_warning(topology), refusal and f"{path}: {refusal}"]
+    ranks = _Ranks(world, topology, settings, num_threads, watch)
+    joined = _by_horovod(ranks) if settings.engine == "horovod" else _by_levels(ranks)
+    comm, decision, note = joined
+    notes = [preflight.core_warning(topology), note]
     return Connection(
         comm=comm,
         topology=topology,
@@ -145,3 +139,54 @@ def _together(
         notes=tuple(note for note in notes if note),
         settings=settings,
     )
+
+
+class _Ranks(NamedTuple):
+    """Ranks that are to be joined."""
+
+    world: "MPI.Intracomm"
+    topology: Topology
+    settings: Settings
+    num_threads: int
+    watch: Watch
+
+    def decide(self, stored: StoredPlan | None, node_memory: str) -> planning.Decision:
+        """Choose the plan; the same on every rank. Collective."""
+        world, topology = self.world, self.topology
+        mine = (self.num_threads, planning.machine(len(topology.cores)))
+        threads, machines = zip(*world.allgather(mine), strict=True)
+        rule = world.bcast(
+            choose_plan(topology, self.settings, node_memory=node_memory, threads=threads)
+        )
+        return planning.decide(world, topology, self.settings, stored, rule, machines)
+
+
+_Joined: TypeAlias = tuple[Communicator, planning.Decision, str]
+"""All ranks, by which plan, and a warning."""
+
+
+def _by_levels(ranks: _Ranks) -> _Joined:
+    from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
+
+    world, topology, settings, _, watch = ranks
+    stored = planning.pinned(world, settings)
+    node, refusal = planning.share_memory(world, topology, settings, stored, watch)
+    way = node.memory_name if node else "none"
+    decision = ranks.decide(stored, way)
+    comm = levels.join(world, node, topology, decision.plan, watch)
+    decision = planning.measured(decision, comm, world, topology, watch)
+    path = f"gradients go through an MPI {way}" if node else "gradients go flat over MPI"
+    return comm, decision, refusal and f"{path}: {refusal}"
+
+
+def _by_horovod(ranks: _Ranks) -> _Joined:
+    from hpctrain.comm import horovod_joining  # noqa: PLC0415 - only where it is wanted
+
+    world, topology, settings, _, watch = ranks
+    decision = ranks.decide(planning.pinned(world, settings), "none")
+    comm = horovod_joining.join(
+        world, topology, decision.plan, settings, watch, measures=bool(decision.key)
+    )
+    decision = planning.measured(decision, comm, world, topology, watch)
+    comm.settle()
+    return comm, decision, horovod_joining.unmet_wish(topology, settings)

@@ -81,6 +81,7 @@ class MpiCommunicator:
         self._world_ranks = world_ranks or range(comm.size)
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
+        self._num_buckets = 0
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -91,12 +92,13 @@ class MpiCommunicator:
         values = tensor.flat if isinstance(tensor, Bucket) else tensor
         check_scale(values, scale)
         how = combination(values.dtype, op)
-        self.meet(f"allreduce by {describe(values, op, scale)}")
+        where = f" in bucket {tensor.number}" if isinstance(tensor, Bucket) else ""
+        self.meet(f"allreduce by {describe(values, op, scale)}{where}")
         with flattened(values) as flat:
             for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
                 total = chunk.to(how.wide)
                 self._allreduce_wide_(total, how.widened())
-                _finish(total, scale, chunk)
+                finish(total, scale, chunk)
         return FINISHED
 
     def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
@@ -129,7 +131,7 @@ class MpiCommunicator:
         else:
             total = pairwise_reduce_scatter(self.wire, values.split(counts), how)
         result = total if how.wide is how.lane else torch.empty_like(total, dtype=how.lane)
-        _finish(total, scale, result)
+        finish(total, scale, result)
         return result.view(tensor.dtype)
 
     # -- tensors of all shapes --------------------------------------------------------------
@@ -243,7 +245,8 @@ class MpiCommunicator:
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""
-        return Bucket(torch.zeros(numel, dtype=dtype))
+        self._num_buckets += 1
+        return Bucket(torch.zeros(numel, dtype=dtype), number=self._num_buckets)
 
     def traffic(self) -> Traffic:
         """Return what was sent by messages and given to the library."""
@@ -284,7 +287,7 @@ def _users(tag: int) -> int:
     return tag + 1
 
 
-def _finish(total: Tensor, scale: float | None, out: Tensor) -> None:
+def finish(total: Tensor, scale: float | None, out: Tensor) -> None:
     """Write ``total``, times ``scale``, into ``out``, in one pass over both."""
     if total is out:
         if scale is not None:

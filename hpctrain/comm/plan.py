@@ -9,16 +9,17 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.batching import DEFAULT
 from hpctrain.comm.measurement import Measurement, rows
 from hpctrain.comm.size_table import SizeTable
-from hpctrain.config import Settings
+from hpctrain.config import ENGINES, Settings
 from hpctrain.errors import ConfigError
 from hpctrain.units import KIB, format_bytes, format_seconds
 
 DIRECT_BYTES = 64 * KIB
 """Where every rank sums all that its node holds, up to so many bytes besides its own and one."""
 
-_ADDED_LATER = ("fusion_bytes", "cycle_s")
+_ADDED_LATER = ("fusion_bytes", "cycle_s", "engine")
 
 _NO_RAIL = SizeTable(((0, "library"),))
+_FLAT, _TWO_LEVEL = SizeTable(((0, "flat"),)), SizeTable(((0, "two-level"),))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ class Plan:
     """Torch's threads of each rank: the cores it really has."""
     tensors: SizeTable
     """How ordinary tensors travel: ``direct``, ``slices`` or ``library`` on one node, ``levels``
-    or ``library`` on several."""
+    or ``library`` on several; all tensors by ``flat`` or ``two-level`` with Horovod."""
     rail: SizeTable
     """How a rail carries its part, by the bytes of the part."""
     measured: tuple[Measurement, ...] = ()
@@ -47,6 +48,8 @@ class Plan:
     """Largest message of several named operations."""
     cycle_s: float = DEFAULT.cycle_s
     """How long a named operation waits for others, unless somebody waits for it."""
+    engine: str = "hpctrain"
+    """What moves tensors: ``hpctrain`` or ``horovod``."""
 
     def table(self, what: str) -> SizeTable:
         """Return the table of ``tensors`` or of the ``rail``."""
@@ -100,7 +103,9 @@ class Plan:
         """Return rows of name and value for a table."""
         if self.node_memory == "alone":
             return [("gradients", "stay where they are: one rank"), ("threads", str(self.threads))]
-        if self.node_memory == "none":
+        if self.engine == "horovod":
+            path = f"Horovod, {_in_words(self.tensors)}"
+        elif self.node_memory == "none":
             path = "flat MPI"
         elif self.num_rails:
             plural = "s" * (self.num_rails > 1)
@@ -117,7 +122,7 @@ class Plan:
             ("gradients take", path),
             ("they travel", when[self.overlap]),
             *([("between nodes", _in_words(self.rail))] if self.num_rails else []),
-            ("other tensors", _in_words(self.tensors)),
+            *([("other tensors", _in_words(self.tensors))] if self.engine == "hpctrain" else []),
             ("small ones", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
             ("threads per rank", str(self.threads)),
         ]
@@ -157,15 +162,26 @@ def choose_plan(
         free_core = topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
+    tensors = _tensors_of(topology, node_memory)
+    if settings.engine == "horovod" and node_memory != "alone":
+        forced = settings.horovod_way == "two-level" and has_equal_nodes(topology)
+        tensors = _TWO_LEVEL if forced else _FLAT
     return Plan(
         node_memory=node_memory,
         num_rails=0 if one_level else min(topology.max_rails, 2 * topology.cards),
         bucket_bytes=settings.bucket_bytes,
         overlap=overlap,
         threads=min(threads),
-        tensors=_tensors_of(topology, node_memory),
+        tensors=tensors,
         rail=_NO_RAIL if one_level else rail_rule(topology.num_nodes),
+        engine=settings.engine,
     )
+
+
+def has_equal_nodes(topology: Topology) -> bool:
+    """Say whether there are several nodes, with several ranks each and as many on all. Pure."""
+    sizes = {len(ranks) for ranks in topology.nodes}
+    return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
 
 
 def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable:
@@ -279,4 +295,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "measured": _measured,
     "fusion_bytes": _count,
     "cycle_s": _time,
+    "engine": _one_of(*ENGINES),
 }

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from hpctrain import config
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.choice import BETWEEN_NODES, ON_A_NODE
-from hpctrain.comm.plan import Plan
+from hpctrain.comm.choice import BETWEEN_NODES, BY_HOROVOD, ON_A_NODE
+from hpctrain.comm.plan import Plan, has_equal_nodes
 from hpctrain.errors import ConfigError
 from hpctrain.files import reason_of
 
@@ -72,17 +72,22 @@ def read(path: Path) -> StoredPlan:
         ) from None
 
 
-def misfit(stored: StoredPlan, topology: Topology, node_memory: str) -> str:
+def misfit(
+    stored: StoredPlan, topology: Topology, node_memory: str, engine: str = "hpctrain"
+) -> str:
     """Say what keeps a world from using a plan; empty where nothing does. Pure.
 
     Args:
         stored: the plan.
         topology: of the world.
         node_memory: how its nodes share memory.
+        engine: what moves its tensors.
     """
     plan, sizes = stored.plan, _sizes(topology)
     if stored.nodes != sizes:
         return f"it is for {_nodes(stored.nodes)}, and this world has {_nodes(sizes)}"
+    if plan.engine != engine:
+        return f"it is for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
     if plan.node_memory != node_memory:
         return f"it wants node memory {plan.node_memory}, and this world has {node_memory}"
     one_level = topology.num_nodes == 1 or node_memory in ("none", "alone")
@@ -90,7 +95,7 @@ def misfit(stored: StoredPlan, topology: Topology, node_memory: str) -> str:
     if not fewest <= plan.num_rails <= most:
         return f"it wants {plan.num_rails} rails, and this world can have {fewest} to {most}"
     for name, table, known in (
-        ("tensors", plan.tensors, _ways(topology, node_memory)),
+        ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
         ("rail", plan.rail, _rail_algorithms(plan.num_rails)),
     ):
         if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
@@ -150,7 +155,9 @@ def _nodes(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} node{plural} of {per_node} rank{'s' * (per_node != '1')}"
 
 
-def _ways(topology: Topology, node_memory: str) -> tuple[str, ...]:
+def _ways(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
+    if engine == "horovod" and node_memory != "alone":
+        return BY_HOROVOD if has_equal_nodes(topology) else BY_HOROVOD[:1]
     if node_memory in ("none", "alone"):
         return ("library",)
     return ON_A_NODE if topology.num_nodes == 1 else BETWEEN_NODES

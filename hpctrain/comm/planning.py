@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain import __version__
+from hpctrain import __version__, horovod_variables
 from hpctrain.cluster import env
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.plan import Plan
+from hpctrain.comm.plan import Plan, has_equal_nodes
 from hpctrain.comm.plan_file import StoredPlan, key_of, load_cached, misfit, read, store_cached
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NodeMemoryError
@@ -110,14 +110,14 @@ def decide(
         ConfigError: the pinned plan cannot be used in this world; on every rank.
     """
     if stored is not None:
-        if problem := misfit(stored, topology, rule.node_memory):
+        if problem := misfit(stored, topology, rule.node_memory, rule.engine):
             raise ConfigError(
                 f"the plan of {settings.plan} does not fit: {problem}; start the ranks that it "
                 f"is for, or leave HPCTRAIN_PLAN out"
             )
         return Decision(plan=stored.plan, origin=str(settings.plan))
     by_rule = Decision(plan=rule, origin="rule")
-    if world is None or settings.probe == "off" or rule.node_memory == "none":
+    if world is None or settings.probe == "off" or not _has_choice(topology, settings, rule):
         return by_rule
     key = key_of(
         {
@@ -125,6 +125,7 @@ def decide(
             "nodes": topology.nodes,
             "hosts": len({host.partition("#")[0] for host in topology.hosts}),
             "environment": env.tuning(),
+            "horovod": horovod_variables.found() if rule.engine == "horovod" else {},
             "cards": topology.cards,
             "machines": machines,
             "mpi": _mpi_library(),
@@ -133,7 +134,7 @@ def decide(
     )
     if settings.probe == "auto":
         found = load_cached(key) if world.rank == 0 else None
-        if found is not None and misfit(found, topology, rule.node_memory):
+        if found is not None and misfit(found, topology, rule.node_memory, rule.engine):
             found = None
         if (found := world.bcast(found)) is not None:
             return Decision(plan=found.plan, origin="a measurement in an earlier run")
@@ -159,13 +160,22 @@ def measured(
     if not decision.key:
         return decision
     from hpctrain.comm.hierarchical import HierarchicalCommunicator  # noqa: PLC0415
+    from hpctrain.comm.horovod import HorovodCommunicator  # noqa: PLC0415
     from hpctrain.comm.probe import measure  # noqa: PLC0415
 
-    assert isinstance(comm, HierarchicalCommunicator)  # others have nothing to choose
+    # Others have nothing to choose.
+    assert isinstance(comm, HierarchicalCommunicator | HorovodCommunicator)
     plan = measure(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))
     return Decision(plan=plan, origin="measurement")
+
+
+def _has_choice(topology: Topology, settings: Settings, rule: Plan) -> bool:
+    """Say whether there are several algorithms to choose from."""
+    if rule.engine == "horovod":
+        return settings.horovod_way == "auto" and has_equal_nodes(topology)
+    return rule.node_memory != "none"
 
 
 def machine(num_cores: int) -> str:

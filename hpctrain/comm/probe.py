@@ -17,6 +17,7 @@ from mpi4py import MPI
 from hpctrain.comm import batching
 from hpctrain.comm.choice import SIZES, candidates, expected_s, refine
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.horovod import HorovodCommunicator
 from hpctrain.comm.measurement import Measurement
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan import Plan
@@ -48,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def measure(
-    comm: HierarchicalCommunicator,
+    comm: HierarchicalCommunicator | HorovodCommunicator,
     world: MPI.Intracomm,
     plan: Plan,
     watch: Watch,
@@ -138,7 +139,7 @@ def _table(
 
 
 def _shortest(
-    comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
+    comm: HierarchicalCommunicator | HorovodCommunicator, stopwatch: "Stopwatch", until_s: float
 ) -> dict[int, float]:
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 

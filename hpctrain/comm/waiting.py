@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.semaphore import Semaphore
 from hpctrain.comm.watch import Watch
@@ -18,6 +18,13 @@ NAP_S = (20e-6, 500e-6)
 """Shortest and longest pause between two tests of an MPI request."""
 NAP_SHARE = 0.02
 """Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
+
+
+class Request(Protocol):
+    """Something that is under way, such as a request of MPI."""
+
+    def Test(self, status: "MPI.Status | None", /) -> bool:  # noqa: N802 - MPI's name
+        """Say whether it is over."""
 
 
 class NodeBarrier:
@@ -63,16 +70,16 @@ class NodeBarrier:
 
 
 def wait_request(
-    request: "MPI.Request",
+    request: Request,
     watch: Watch,
     partner: int | None = None,
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Return when an MPI request is complete, without burning the core while a peer is late.
+    """Return when a request is complete, without burning the core while a peer is late.
 
     Args:
-        request: of a non-blocking call.
+        request: of a non-blocking call of MPI, or another that can be tested.
         watch: looks at the others meanwhile.
         partner: the world rank at the other end, None for all ranks.
         over: the link to it, for messages.

@@ -5,12 +5,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.guard import guarded
+from hpctrain.launch.hosts import check_hosts, check_interfaces
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
@@ -27,6 +28,8 @@ FORWARDED = (
 )
 """Prefixes of what ranks on other hosts are given; PATH and LD_LIBRARY_PATH go as well."""
 
+LOOPBACK = "lo"
+
 OUTER = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 """Prefixes by which a launcher marks its ranks: one inside another would take them for its own."""
 
@@ -41,6 +44,12 @@ class Options:
     """Each line of output names its rank."""
     allocated: bool = False
     """A scheduler lends the hosts: it knows their cores, we see those of this one only."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces between the hosts; by default the MPI library chooses."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that every rank gets, on top of those it gets anyway."""
+    extra: tuple[str, ...] = ()
+    """Further words for ``mpirun``, as it wants them."""
 
 
 def command(
@@ -61,10 +70,11 @@ def command(
         nodes: declare so many nodes on this host; by default what the environment says.
         hosts: real hosts with their ranks, ``"a:2,b:2"``; by default this host, or those
             the scheduler lends.
-        options: binding, tags, whether a scheduler lends the hosts.
+        options: binding, tags, whether a scheduler lends the hosts, and more.
 
     Raises:
-        LaunchError: ranks, nodes and hosts do not fit together, or there is no ``mpirun``.
+        LaunchError: ranks, nodes and hosts do not fit together, there is no ``mpirun``, or no
+            such network interface.
     """
     options = options or Options()
     if not argv:
@@ -74,13 +84,18 @@ def command(
     check_hosts(hosts, num_ranks, nodes)
     mpirun = mpirun or find_mpirun()
     write = _openmpi if mpirun.is_openmpi else _hydra
-    declared = {DECLARED: str(ranks_per_node(num_ranks, nodes))} if nodes else {}
+    declared = dict(options.variables)
+    if nodes:
+        declared[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     local = hosts is None and not options.allocated
     line = [str(mpirun.path), *write(mpirun, num_ranks, declared, options, local=local)]
+    if options.interfaces:
+        check_interfaces(options.interfaces)
+        line += _through(mpirun, options.interfaces)
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
     program = argv if mpirun.is_openmpi or num_ranks == 1 else guarded(argv)
-    return [*line, "-np", str(num_ranks), *program]
+    return [*line, *options.extra, "-np", str(num_ranks), *program]
 
 
 def environment(
@@ -132,35 +147,6 @@ def ranks_per_node(num_ranks: int, nodes: int) -> int:
     return per_node
 
 
-def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
-    """Check a list of hosts against the ranks to place.
-
-    Raises:
-        LaunchError: an entry is not ``host`` or ``host:ranks``, there are too few places, or
-            nodes are declared as well.
-    """
-    if hosts is None:
-        return
-    if nodes:
-        raise LaunchError(
-            f"nodes are declared on one host only, got --nodes {nodes} and --hosts {hosts}; "
-            "leave one out"
-        )
-    places = 0
-    for entry in hosts.split(","):
-        host, _, ranks = entry.partition(":")
-        if not host or not (ranks or "1").isdigit():
-            raise LaunchError(
-                f"hosts are host:ranks with commas between, got {entry!r} in {hosts}"
-            )
-        places += int(ranks or "1")
-    if places < num_ranks:
-        raise LaunchError(
-            f"every rank needs a place, got {num_ranks} ranks and {places} places in {hosts}; "
-            "raise the numbers behind the colons"
-        )
-
-
 def _openmpi(
     mpirun: Mpirun, num_ranks: int, declared: dict[str, str], options: Options, *, local: bool
 ) -> list[str]:
@@ -199,6 +185,23 @@ def _hydra(
     for name, value in declared.items():
         line += ["-genv", name, value]
     return line  # and Hydra hands its whole environment on by itself
+
+
+def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
+    """Write which network interfaces carry messages, and what the launcher itself says."""
+    names = ",".join(interfaces)
+    if mpirun.flavour == "openmpi5":
+        line = ["--mca", "btl_tcp_if_include", names]
+        # Its launcher refuses the loopback interface, and needs none on one host.
+        cards = ",".join(name for name in interfaces if name != LOOPBACK)
+        return line + (["--prtemca", "prte_if_include", cards] if cards else [])
+    if mpirun.flavour == "openmpi4":
+        return ["--mca", "btl_tcp_if_include", names, "--mca", "oob_tcp_if_include", names]
+    if len(interfaces) > 1:
+        raise LaunchError(
+            f"{mpirun.path} takes one network interface, got {names}; name the one to use"
+        )
+    return ["-iface", names, "-genv", "FI_TCP_IFACE", names]
 
 
 def _forwards(declared: Mapping[str, str]) -> list[str]:

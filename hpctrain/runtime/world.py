@@ -72,6 +72,7 @@ def init(
     process_sets: "Sequence[ProcessSet] | str | None" = None,
     *,
     ranks_per_node: int | None = None,
+    engine: str | None = None,
 ) -> None:
     """Join the world of all ranks that were started together. Collective.
 
@@ -88,11 +89,14 @@ def init(
             rank; ``"dynamic"`` means none yet.
         ranks_per_node: declares nodes on one host, so that a laptop runs the two-level path;
             else what ``HPCTRAIN_RANKS_PER_NODE`` says.
+        engine: what moves tensors: ``hpctrain``, or ``horovod`` where that is installed; else
+            what ``HPCTRAIN_ENGINE`` says. Rank 0 decides for all.
 
     Raises:
         ConfigError: a setting or an argument is not valid, or a process set is there twice; in
             that last case the world is there all the same.
-        LaunchError: the launcher, the MPI library and the world do not fit together.
+        LaunchError: the launcher, the MPI library and the world do not fit together, or some
+            rank has no Horovod and the engine is that.
         NodeMemoryError: shared memory was forced and cannot be had.
         MismatchError: the ranks give different process sets; on every rank.
     """
@@ -103,6 +107,10 @@ def init(
             if ranks_per_node < 1:
                 raise ConfigError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
             settings = replace(settings, ranks_per_node=ranks_per_node)
+        if engine is not None:
+            if engine not in config.ENGINES:
+                raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
+            settings = replace(settings, engine=engine)
         join(settings, chosen)
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -199,7 +207,7 @@ def join(settings: Settings, chosen: object = None) -> None:
 
 def _report(found: Connection) -> None:
     logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
-    notes = found.comm.gather_object([*config.remarks(), *found.notes])
+    notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
 

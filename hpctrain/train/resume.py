@@ -93,14 +93,24 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
     return replace(config, train=replace(config.train, micro_shards=found))
 
 
-def plan_to_keep(directory: RunDirectory, config: RunConfig) -> Path | None:
-    """Return the plan of the run where this part can use it: the same plan, the same bits."""
+def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
+    """Return the plan of the run where this part can use it: the same plan, the same bits.
+
+    Args:
+        directory: of the run.
+        config: of this part.
+        engine: of this part.
+    """
     try:
         stored = plan_file.read(directory.plan)
         before = load(directory.config).config
     except ConfigError:
         return None
-    same = before.comm == config.comm and _same_nodes(stored.nodes, config.comm.ranks_per_node)
+    same = (
+        before.comm == config.comm
+        and stored.plan.engine == engine
+        and _same_nodes(stored.nodes, config.comm.ranks_per_node)
+    )
     return directory.plan if same else None
 
 

@@ -67,7 +67,7 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
     if not how.dry_run:
         directory.make_log_folder()
     settings = _settings(loaded, environment_settings, directory, dry_run=how.dry_run)
-    kept = plan_to_keep(directory, config) if continues else None
+    kept = plan_to_keep(directory, config, settings.engine) if continues else None
     world.join(replace(settings, plan=settings.plan or kept))
     here = world.current()
     comm = here.comm

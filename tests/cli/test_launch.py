@@ -1,3 +1,4 @@
+import re
 import shlex
 import signal
 import subprocess
@@ -6,6 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from hpctrain.cli import main
+from hpctrain.config import Settings
+from hpctrain.errors import HpctrainError
 
 PYTHON = shlex.quote(sys.executable)
 
@@ -56,6 +63,95 @@ def test_a_launch_that_cannot_be_is_one_error_and_no_traceback(words, text):
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def here(*words):
+    """Ask in this process; nothing is started."""
+    return CliRunner().invoke(main.app, ["launch", *words])
+
+
+def dry(*words):
+    result = here("-np", "2", *words, "--dry-run", "python", "x.py")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_options_of_horovodrun_are_ours(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1 # the other\n")
+    file = str(tmp_path / "hosts")
+    plain = dry("--hosts", "a:1,b:1")
+    assert dry("-H", "a:1,b:1") == dry("--hostfile", file) == dry("-hostfile", file) == plain
+    assert dry("--mpi", "--disable-cache", "--start-timeout", "60", "-H", "a:1,b:1") == plain
+    extra = dry("--mpi-args=--map-by ppr:1:node --x 'two words'")
+    assert " --map-by ppr:1:node --x 'two words' -np 2 " in extra
+
+
+@pytest.mark.parametrize(
+    ("words", "variable"),
+    [
+        (["--timeline-filename", "t.json"], "HPCTRAIN_TIMELINE=t.json"),
+        (["--timeline-mark-cycles"], "HPCTRAIN_TIMELINE_MARK_CYCLES=True"),
+        (["--no-timeline-mark-cycles"], "HPCTRAIN_TIMELINE_MARK_CYCLES=False"),
+        (["--fusion-threshold-mb", "32"], "HPCTRAIN_FUSION_BYTES=33554432"),
+        (["--cycle-time-ms", "2.5"], "HPCTRAIN_CYCLE_S=0.0025"),
+        (["--no-stall-check"], "HPCTRAIN_STALL_S=inf"),
+        (["--stall-check-warning-time-seconds", "9"], "HPCTRAIN_STALL_S=9.0"),
+        (["--stall-check-shutdown-time-seconds", "99"], "HPCTRAIN_STALL_ABORT_S=99.0"),
+        (["--log-level", "FATAL"], "HPCTRAIN_LOG_LEVEL=critical"),
+        (["--reset-limit", "3"], "HPCTRAIN_ELASTIC_RESET_LIMIT=3"),
+        (["--autotune"], "HOROVOD_AUTOTUNE=1"),
+        (["--log-hide-timestamp"], "HOROVOD_LOG_HIDE_TIME=1"),
+        (["--cache-capacity", "99"], "HOROVOD_CACHE_CAPACITY=99"),
+    ],
+)
+def test_options_of_horovodrun_set_the_variable_that_has_their_meaning(words, variable):
+    name, _, value = variable.partition("=")
+    assert re.search(rf"-(x|genv) {name}[= ]{re.escape(value)} ", dry(*words))
+    if name.startswith("HPCTRAIN_"):
+        Settings.from_env({name: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-np", "5", "-H", "a:2,b:2", "python"], "5 ranks and 4 places"),
+        (["-np", "2", "--hostfile", "/nowhere/hosts", "python"], "/nowhere/hosts"),
+        (["-np", "2", "--hostfile", "x", "-H", "a:2", "python"], "leave one out"),
+        (["-np", "2", "--network-interface", "eth99", "python"], "'eth99'"),
+        (["-np", "2", "--cycle-time-ms", "-1", "python"], "--cycle-time-ms -1"),
+        (["-np", "2", "--fusion-threshold-mb", "x", "python"], "--fusion-threshold-mb x"),
+        (["-np", "2", "--log-level", "loud", "python"], "--log-level loud"),
+        (["-np", "2", "--min-np", "1", "--max-np", "4", "python"], "--min-np"),
+        (["-np", "2", "--host-discovery-script", "./x", "python"], "stay the same"),
+        (["-np", "2", "--blacklist-cooldown-range", "1", "2", "python"], "stay the same"),
+        (["-np", "2", "-p", "22", "python"], "~/.ssh/config"),
+        (["-np", "2", "--config-file", "x.yaml", "python"], "guide horovod-variables"),
+    ],
+)
+def test_options_of_horovodrun_that_cannot_be_are_errors_with_a_way_out(words, text):
+    error = here(*words).exception
+    assert isinstance(error, HpctrainError)
+    assert text in str(error)
+
+
+@pytest.mark.requires("horovod")
+def test_every_option_of_horovodrun_is_known():
+    runner = Path(sys.executable).with_name("horovodrun")
+    told = subprocess.run([runner, "--help"], capture_output=True, text=True, check=True).stdout
+    wanted = set(re.findall(r"^ +(?:(-\w[\w-]*)[ ,].*)?(--[\w-]+)", told, re.MULTILINE))
+    launch = typer.main.get_command(main.app).commands["launch"]
+    known = {name for parameter in launch.params for name in parameter.opts} | {"--help", "-h"}
+    assert {name for names in wanted for name in names if name} - known == {"--num-proc"}
+
+
+@pytest.mark.launches
+def test_the_ranks_get_what_options_of_horovodrun_say(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CYCLE_S", "1")
+    code = "import os; print(os.environ['HPCTRAIN_CYCLE_S'] + '\\n', end='')"
+    options = ["--cycle-time-ms", "5", "--network-interface", "lo", "--verbose"]
+    done = hpctrain("launch", "-np", "2", *options, "python", "-c", code)
+    assert done.stdout == "0.005\n" * 2, done.stderr
+    assert "mpirun" in done.stderr
 
 
 @pytest.mark.launches

@@ -9,6 +9,11 @@ import hpctrain
 from hpctrain.cli import main
 from hpctrain.errors import ConfigError
 
+COMMANDS = (
+    *("train", "launch", "submit", "status", "doctor", "env", "data", "guide", "horovod", "shim"),
+    *("bench", "checkpoint"),
+)
+
 
 def run(*words):
     return subprocess.run(
@@ -20,12 +25,14 @@ def test_help_has_every_command_and_examples():
     for words in ([], ["--help"], ["-h"]):
         result = CliRunner().invoke(main.app, words)
         assert result.exit_code == 0
-        for text in ("train", "launch", "submit", "status", "doctor", "env", "data", "guide"):
+        for text in COMMANDS:
             assert text in result.output
         assert "hpctrain launch -n 4 hpctrain train my.toml" in result.output
 
 
-@pytest.mark.parametrize("command", ["train", "launch", "submit", "doctor", "bench", "data"])
+@pytest.mark.parametrize(
+    "command", ["train", "launch", "submit", "doctor", "bench", "data", "shim", "horovod"]
+)
 def test_each_command_has_help_with_examples(command):
     result = CliRunner().invoke(main.app, [command, "--help"])
     assert result.exit_code == 0

@@ -8,6 +8,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.joining import find_world
 from hpctrain.config import Settings
+from tests.harness.features import FEATURES
 
 PATHS = {
     "flat MPI": Settings(probe="off", shared_memory="off"),
@@ -16,6 +17,12 @@ PATHS = {
     "nodes of one": Settings(probe="off", ranks_per_node=1),
     "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal at 3 ranks
 }
+
+if not FEATURES["horovod"]():
+    # Two levels at 4 ranks; flat on one node and on unequal ones.
+    PATHS["Horovod"] = Settings(
+        probe="off", engine="horovod", ranks_per_node=2, horovod_way="two-level"
+    )
 
 
 def close(connection: Connection) -> None:

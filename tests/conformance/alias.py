@@ -2,25 +2,17 @@
 
     pytest -p tests.conformance.alias DIR/test/parallel/test_torch.py
 
-``horovod.torch`` is hpctrain itself, so a name that it lacks is missing there as well. The rest
-are the few names that the tests take from other modules of Horovod, for their own bookkeeping.
+The shim has Horovod's modules. What is added here are two names that its tests take from
+elsewhere, for their own bookkeeping.
 """
 
-import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import ModuleType
 from unittest import mock
 
-import hpctrain
-
-
-def env(**variables: str | None) -> AbstractContextManager[object]:
-    """Set environment variables for a while; None leaves one alone."""
-    given = {name: value for name, value in variables.items() if value is not None}
-    return mock.patch.dict(os.environ, given)
+import hpctrain.shim
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:
@@ -30,23 +22,12 @@ def in_thread(target: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def make_module(module_name: str, **names: object) -> ModuleType:
-    """Make a module of these names."""
-    made = ModuleType(module_name)
-    vars(made).update(names)
-    return made
-
-
 def install() -> None:
-    """Put the modules where imports look first."""
-    modules = {
-        "horovod": make_module("horovod", torch=hpctrain),
-        "horovod.torch": hpctrain,
-        "horovod.torch.mpi_ops": hpctrain,
-        "horovod.common.util": make_module("horovod.common.util", env=env),
-        "horovod.runner.util.threads": make_module("threads", in_thread=in_thread),
-    }
-    sys.modules.update(modules)
+    """Install the shim, and put those names where imports look first."""
+    hpctrain.shim.install()
+    threads = ModuleType("horovod.runner.util.threads")
+    vars(threads).update(in_thread=in_thread)
+    sys.modules.setdefault(threads.__name__, threads)
     sys.modules.setdefault("mock", mock)
 
 

@@ -23,6 +23,8 @@ class Suite:
 
     horovod: Path | None = None
     """A Python that has Horovod: its own is tested. Without one, hpctrain is."""
+    engine: str = "hpctrain"
+    """What moves hpctrain's tensors."""
     select: str = ""
     """As ``-k`` of pytest has it."""
     test_limit_s: float = 120.0
@@ -65,6 +67,7 @@ class Suite:
         environ = mpiexec.environment(
             os.environ
             | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HPCTRAIN_PROBE": "off"}
+            | {"HPCTRAIN_ENGINE": self.engine}
         )
         with log.open("a") as output:
             done = subprocess.run(

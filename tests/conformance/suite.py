@@ -6,7 +6,8 @@ HOROVOD_SRC is a checkout of Horovod 0.28.1, which is read and not changed:
 
     git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod
 
-``--horovod PYTHON`` runs them with the Horovod of that Python instead, for comparison.
+``--horovod PYTHON`` runs them with the Horovod of that Python instead, for comparison;
+``--engine horovod`` with hpctrain on the Horovod of this Python.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from hpctrain.config import ENGINES
 from tests.conformance.expected import expected_failures
 from tests.conformance.launches import ROOT, Suite
 from tests.conformance.verdicts import Outcome, Record
@@ -38,6 +40,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("source", type=Path, nargs="?", help="a checkout of Horovod")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--horovod", type=Path, help="test the Horovod of this Python instead")
+    parser.add_argument("--engine", choices=ENGINES, default="hpctrain", help="of hpctrain")
     parser.add_argument("--logs", type=Path, default=ROOT / "build/reports/horovod")
     parser.add_argument("--test-limit", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("-k", dest="select", default="", help="tests to run, as pytest has it")
@@ -48,7 +51,12 @@ def main(arguments: list[str]) -> int:
     source = options.source.resolve()
     if missing := [name for name in (*FILES, ALONE) if not (source / name).is_file()]:
         parser.error(f"{source} is no checkout of Horovod, it lacks {', '.join(missing)}")
-    suite = Suite(horovod=options.horovod, select=options.select, test_limit_s=options.test_limit)
+    suite = Suite(
+        horovod=options.horovod,
+        engine=options.engine,
+        select=options.select,
+        test_limit_s=options.test_limit,
+    )
     found: dict[int, Record] = {}
     for ranks in options.ranks:
         found[ranks] = {}

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.libraries import family
+from hpctrain.errors import LaunchError
+from hpctrain.launch.horovod.installed import installed
+from hpctrain.launch.pmi import libmpi
 from tests.cluster.slurm import check as slurm
 from tests.cluster.vcluster.check import obstacle
 
@@ -49,6 +53,21 @@ def _debian_openmpi() -> str:
     return "no Open MPI of Debian: apt-get install openmpi-bin"
 
 
+@functools.cache
+def _horovod() -> str:
+    """Horovod itself, of a wheel for the MPI that the tests run with."""
+    found = installed()
+    if found is None or not found.needs:
+        return "no Horovod: `make .venv-horovod` builds it"
+    try:
+        library = libmpi()
+    except LaunchError as error:
+        return str(error)
+    if found.family != family(library):
+        return f"Horovod was built for {found.needs}, these tests run with {library.name}"
+    return ""
+
+
 def _h5dump() -> str:
     return "" if shutil.which("h5dump") else "h5dump of hdf5-tools is not installed"
 
@@ -57,6 +76,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
     "debian-openmpi": _debian_openmpi,
     "h5dump": _h5dump,
+    "horovod": _horovod,
     "mpich": _mpich,
     "root": _root,
     "slurm": _slurm,

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -126,6 +127,57 @@ def test_declared_nodes_are_part_of_the_line(mpirun, text):
 def test_output_is_tagged_on_request(mpirun, text):
     assert text in line(mpirun, options=Options(tag_output=True))
     assert text not in line(mpirun)
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "text"),
+    [
+        (OPENMPI5, "--mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0"),
+        (OPENMPI4, "--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"),
+        (MPICH, "-iface eth0 -genv FI_TCP_IFACE eth0"),
+        (INTEL, "-iface eth0 -genv FI_TCP_IFACE eth0"),
+    ],
+)
+def test_a_network_interface_is_for_messages_and_the_launcher(mpirun, text, monkeypatch):
+    monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
+    assert text in line(mpirun, 4, hosts="a:2,b:2", options=Options(interfaces=("eth0",)))
+    assert "if_include" not in line(mpirun, 4, hosts="a:2,b:2")
+
+
+def test_open_mpi_takes_several_interfaces_and_hydra_one(monkeypatch):
+    monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
+    two = Options(interfaces=("eth0", "eth1"))
+    for mpirun in OPENMPI:
+        assert "btl_tcp_if_include eth0,eth1" in line(mpirun, options=two)
+    for mpirun in (MPICH, INTEL):
+        with pytest.raises(LaunchError, match="one network interface, got eth0,eth1"):
+            line(mpirun, options=two)
+
+
+def test_the_launcher_of_open_mpi_5_is_kept_off_the_loopback_interface():
+    text = line(OPENMPI5, options=Options(interfaces=("lo",)))
+    assert "btl_tcp_if_include lo" in text
+    assert "prte" not in text
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "text"), [*((each, "-x A=1") for each in OPENMPI), (MPICH, "-genv A 1")]
+)
+def test_variables_are_part_of_the_line_and_stand_above_those_that_are_set(
+    mpirun, text, monkeypatch
+):
+    monkeypatch.setenv("HPCTRAIN_TRACE", "1")
+    options = Options(variables={"A": "1", "HPCTRAIN_TRACE": "0"})
+    found = line(mpirun, 4, hosts="a:2,b:2", options=options)
+    assert text in found
+    assert re.search(r"HPCTRAIN_TRACE[= ]0", found)
+    assert "-x HPCTRAIN_TRACE " not in found
+
+
+@pytest.mark.parametrize("mpirun", ALL)
+def test_further_words_come_before_the_ranks(mpirun):
+    options = Options(extra=("--more", "two words"))
+    assert " --more 'two words' -np 2 " in line(mpirun, options=options)
 
 
 @pytest.mark.parametrize("contained", [True, False])

@@ -24,6 +24,11 @@ def srun(size: int, nodes: str) -> dict[str, str]:
     return {f"SLURM_{name}": str(value) for name, value in values.items()}
 
 
+def stored(nodes: tuple[int, ...]) -> SimpleNamespace:
+    """What a plan file says of the nodes and the engine."""
+    return SimpleNamespace(nodes=nodes, plan=SimpleNamespace(engine="hpctrain"))
+
+
 @pytest.mark.parametrize(
     ("nodes", "per_node", "environ", "kept"),
     [
@@ -48,21 +53,20 @@ def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        "hpctrain.train.resume.plan_file.read", lambda _: SimpleNamespace(nodes=nodes)
-    )
+    monkeypatch.setattr("hpctrain.train.resume.plan_file.read", lambda _: stored(nodes))
     config = RunConfig(comm=CommConfig(ranks_per_node=per_node))
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(config))
-    assert plan_to_keep(directory, config) == (directory.plan if kept else None)
+    assert plan_to_keep(directory, config, "hpctrain") == (directory.plan if kept else None)
 
 
-def test_other_settings_of_the_way_have_another_plan(tmp_path, monkeypatch):
+def test_other_settings_of_the_way_and_another_engine_have_another_plan(tmp_path, monkeypatch):
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(
-        "hpctrain.train.resume.plan_file.read", lambda _: SimpleNamespace(nodes=(1,))
-    )
+    monkeypatch.setattr("hpctrain.train.resume.plan_file.read", lambda _: stored((1,)))
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(RunConfig()))
-    assert plan_to_keep(directory, RunConfig(comm=CommConfig(overlap="end"))) is None
+    assert plan_to_keep(directory, RunConfig(), "hpctrain") == directory.plan
+    assert plan_to_keep(directory, RunConfig(), "horovod") is None
+    late = RunConfig(comm=CommConfig(overlap="end"))
+    assert plan_to_keep(directory, late, "hpctrain") is None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from hpctrain.launch.doctor import (
     cores,
     directory,
+    engines,
     gpus,
     job,
     library,
@@ -19,6 +20,7 @@ from hpctrain.launch.finding import Finding
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     versions.check,
     library.check,
+    engines.check,
     job.check_launcher,
     job.check,
     cores.check,

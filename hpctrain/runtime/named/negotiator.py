@@ -255,12 +255,8 @@ class Negotiator:
     def _apply_slots(self, message: bytes, slots: list[int]) -> None:
         """Take a batch of operations that have numbers, announced by all."""
         batch, bits = self._slots.batch(message, slots)
-        announced = self._announced
-        if len(announced) == len(batch.entries):
-            announced.clear()
-        else:
-            for entry in batch.entries:
-                del announced[entry.name]
+        for entry in batch.entries:
+            del self._announced[entry.name]
         self._tally.clear(bits, ())
         self._slots.touch(batch.entries)
         self._batches.append(batch)

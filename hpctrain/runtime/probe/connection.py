@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.joining import find_world
 from hpctrain.config import Settings
-from hpctrain.errors import ConfigError, NodeMemoryError
+from hpctrain.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.launch.finding import Finding
 from hpctrain.runtime.abort import install
 from hpctrain.runtime.exit import leave
@@ -53,4 +53,8 @@ def _connect(
         ]
     except NodeMemoryError as error:
         findings = [Finding("node memory", "error", str(error), "set HPCTRAIN_SHARED_MEMORY=auto")]
+    except LaunchError as error:  # there is no Horovod that works
+        remedy = "`hpctrain horovod build`, or HPCTRAIN_ENGINE=hpctrain"
+        settings = replace(settings, engine="hpctrain")
+        findings = [Finding("engine", "error", str(error), remedy)]
     return connect_with(replace(settings, plan=None, shared_memory="auto")), findings

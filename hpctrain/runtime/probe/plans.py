@@ -18,6 +18,8 @@ def check_memory(found: Connection, notes: Sequence[str], settings: Settings) ->
         notes: of rank 0.
         settings: of rank 0.
     """
+    if found.plan.engine == "horovod" and found.topology.size > 1:
+        return [Finding(MEMORY, "note", "not used: Horovod moves the tensors")]
     way = found.plan.node_memory
     reason = "; ".join(note for note in notes if note != preflight.core_warning(found.topology))
     if way == "alone":

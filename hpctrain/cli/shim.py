@@ -1,0 +1,58 @@
+"""``hpctrain shim``: run a script that imports Horovod, unchanged, on hpctrain."""
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from hpctrain.errors import ConfigError
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
+"""Options end where the script begins: those behind it are the script's own."""
+
+
+class ShimCommand(TyperCommand):
+    """Leaves all that stands behind ``-m MODULE`` to the module, as Python does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put an end of options behind the module."""
+        num_words = 2 if args[:1] in (["-m"], ["--module"]) else 1
+        if len(args) > num_words and args[0].startswith(("-m", "--module")):
+            args = [*args[:num_words], "--", *args[num_words:]]
+        return super().parse_args(ctx, args)
+
+
+def shim(
+    ctx: typer.Context,
+    *,
+    module: Annotated[
+        str | None,
+        typer.Option("-m", "--module", metavar="MODULE", help="Run a module, as `python -m`."),
+    ] = None,
+) -> None:
+    """Run a script that says `import horovod.torch`, unchanged, with hpctrain in its place.
+
+    `horovod`, `horovod.torch` and what scripts import from below them are hpctrain's, in this
+    process and those it spawns, whatever Horovod is installed. All else is as under `python
+    SCRIPT`. A name that hpctrain lacks is an error that says so; `hpctrain guide migrate` has a
+    row for every name.
+
+    HPCTRAIN_ENGINE=horovod lets an installed Horovod move the data.
+
+    Examples:
+      hpctrain shim train.py --epochs 3
+
+      hpctrain shim -m package.train --epochs 3
+
+      hpctrain launch -n 4 hpctrain shim train.py
+
+      srun hpctrain shim train.py
+    """
+    from hpctrain.shim.run import run_module, run_script  # noqa: PLC0415 - loads torch
+
+    if module is not None:
+        run_module(module, ctx.args)
+    elif ctx.args:
+        run_script(ctx.args[0], ctx.args[1:])
+    else:
+        raise ConfigError("a script is needed, got none; say e.g. `hpctrain shim train.py`")

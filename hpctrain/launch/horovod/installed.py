@@ -1,0 +1,74 @@
+"""The Horovod that is installed: what it was built for; nothing of it is imported."""
+
+import json
+import mmap
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from hpctrain.cluster.libraries import Family, family
+from hpctrain.launch.horovod.target import parts_of
+
+Find = Callable[[str], metadata.Distribution]
+"""Finds an installed package by name; PackageNotFoundError where it is not installed."""
+
+_MODULE = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
+_LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """A Horovod and what it was built for."""
+
+    version: str
+    """Of Horovod itself: ``0.28.1``."""
+    torch: str = ""
+    """As in a label, ``2.13.0.cpu``, or as torch says it, ``2.13.0+cpu``."""
+    mpi: str = ""
+    """As in a label: ``openmpi5.0.11``; empty for a wheel that another tool built."""
+    needs: str = ""
+    """The MPI library it loads, ``libmpi.so.40``; empty where it has no engine for torch."""
+
+    @property
+    def family(self) -> Family | None:
+        """Whose library it loads; None where it has no engine for torch and MPI."""
+        return family(Path(self.needs)) if self.needs else None
+
+
+def installed(find: Find = metadata.distribution) -> Installed | None:
+    """Return what is installed; None where nothing is."""
+    try:
+        found = find("horovod")
+    except metadata.PackageNotFoundError:
+        return None
+    torch, mpi = parts_of(found.version)
+    files = found.files or ()
+    module = next((file for file in files if _MODULE.fullmatch(file.as_posix())), None)
+    return Installed(
+        version=found.version.partition("+")[0],
+        torch=torch or _torch_of(found),
+        mpi=mpi,
+        needs=needed_by(Path(str(module.locate()))) if module else "",
+    )
+
+
+def needed_by(module: Path) -> str:
+    """Return the MPI library that a module was linked with, empty for none: its name is in it."""
+    try:
+        with module.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            match = _LIBMPI.search(view)
+            return match[1].decode() if match else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _torch_of(found: metadata.Distribution) -> str:
+    """Ask what Horovod's own build has written down."""
+    file = next((each for each in found.files or () if each.name == "metadata.json"), None)
+    try:
+        text = Path(str(file.locate())).read_text(encoding="utf-8") if file else "{}"
+        return str(json.loads(text).get("pytorch", ""))
+    except (OSError, ValueError):
+        return ""

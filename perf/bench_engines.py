@@ -1,0 +1,216 @@
+"""Engines: ours against real Horovod, all-reduce by size and the training step, world by world.
+
+    python perf/bench_engines.py [--quick] [--worlds 2 4 1gbit 200mbit] [--json FILE] [--plot FILE]
+
+Ways, each in a job of its own, since a process holds one engine; the jobs take turns, so that a
+round has one of each:
+
+* ``hpctrain``: on its own engine, with what it measures and chooses at its start;
+* ``Horovod``: its own API, with its defaults;
+* ``Horovod, cycle 0.1 ms``: the same with ``HOROVOD_CYCLE_TIME=0.1``, as 1 ms is the default and
+  most of what a small sum takes;
+* ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
+  levels need several nodes;
+* ``no communication``: the training step only, the faster of its plain and its flat form.
+
+All jobs have one thread of torch a rank, no binding, since Horovod works on a thread of its own,
+and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
+step is that of ``bench_step.py``, with each package's ``DistributedOptimizer``. Every job checks
+its sums and the weights after a step. Links between nodes are those of ``bench_network.py``.
+Times are medians over the rounds of the median in a round, of the slowest rank. Ratios are the
+time of a way over that of ``hpctrain``: above 1 ours is faster.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines_plot import draw
+from engines_table import rows_of, show, step_ratios
+from measure import median
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
+
+from hpctrain.launch import mpiexec
+from hpctrain.units import KIB, MIB
+from tests.cluster.vcluster import VirtualCluster
+from tests.cluster.vcluster.check import obstacle
+
+JOB = Path(__file__).resolve().with_name("engines_job.py")
+SIZES = tuple(1 << power for power in range(3, 27))
+"""8 B to 64 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Ranks, and the links between their nodes if there are several."""
+
+    title: str
+    ranks_per_node: tuple[int, ...]
+    rate: str | None = None
+    job: tuple[str, ...] = ("--steps", "6", "--warm-up", "2", "--most-bytes", str(192 * MIB))
+    """How much a job does in one turn."""
+
+
+_SLOW = ("--steps", "2", "--warm-up", "1", "--most-bytes", str(4 * MIB))
+
+WORLDS = {
+    "2": World(title="2 ranks on one node", ranks_per_node=(2,)),
+    "4": World(title="4 ranks on one node", ranks_per_node=(4,)),
+    "1gbit": World(
+        title="2 nodes x 2 ranks, 1 Gbit/s", ranks_per_node=(2, 2), rate="1gbit", job=_SLOW
+    ),
+    "200mbit": World(
+        title="2 nodes x 2 ranks, 200 Mbit/s", ranks_per_node=(2, 2), rate="200mbit", job=_SLOW
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a job sums: what the ranks run, and their environment."""
+
+    package: str
+    engine: str | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    several_nodes: bool = False
+    """Whether it needs them."""
+
+
+WAYS = {
+    "hpctrain": Way(package="hpctrain", engine="hpctrain"),
+    "Horovod": Way(package="horovod.torch"),
+    "Horovod, cycle 0.1 ms": Way(package="horovod.torch", environ={"HOROVOD_CYCLE_TIME": "0.1"}),
+    "on Horovod, flat": Way(
+        package="hpctrain", engine="horovod", environ={"HPCTRAIN_HOROVOD_WAY": "flat"}
+    ),
+    "on Horovod, two-level": Way(
+        package="hpctrain",
+        engine="horovod",
+        environ={"HPCTRAIN_HOROVOD_WAY": "two-level"},
+        several_nodes=True,
+    ),
+    "no communication": Way(package="none"),
+}
+
+
+def launch(world: World, words: Sequence[str], environ: Mapping[str, str], limit_s: float) -> None:
+    """Run one job to its end; what it prints is shown if it fails."""
+    if world.rate:
+        with VirtualCluster(nodes=len(world.ranks_per_node), rate=world.rate) as cluster:
+            try:
+                done: Any = cluster.run(
+                    ["python", *words],
+                    ranks_per_node=world.ranks_per_node,
+                    env=environ,
+                    timeout_s=limit_s,
+                )
+            except TimeoutError as error:
+                raise SystemExit(f"{world.title}: {words}: {error}") from None
+    else:
+        line = mpiexec.command(
+            [sys.executable, *words],
+            num_ranks=sum(world.ranks_per_node),
+            options=mpiexec.Options(binding="none"),
+        )
+        full = mpiexec.environment(os.environ) | dict(environ)
+        done = subprocess.run(line, env=full, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+    if done.returncode:
+        raise SystemExit(
+            f"{world.title}: {words} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+
+
+def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the job of one way once and return what it measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = [str(JOB), way.package, *world.job, "--json", str(file)]
+        words += ["--sizes", *map(str, options.sizes)]
+        if way.engine:
+            words += ["--engine", way.engine]
+        # A cache of its own: each job measures what suits it, and none leaves anything behind.
+        environ = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": folder, **way.environ}
+        launch(world, words, environ, options.timeout)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
+    """Let the jobs of all ways take turns.
+
+    Returns:
+        Under ``ways``, for each way the medians of its rounds: ``sums`` by size, and ``steps``.
+    """
+    ways = {
+        name: way
+        for name, way in WAYS.items()
+        if name in options.ways and (world.rate or not way.several_nodes)
+    }
+    found: dict[str, Any] = {name: {"sums": {}, "steps": []} for name in ways}
+    about: dict[str, Any] = {}
+    for _ in range(options.rounds):
+        for name, way in ways.items():
+            figures = turn(world, way, options)
+            for size, seconds in figures["sums"].items():
+                found[name]["sums"].setdefault(int(size), []).append(median(seconds))
+            found[name]["steps"].append(min(map(median, figures["steps"].values())))
+            if "plan" in figures:
+                found[name]["plan"] = figures["plan"]
+            about |= {"machine": figures["machine"]} if way.package != "none" else {}
+            about |= {"horovod": figures["horovod"]} if "horovod" in figures else {}
+    return {"world": world.title, **about, "ways": found}
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two worlds, to see it work")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
+    parser.add_argument("--rounds", type=int, default=5, help="jobs of each way")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
+    options = parser.parse_args()
+    if options.quick:
+        options.worlds = options.worlds or ["2", "1gbit"]
+        options.sizes, options.rounds = (8, 64 * KIB, MIB), 1
+    options.worlds = options.worlds or list(WORLDS)
+    return options
+
+
+def main() -> None:
+    """Measure all worlds; print, write and draw what came out."""
+    options = arguments()
+    if importlib.util.find_spec("horovod") is None:
+        raise SystemExit("Horovod is not installed here: hpctrain horovod build")
+    console = Console(width=150, height=50, highlight=False)
+    results = []
+    for world in map(WORLDS.__getitem__, options.worlds):
+        if world.rate and (reason := obstacle()):
+            console.print(f"{world.title}: left out, {reason}")
+            continue
+        results.append(measure(world, options))
+        show(console, results[-1])
+    if options.json:
+        summary = [
+            {"world": r["world"], "ratios": step_ratios(r), "rows": rows_of(r)} for r in results
+        ]
+        text = json.dumps({"summary": summary, "results": results}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.plot and results:
+        draw(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""One job of ``bench_engines.py``: the same program for every engine.
+
+    mpirun -np 2 python perf/engines_job.py hpctrain|horovod.torch|none --json FILE
+
+Whatever the engine, a rank has one thread of torch, sums in an ordinary tensor, in place, under
+the same name in every call, and takes the training step of ``bench_step.py``. mpi4py starts the
+clocks of all ranks together. ``none`` takes the step without any engine.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_step import make_model, make_step, plain, sgd, views
+from measure import Seconds, interleave, machine
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.runtime.world import current
+from hpctrain.units import KIB, MIB
+
+WORLD = MPI.COMM_WORLD
+
+WEIGHTS_DIFFER = 1e-6
+"""At most, after one step: float32 sums of other orders, times the learning rate."""
+
+
+def start(package: str, engine: str | None) -> Any:
+    """Import and start the package. Collective.
+
+    Returns:
+        The module; None for ``none``.
+    """
+    if package == "none":
+        return None
+    hvd = importlib.import_module(package)
+    if engine is None:
+        hvd.init()
+    else:
+        hvd.init(engine=engine)
+        require(current().plan.engine == engine, f"the engine is not {engine}")
+    require(hvd.size() == WORLD.size, f"the world has {hvd.size()} ranks, not {WORLD.size}")
+    return hvd
+
+
+def require(holds: object, problem: str) -> None:
+    """End all ranks if something is wrong on one of them."""
+    if not holds:
+        sys.stderr.write(f"rank {WORLD.rank}: {problem}\n")
+        WORLD.Abort(1)
+
+
+def repetitions(num_bytes: int, most_bytes: int) -> int:
+    """Return how many calls of a turn are counted: few where each takes long."""
+    return max(1, min(30, most_bytes // num_bytes))
+
+
+def sums(hvd: Any, num_bytes: int, count: int) -> Seconds:
+    """Time the sum of a tensor over all ranks, and check the first one and the last."""
+    tensor = torch.zeros(num_bytes // 4)
+    total = WORLD.size * (WORLD.size + 1) / 2
+
+    def write() -> None:
+        tensor.fill_(WORLD.rank + 1)
+
+    def sum_() -> None:
+        hvd.allreduce_(tensor, name=f"sum of {num_bytes}", op=hvd.Sum)
+
+    def check() -> None:
+        require((tensor == total).all(), f"the sum of {num_bytes} bytes is wrong")
+
+    write()
+    sum_()
+    check()
+    seconds = interleave({"sum": sum_}, rounds=1, repetitions=count, prepare=write)["sum"]
+    check()
+    return seconds
+
+
+def averaging(hvd: Any) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """Make the model, and a step that averages its gradients over all ranks."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    return model, make_step(model, optimizer, optimizer.zero_grad)
+
+
+def weights_after_a_step() -> list[Tensor]:
+    """Take one step of the same model, with gradients that MPI averages. Collective."""
+    model = make_model()
+    optimizer = sgd(model)
+
+    class Averaging:
+        def step(self) -> None:
+            for parameter in model.parameters():
+                WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
+                parameter.grad /= WORLD.size
+            optimizer.step()
+
+    make_step(model, Averaging(), optimizer.zero_grad)()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def steps(hvd: Any, count: int, warm_up: int) -> dict[str, Seconds]:
+    """Time training steps; without an engine, in two forms."""
+    if hvd is None:
+        silent = {"plain": plain(), "views": views()}
+        return interleave(silent, rounds=1, repetitions=count, warm_up=warm_up)
+    expected = weights_after_a_step()
+    model, step = averaging(hvd)
+    step()
+    differ = max(
+        float((weights.detach() - right).abs().max())
+        for weights, right in zip(model.parameters(), expected, strict=True)
+    )
+    require(differ <= WEIGHTS_DIFFER, f"weights differ by {differ} after a step")
+    del expected
+    return interleave({"step": step}, rounds=1, repetitions=count, warm_up=warm_up)
+
+
+def facts(package: str) -> dict[str, Any]:
+    """Say what has been measured, and where."""
+    found: dict[str, Any] = {"machine": machine()}
+    if package == "hpctrain":
+        found["plan"] = dict(current().plan.describe())
+    if package == "horovod.torch":
+        found["horovod"] = importlib.import_module("horovod").__version__
+    return found
+
+
+def main() -> None:
+    """Measure and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", choices=("hpctrain", "horovod.torch", "none"))
+    parser.add_argument("--engine", help="what hpctrain is to run on")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[4 * KIB], help="bytes")
+    parser.add_argument("--most-bytes", type=int, default=64 * MIB, help="counted for each size")
+    parser.add_argument("--steps", type=int, default=6, help="counted training steps")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    options = parser.parse_args()
+    hvd = start(options.package, options.engine)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "sums": {
+            size: sums(hvd, size, repetitions(size, options.most_bytes))
+            for size in (options.sizes if hvd else ())
+        },
+        "steps": steps(hvd, options.steps, options.warm_up),
+        **facts(options.package),
+    }
+    if WORLD.rank == 0:
+        options.json.write_text(json.dumps(found, default=str), encoding="utf-8")
+    if hvd:
+        hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

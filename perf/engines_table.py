@@ -1,0 +1,96 @@
+"""The tables of ``bench_engines.py``: by message size, and of the training step."""
+
+from typing import Any
+
+from measure import median
+from rich.console import Console
+from rich.table import Table
+
+from hpctrain.units import format_bytes
+
+OURS, SILENT = "hpctrain", "no communication"
+
+Result = dict[str, Any]
+
+
+def peers_of(result: Result) -> list[str]:
+    """Return the ways that run on Horovod."""
+    return [way for way in result["ways"] if way not in (OURS, SILENT)]
+
+
+def rows_of(result: Result) -> list[dict[str, Any]]:
+    """Return a row for each message size: milliseconds, and ratios to ours."""
+    ways = {way: found["sums"] for way, found in result["ways"].items() if found["sums"]}
+    rows = []
+    for size in next(iter(ways.values()), {}):
+        times = {way: median(sums[size]) for way, sums in ways.items()}
+        row = {"bytes": size} | {f"{way} ms": seconds * 1e3 for way, seconds in times.items()}
+        if OURS in times:
+            row |= {
+                f"{way} / {OURS}": seconds / times[OURS]
+                for way, seconds in times.items()
+                if way != OURS
+            }
+        rows.append(row)
+    return rows
+
+
+def step_ratios(result: Result) -> dict[str, list[float]]:
+    """Return of each way the time of the step over ours: median, least and most of the rounds."""
+    ways = result["ways"]
+    if OURS not in ways:
+        return {}
+    ours = ways[OURS]["steps"]
+    ratios = {}
+    for way, found in ways.items():
+        if way != OURS:
+            of_rounds = [theirs / mine for theirs, mine in zip(found["steps"], ours, strict=True)]
+            middle = median(found["steps"]) / median(ours)
+            ratios[way] = [middle, min(of_rounds), max(of_rounds)]
+    return ratios
+
+
+def show(console: Console, result: Result) -> None:
+    """Print both tables of one world, and what they say."""
+    if rows := rows_of(result):
+        console.print(_by_size(result["world"], rows))
+    console.print(_of_steps(result))
+    ratios = step_ratios(result)
+    for way in peers_of(result):
+        if way in ratios:
+            middle, least, most = ratios[way]
+            console.print(
+                f"training step, {way} / {OURS}: {middle:.2f} ({least:.2f} to {most:.2f} "
+                "in the rounds)"
+            )
+    console.print()
+
+
+def _by_size(world: str, rows: list[dict[str, Any]]) -> Table:
+    title = f"{world}: one all-reduce, milliseconds"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for head in ("message", *list(rows[0])[1:]):
+        lines = head.removesuffix(" ms").replace(", ", ",\n").replace(" / ", "\n/ ")
+        table.add_column(lines, justify="right")
+    for row in rows:
+        size, *values = row.values()
+        cells = (
+            f"{value:.2f}" if "/" in name else f"{value:.3f}"
+            for name, value in zip(list(row)[1:], values, strict=True)
+        )
+        table.add_row(format_bytes(size), *cells)
+    return table
+
+
+def _of_steps(result: Result) -> Table:
+    title = f"{result['world']}: training step, milliseconds"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for head in ("way", "median", "fastest round", "slowest round", f"/ {SILENT}"):
+        table.add_column(head, justify="left" if head == "way" else "right")
+    ways = result["ways"]
+    silent = median(ways[SILENT]["steps"]) if SILENT in ways else None
+    for way, found in ways.items():
+        steps = found["steps"]
+        cells = (f"{seconds * 1e3:.1f}" for seconds in (median(steps), min(steps), max(steps)))
+        table.add_row(way, *cells, f"{median(steps) / silent:.2f}" if silent else "")
+    return table

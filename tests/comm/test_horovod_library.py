@@ -1,0 +1,67 @@
+"""Horovod's own package is found, whatever stands under its name, and leaves that as it was."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm import horovod_library
+from hpctrain.comm.horovod_library import library
+from hpctrain.errors import LaunchError
+from hpctrain.launch.horovod.installed import Installed
+
+OURS = Path("/usr/lib/libmpi.so.40")
+
+STANDS_IN = """
+import sys
+from types import ModuleType
+from mpi4py import MPI
+
+alias = ModuleType("horovod")
+alias.__hpctrain_shim__ = True
+
+class Finder:
+    hpctrain_shim = True
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith("horovod"):
+            raise ImportError("the shim was asked")
+
+if {imported}:
+    sys.modules["horovod"] = alias
+sys.meta_path.insert(0, Finder)
+from hpctrain.comm.horovod_library import library
+found = library()
+assert callable(found.torch.allreduce_async_), found.torch
+assert sys.meta_path[0] is Finder
+assert [name for name in sys.modules if name.startswith("horovod")] == (
+    ["horovod"] if {imported} else []
+)
+assert sys.modules.get("horovod") is (alias if {imported} else None)
+"""
+
+
+@pytest.mark.requires("horovod")
+@pytest.mark.parametrize("imported", [True, False])
+def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found(imported):
+    code = STANDS_IN.replace("{imported}", str(imported))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "Horovod is not installed, .*`hpctrain horovod build`"),
+        (Installed(version="0.28.1"), "was built without PyTorch or without MPI"),
+        (Installed(version="0.28.1", needs="libmpi.so.12"), r"for another MPI \(libmpi.so.12\)"),
+    ],
+)
+def test_a_horovod_that_cannot_be_had_is_refused_before_it_is_loaded(monkeypatch, found, message):
+    monkeypatch.setattr(horovod_library, "installed", lambda: found)
+    monkeypatch.setattr(horovod_library, "loaded_libmpi", lambda: (OURS,))
+    with pytest.raises(LaunchError, match=message):
+        library.__wrapped__()

@@ -1,0 +1,42 @@
+"""Laws of training and of its runtime hold where Horovod moves the tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.launch import mpiexec
+from tests.conformance.engine_exceptions import EXCEPTIONS
+
+ROOT = Path(__file__).parents[2]
+LAWS = ("tests/comm", "tests/compress", "tests/runtime", "tests/sync", "tests/train")
+BY_RANKS = {1: ("tests/runtime/test_failures.py",), 2: LAWS, 4: LAWS}
+
+pytestmark = [
+    pytest.mark.conformance,
+    pytest.mark.launches,
+    pytest.mark.requires("horovod"),
+    pytest.mark.limit(2400),
+]
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+def test_all_laws_but_the_listed_ones_hold_by_horovod(ranks: int, tmp_path: Path) -> None:
+    launch = ["-m", "hpctrain", "launch", "-n", str(ranks), "--", sys.executable]
+    line = [
+        *(sys.executable, *(launch if ranks > 1 else ())),
+        *("-m", "pytest", "-q", "--report", str(tmp_path / "report.json"), *BY_RANKS[ranks]),
+    ]
+    environ = mpiexec.environment(os.environ | {"HPCTRAIN_ENGINE": "horovod"})
+    done = subprocess.run(
+        line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=2300, check=False
+    )
+    assert (tmp_path / "report.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    failed = {test["test"] for test in report["tests"] if test["outcome"] == "failed"}
+    passed = {test["test"] for test in report["tests"] if test["outcome"] == "passed"}
+    assert len(passed) > 10
+    assert failed == {*EXCEPTIONS[ranks]}, done.stdout[-8000:]

@@ -1,0 +1,51 @@
+"""The engine that ``init`` is asked for, and the end of ranks that use Horovod's."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.errors import ConfigError
+from hpctrain.runtime import world as worlds
+from tests.runtime.victims import run_ranks
+
+ENDS = {
+    "an exception": 'raise ValueError("bad luck")',
+    "a word": "sys.exit(3)",
+    "a signal": f"os.kill(os.getpid(), {int(signal.SIGTERM)})",
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.requires("horovod")
+def test_init_takes_the_engine_and_the_plan_says_it(world):
+    hpctrain.init(engine="horovod")
+    assert worlds.current().plan.engine == "horovod"
+    mean = hpctrain.allreduce(torch.full((3,), float(world.rank)), name="x")
+    assert mean.tolist() == [(world.size - 1) / 2] * 3
+    hpctrain.shutdown()
+    hpctrain.init(engine="hpctrain")
+    assert worlds.current().plan.engine == "hpctrain"
+    hpctrain.shutdown()
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_engine_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="engine is one of hpctrain, horovod, got 'gloo'"):
+        hpctrain.init(engine="gloo")
+
+
+@pytest.mark.launches
+@pytest.mark.limit(150)
+@pytest.mark.requires("horovod")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_by_anything_ends_all_that_use_horovod(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCTRAIN_ENGINE", "horovod")
+    outcome = run_ranks(tmp_path, f"if rank == 1:\n    now()\n    {ENDS[end]}\ntrain()")
+    assert outcome.code != 0
+    assert outcome.seconds < 10
+    assert not outcome.left_over
