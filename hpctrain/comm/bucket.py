@@ -29,17 +29,17 @@ class Bucket:
         """Number of elements."""
         return self.flat.numel()
 
-    def part(self, numel: int, dtype: torch.dtype) -> "Bucket":
-        """Return the first ``numel`` values of ``dtype`` in the same memory. Not collective.
+    def part(self, numel: int, dtype: torch.dtype, first_byte: int = 0) -> "Bucket":
+        """Return ``numel`` values of ``dtype`` in the same memory. Not collective.
 
         All ranks that reduce it have made it alike. It is valid as long as this bucket is.
         """
-        num_bytes = numel * dtype.itemsize
-        flat = self.flat.view(torch.uint8)[:num_bytes].view(dtype)
+        own = slice(first_byte, first_byte + numel * dtype.itemsize)
+        flat = self.flat.view(torch.uint8)[own].view(dtype)
         if not self.peers:
             return Bucket(flat, number=self.number, owner=self.owner)
         local_rank = next(rank for rank, peer in enumerate(self.peers) if peer is self.flat)
-        peers = [peer.view(torch.uint8)[:num_bytes].view(dtype) for peer in self.peers]
+        peers = [peer.view(torch.uint8)[own].view(dtype) for peer in self.peers]
         peers[local_rank] = flat
         chunks = chunks_of(peers, local_rank)
         return Bucket(flat, tuple(peers), chunks, self.number, self.owner)

@@ -195,19 +195,27 @@ class Executor:
         message: Message | None = None,
     ) -> None:
         """Reduce ``given`` as one into ``taken``; all of ``message``, if that is given."""
-        whole, flat, views = self._buffer.layout(given, message and message.key)
+        layout = self._buffer.layout(given, message and message.key)
         if phases is not None:
             phases.enter("MEMCPY_IN_FUSION_BUFFER")
         if message is not None and message.is_flat:
-            torch.cat(given, out=flat)  # in half the time
+            torch.cat(given, out=layout.flat)  # in half the time
         else:
-            torch._foreach_copy_(views, given)
+            torch._foreach_copy_(layout.views, given)
         if phases is not None:
             phases.enter("MPI_ALLREDUCE")
-        reduce_(self._comm, whole, how)
+        others = layout.others if how.is_addition else None
+        if others is not None:
+            self._comm.barrier()  # from here on all is there, and stays until the next but one
+        else:
+            reduce_(self._comm, layout.whole, how)
         if phases is not None:
             phases.enter("MEMCPY_OUT_FUSION_BUFFER")
-        torch._foreach_copy_(taken, views)
+        if others is not None:
+            _add(given, taken, others, how.scale)
+            self._buffer.count(layout)
+        else:
+            torch._foreach_copy_(taken, layout.views)
 
     def _recipe(self, request: Request, dtype: torch.dtype) -> Recipe:
         _, _, _, op, prescale, postscale, _, _ = request.signature
@@ -228,6 +236,20 @@ class Executor:
         adasum_(self._comm, taken)
         for target in taken:
             multiply_(target, how.scale)
+
+
+def _add(
+    given: list[Tensor], taken: list[Tensor], others: list[Tensor], scale: float | None
+) -> None:
+    """Add to ``given`` what the other of two ranks has: no pass to form the sum for both.
+
+    The results have the same bits on both ranks, but for the sign and the payload of a NaN.
+    """
+    if taken is not given:
+        torch._foreach_copy_(taken, given)
+    torch._foreach_add_(taken, others)
+    if scale is not None:
+        torch._foreach_mul_(taken, scale)
 
 
 def _results_of(request: Request) -> Result:

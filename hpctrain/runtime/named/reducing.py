@@ -41,6 +41,8 @@ class Recipe(NamedTuple):
     """Of integers, also rounded towards zero; 1 for none."""
     is_plain: bool
     """Whether the communicator does it all."""
+    is_addition: bool
+    """Whether it is plain, and the sum of two ranks is torch's own of two tensors."""
 
 
 @lru_cache(maxsize=1024)
@@ -56,13 +58,15 @@ def recipe(
     Raises:
         CommError: there is no such reduction of this dtype.
     """
-    comm_op = combination(dtype, _OPS[op]).op
+    how = combination(dtype, _OPS[op])
+    adds = how.op is Op.SUM and how.wide is how.lane is dtype
     before = None if prescale == 1.0 else prescale
     divisor = size if op is ReduceOp.AVERAGE else 1
     if dtype.is_floating_point or dtype.is_complex:
         factor = postscale / divisor
         scale = None if factor == 1.0 else factor
-        return Recipe(None, before, comm_op, scale, None, 1, before is None)
+        is_plain = before is None
+        return Recipe(None, before, how.op, scale, None, 1, is_plain, is_plain and adds)
     wide = None
     if op is ReduceOp.AVERAGE and dtype in _SMALL_INTEGERS:
         wide = torch.int32
@@ -70,7 +74,7 @@ def recipe(
         wide = torch.int64  # torch does not divide uint32
     after = None if postscale == 1.0 else postscale
     is_plain = before is None and after is None and divisor == 1
-    return Recipe(wide, before, comm_op, None, after, divisor, is_plain)
+    return Recipe(wide, before, how.op, None, after, divisor, is_plain, is_plain and adds)
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
