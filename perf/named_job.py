@@ -21,8 +21,10 @@ WORLD = MPI.COMM_WORLD
 
 NUM_TENSORS, TENSOR_NUMEL = 1000, 1024
 BIG_NUMEL = 16 << 20
-STEPS, WIDTH = 2000, 192
-"""Of the compute loop: about a second, in which an idle controller may look around."""
+STEPS, WIDTH = 200, 192
+"""Of the compute loop: some 50 ms, so that pairs are many and what drifts cancels out."""
+SLEEP_S = 5.0
+"""In which the processor time of an idle controller is counted: it looks around every second."""
 
 Seconds = list[float]
 Work = Callable[[], object]
@@ -140,7 +142,13 @@ def idle(hvd, pairs: int) -> dict[str, Seconds]:
             seconds[way].append(timed(lambda: compute(STEPS), 1, warm_up=0)[0])
             if way == "with":
                 hvd.shutdown()
-    return seconds
+    hvd.init()
+    hvd.synchronize(hvd.allreduce_async_(torch.zeros(2), name="start", op=hvd.Sum))
+    start = time.process_time()
+    time.sleep(SLEEP_S)
+    busy_s = WORLD.allreduce(time.process_time() - start, MPI.MAX)
+    hvd.shutdown()
+    return seconds | {"busy share": [busy_s / SLEEP_S]}
 
 
 def compute(steps: int) -> None:

@@ -64,7 +64,8 @@ class ProcessSets:
         self.everyone = Registered(0, range(inside.size), inside.rank)
         self.everyone.inside, self.everyone.comm = inside, comm
         self.everyone.controller = self._make(inside, self.everyone.ranks)
-        self._global_controller = self.everyone.controller
+        self.global_controller = self.everyone.controller
+        """What carries out the named operations of all ranks."""
         self._sets = {0: self.everyone}
 
     def controller(self, process_set: "ProcessSet | None") -> Controller:
@@ -74,7 +75,7 @@ class ProcessSets:
             ConfigError: the set is not registered, or this rank is not in it.
         """
         if process_set is None:
-            return self._global_controller
+            return self.global_controller
         controller = self.registered(process_set).controller
         assert controller is not None
         return controller
@@ -190,7 +191,7 @@ class ProcessSets:
                 one.controller.abandon()
                 one.controller = self._controllers.make(one.controller.comm, one.ranks)
         assert self.everyone.controller is not None
-        self._global_controller = self.everyone.controller
+        self.global_controller = self.everyone.controller
 
     def close(self) -> None:
         """Close all sets. Collective over the world."""

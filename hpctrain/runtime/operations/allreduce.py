@@ -112,7 +112,8 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     process_set: ProcessSet | None = global_process_set,
 ) -> Pending:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    op = chosen_op(op, average)
+    if average is not None or op.__class__ is not ReduceOp:
+        op = chosen_op(op, average)
     controller = controller_of(process_set)
     if name is not None:
         again = controller.submit_again(name, tensor, op, prescale_factor, postscale_factor)

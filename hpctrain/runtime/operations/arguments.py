@@ -30,7 +30,10 @@ def controller_of(process_set: ProcessSet | None) -> Controller:
         NotInitializedError: ``init`` was not called.
         ConfigError: the set is not registered, or this rank is not in it.
     """
-    return current().sets.controller(None if process_set is global_process_set else process_set)
+    sets = current().sets
+    if process_set is global_process_set or process_set is None:
+        return sets.global_controller
+    return sets.controller(process_set)
 
 
 def named(kind: Kind, name: str | None) -> str | None:

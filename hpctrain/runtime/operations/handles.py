@@ -75,11 +75,13 @@ def synchronize(handle: Pending) -> Any:
         RankLostError: another rank died or left.
         ConfigError: it is no handle.
     """
+    if isinstance(handle, TensorHandle):  # as a rule, and there may be thousands
+        return handle.wait()
     return _checked(handle).wait()
 
 
 def _checked(handle: Pending) -> Pending:
-    if isinstance(handle, TensorHandle) or (hasattr(handle, "wait") and hasattr(handle, "done")):
+    if hasattr(handle, "wait") and hasattr(handle, "done"):
         return handle
     raise ConfigError(
         f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
