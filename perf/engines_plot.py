@@ -19,7 +19,7 @@ STYLES = {
     "no communication": ("#bbbbbb", "", ""),
 }
 """Colour, marker and line of each way; the colours can be told apart by everybody."""
-COLUMN_INCHES, SUMS_INCHES, STEP_INCHES, LEGEND_INCHES = 3.9, 3.2, 1.9, 0.5
+COLUMN_INCHES, SUMS_INCHES, STEP_INCHES, LEGEND_INCHES = 4.2, 3.2, 1.9, 0.7
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -39,7 +39,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for axes in grid[0]:
         handles, labels = axes.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
-    place = {"loc": "outside lower center", "ncols": min(len(lines), 3 * len(results)) or 1}
+    place = {"loc": "outside lower center", "ncols": min(len(lines), 2 * len(results)) or 1}
     figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=9, **place)
     figure.savefig(path)
 
@@ -54,7 +54,7 @@ def _sums(axes: Any, ways: dict[str, Any]) -> None:
             axes.plot(sizes, times, label=way, markersize=3.5, linewidth=1.2, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    shown = sizes[:: max(1, len(sizes) // 5)]
+    shown = sizes[:: max(1, len(sizes) // 4)]
     axes.set_xticks(shown, [format_bytes(size).replace(".0 ", " ") for size in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
