@@ -15,7 +15,7 @@ from hpctrain.runtime.named.fusion_buffer import FusionBuffer
 from hpctrain.runtime.named.handle import succeed_all, succeed_in_place, tensors_of
 from hpctrain.runtime.named.phases import Phases
 from hpctrain.runtime.named.reduce_op import ReduceOp
-from hpctrain.runtime.named.reducing import Recipe, multiply_, recipe, reduce_
+from hpctrain.runtime.named.reducing import Recipe, add_, multiply_, recipe, reduce_
 from hpctrain.runtime.named.request import Kind, Request, Result
 from hpctrain.runtime.named.standing_in import stand_in
 from hpctrain.units import MIB
@@ -212,7 +212,7 @@ class Executor:
         if phases is not None:
             phases.enter("MEMCPY_OUT_FUSION_BUFFER")
         if others is not None:
-            _add(given, taken, others, how.scale)
+            add_(given, taken, others, how)
             self._buffer.count(layout)
         else:
             torch._foreach_copy_(taken, layout.views)
@@ -236,20 +236,6 @@ class Executor:
         adasum_(self._comm, taken)
         for target in taken:
             multiply_(target, how.scale)
-
-
-def _add(
-    given: list[Tensor], taken: list[Tensor], others: list[Tensor], scale: float | None
-) -> None:
-    """Add to ``given`` what the other of two ranks has: no pass to form the sum for both.
-
-    The results have the same bits on both ranks, but for the sign and the payload of a NaN.
-    """
-    if taken is not given:
-        torch._foreach_copy_(taken, given)
-    torch._foreach_add_(taken, others)
-    if scale is not None:
-        torch._foreach_mul_(taken, scale)
 
 
 def _results_of(request: Request) -> Result:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.errors import NodeMemoryError
 from hpctrain.units import KIB, MIB
 
@@ -80,6 +79,8 @@ class FusionBuffer:
 
     def count(self, layout: Layout) -> None:
         """Count that the values of this rank were written, and those of the other one read."""
+        from hpctrain.comm.shared_memory import SharedMemory  # noqa: PLC0415 - one rank needs no MPI
+
         owner = self._bucket and self._bucket.owner
         if isinstance(owner, SharedMemory):
             owner.num_bytes += 2 * layout.flat.nbytes

@@ -92,6 +92,20 @@ def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
         tensor.copy_(wide)
 
 
+def add_(given: list[Tensor], taken: list[Tensor], others: list[Tensor], how: Recipe) -> None:
+    """Write into ``taken`` the sums of ``given`` and of what the other of two ranks has.
+
+    Not collective. The results have the same bits on both ranks, but for the sign and the payload
+    of a NaN. It is for a recipe that is an addition.
+    """
+    assert how.is_addition
+    if taken is not given:
+        torch._foreach_copy_(taken, given)
+    torch._foreach_add_(taken, others)
+    if how.scale is not None:
+        torch._foreach_mul_(taken, how.scale)
+
+
 def reduce_scatter(
     comm: "Communicator", values: Tensor, numels: Sequence[int], how: Recipe
 ) -> Tensor:

@@ -22,7 +22,7 @@ with cache.locked(Path(sys.argv[1]), print):
 
 def hold(folder):
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
+        [sys.executable, "-u", "-c", HOLD, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
