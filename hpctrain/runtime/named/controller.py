@@ -65,6 +65,8 @@ class Controller:
         has_thread = comm.size > 1 and calls_from_threads()
         self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
         self._is_open = True
+        self._refusal: HorovodInternalError | None = None
+        """Why nothing more is taken on this rank, though others may not know yet."""
         self._owner = os.getpid()
         self._recurring: dict[str, Recurring] = {}
 
@@ -142,6 +144,7 @@ class Controller:
 
         A new controller on the same communicator goes on, see ``abandon``.
         """
+        self._refusal = HorovodInternalError(reason)
         self._progress.to_ask.append(BreakOff(reason))
         self._driver.nudge()
 
@@ -156,6 +159,9 @@ class Controller:
         if not self._is_open:
             return
         self._is_open = False
+        self._refusal = self._refusal or HorovodInternalError(
+            "the process set was shut down; call hpctrain.init() or add_process_set() again"
+        )
         self._finish_decided()
         self._progress.shut_down()
         self._driver.close()
@@ -177,7 +183,7 @@ class Controller:
 
     def _enter(self, handle: Handle) -> None:
         progress = self._progress
-        if not self._is_open or progress.broken is not None:
+        if self._refusal is not None or progress.broken is not None:
             self._check_open(handle)
         if handle.name is JOIN or progress.names.enter(handle):
             progress.news.append(handle)
@@ -187,8 +193,6 @@ class Controller:
     def _check_open(self, handle: Handle) -> None:
         if handle is self._progress.closing:
             return
-        if self._progress.broken is not None:
-            raise self._progress.broken
-        raise HorovodInternalError(
-            "the process set was shut down; call hpctrain.init() or add_process_set() again"
-        )
+        error = self._progress.broken or self._refusal
+        assert error is not None
+        raise error
