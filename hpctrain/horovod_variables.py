@@ -131,7 +131,7 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
     Each is a sentence and a way out behind a semicolon: one about all variables that have no
     effect, one about ranks that Horovod's own launcher has started without MPI.
     """
-    idle = sorted(name for name in environ if name.startswith(PREFIX) and _is_idle(name, environ))
+    idle = sorted(name for name in found(environ) if _is_idle(name, environ))
     if not idle:
         return []
     if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and environ.get("HOROVOD_SIZE", "1") != "1":

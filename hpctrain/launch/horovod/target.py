@@ -45,8 +45,7 @@ class Target:
     @property
     def label(self) -> str:
         """The local part of the wheel's version: ``torch2.13.0.cpu.openmpi5.0.11``."""
-        text = ".".join(filter(None, (f"torch{self.torch}", self.mpi, self.gpu)))
-        return re.sub(r"[^a-z0-9]+", ".", text.lower())
+        return plain(".".join(filter(None, (f"torch{self.torch}", self.mpi, self.gpu))))
 
 
 def target_of(torch: str, mpi: Mpi, gpu: Gpu = "") -> Target:
