@@ -144,7 +144,7 @@ def test_nothing_is_left_when_the_block_ends_even_with_an_error():
     def fail_inside() -> None:
         with cluster:
             for node in cluster.nodes:
-                program = ["sh", "-c", "echo up; sleep 600 & sleep 600"]
+                program = ["sh", "-c", "sleep 600 & echo up; sleep 600"]
                 sleepers.append(cluster.start_on(node, program))
                 assert line_of(sleepers[-1]) == "up"
             assert len(cluster.processes()) >= 2 * 2
