@@ -85,7 +85,12 @@ if TYPE_CHECKING:
         size,
     )
     from hpctrain.sync.batch_norm import SyncBatchNorm
+    from hpctrain.sync.diloco import DiLoCo
+    from hpctrain.sync.hierarchical_local_sgd import HierarchicalLocalSGD
+    from hpctrain.sync.local_sgd import LocalSGD
     from hpctrain.sync.optimizer import DistributedOptimizer
+    from hpctrain.sync.post_local_sgd import PostLocalSGD
+    from hpctrain.sync.staged_sgd import StagedSGD
 
 _HOME = {
     "hpctrain.compress.half": ("Compression",),
@@ -162,7 +167,12 @@ _HOME = {
         "size",
     ),
     "hpctrain.sync.batch_norm": ("SyncBatchNorm",),
+    "hpctrain.sync.diloco": ("DiLoCo",),
+    "hpctrain.sync.hierarchical_local_sgd": ("HierarchicalLocalSGD",),
+    "hpctrain.sync.local_sgd": ("LocalSGD",),
     "hpctrain.sync.optimizer": ("DistributedOptimizer",),
+    "hpctrain.sync.post_local_sgd": ("PostLocalSGD",),
+    "hpctrain.sync.staged_sgd": ("StagedSGD",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -170,12 +180,17 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
+    "HierarchicalLocalSGD",
     "HorovodInternalError",
+    "LocalSGD",
     "Max",
     "Min",
+    "PostLocalSGD",
     "ProcessSet",
     "Product",
+    "StagedSGD",
     "Sum",
     "SyncBatchNorm",
     "__version__",

@@ -48,6 +48,10 @@ class DuplicateNameError(HorovodInternalError, ValueError):
     """An operation of this name is under way on this rank already."""
 
 
+class NotFiniteError(HpctrainError):
+    """A value became NaN or infinite: every rank raises this, and it names the rank."""
+
+
 class DataError(HpctrainError):
     """A data set is missing, damaged or not what its manifest says."""
 

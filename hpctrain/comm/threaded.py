@@ -13,7 +13,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.work import ThreadWork
+from hpctrain.comm.work import FINISHED, ThreadWork, Work
 
 if TYPE_CHECKING:
     from hpctrain.comm.mail.post import Post
@@ -167,3 +167,11 @@ class ThreadedCommunicator:
 
     def _remember(self) -> None:
         self._thread_id = threading.get_ident()
+
+
+def start_on(comm: Communicator, function: Callable[..., object], *args: object) -> Work:
+    """Carry out what talks to other ranks: on the thread of ``comm`` if it has one, else here."""
+    if isinstance(comm, ThreadedCommunicator):
+        return comm.submit(function, *args)
+    function(*args)
+    return FINISHED

@@ -31,6 +31,9 @@ class Codec(Protocol):
     def forget(self) -> None:
         """Drop all that was prepared: other buckets will come. Not collective."""
 
+    def num_bytes(self, bucket: Bucket) -> int:
+        """Return how many bytes of this rank travel for a bucket. Not collective."""
+
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by (an approximation of) its sum over ``comm``, times ``scale``.
 

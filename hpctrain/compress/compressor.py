@@ -35,6 +35,12 @@ class TensorByTensor:
         """Drop all parts."""
         self._parts_of.clear()
 
+    def num_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of what the compressor makes of each tensor."""
+        return sum(
+            self._compressor.compress(part)[0].nbytes for part in self._parts_of[id(bucket)]
+        )
+
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Sum what the compressor makes of each tensor; the marks travel as they are."""
         *tensors, marks = self._parts_of[id(bucket)]

@@ -76,6 +76,10 @@ class HalfCodec:
         """Drop all buckets."""
         self._half_of.clear()
 
+    def num_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of the bucket that travels in its place."""
+        return self._half_of.get(id(bucket), bucket).flat.nbytes
+
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Round, sum, and take back; buckets of other dtypes are summed where they lie."""
         half = self._half_of.get(id(bucket))

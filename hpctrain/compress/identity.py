@@ -18,6 +18,10 @@ class Identity:
     def forget(self) -> None:
         """Have nothing to drop."""
 
+    def num_bytes(self, bucket: Bucket) -> int:
+        """Return all its bytes."""
+        return bucket.flat.nbytes
+
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Sum the bucket where it lies."""
         return comm.allreduce_(bucket, scale=scale)

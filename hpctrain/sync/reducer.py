@@ -51,6 +51,9 @@ class Reducer:
             note: is told what this rank has done with others, once per step.
         """
         self._reduction = reduction
+        self.is_on = True
+        """Whether gradients are reduced; while it is off they stay as this rank made them. It
+        changes between two steps, on all ranks in the same one."""
         self._note = note
         self._parameters = parameters
         self._num_passes = passes
@@ -71,6 +74,16 @@ class Reducer:
     def passes(self, passes: int) -> None:
         self._num_passes = passes
         self._passes_done = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that gradients are reduced over."""
+        return self._reduction.num_ranks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank that travel in a step, sparse gradients left out."""
+        return self._reduction.num_bytes
 
     @property
     def exposed_seconds(self) -> float:
@@ -104,7 +117,7 @@ class Reducer:
         Returns:
             Whether there was anything to do.
         """
-        is_due = not self._is_reduced or self._was_dropped()
+        is_due = self.is_on and (not self._is_reduced or self._was_dropped())
         if is_due:
             self._complete()
         return is_due
@@ -152,6 +165,8 @@ class Reducer:
 
     def _on_ready(self, parameter: torch.Tensor) -> None:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
+        if not self.is_on:
+            return
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
             self._enter_graph_task(task)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import Plan
-from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.comm.work import FINISHED, Work
+from hpctrain.comm.threaded import start_on
+from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec
 from hpctrain.errors import CommError
 from hpctrain.sync.gradient_buckets import (
@@ -65,6 +65,16 @@ class Reduction:
         self._sparse_dims: dict[Tensor, int] = {}
         self._filled_new_sparse = False
         self.forget()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that gradients are reduced over."""
+        return self._comm.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank that travel in a step, sparse gradients left out."""
+        return sum(self._codec.num_bytes(bucket.bucket) for bucket in self._buckets)
 
     @property
     def has_sent(self) -> bool:
@@ -220,11 +230,11 @@ class Reduction:
         self._works.append(self._run(self._reduce, index))
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
-        """Carry out what talks to other ranks: on the thread if there is one, else here."""
-        if isinstance(self._comm, ThreadedCommunicator):
-            return self._comm.submit(function, *args)
-        self._clocked(lambda: function(*args))
-        return FINISHED
+        """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
+        start = time.perf_counter()
+        work = start_on(self._comm, function, *args)
+        self._waited_s += time.perf_counter() - start
+        return work
 
     def _clocked(self, wait: Callable[[], object]) -> None:
         start = time.perf_counter()

@@ -1,0 +1,141 @@
+"""Means of what has changed since an anchor, which is held once per node."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.codec import Codec
+from hpctrain.sync.averaging import Averaging, NamedTensors
+from hpctrain.sync.node_vector import NodeVector
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """Nesterov's SGD on the anchor; by default it makes the anchor the mean."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+
+class AnchoredAveraging(Averaging):
+    """Averages θ_anchor - θ_k over the ranks k and lets the anchor, and all ranks, step by it.
+
+    What travels is the difference, which a codec may round: the error stays in proportion to what
+    has changed, and all ranks go on from the same bits. Anchor and momentum lie in node memory,
+    each local rank holding and moving a slice of both; where ranks share no memory each holds all.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec,
+        tensors: Callable[[], NamedTensors],
+        bucket_bytes: int,
+        node: Communicator,
+        outer: Outer,
+    ) -> None:
+        """Put the anchor where rank 0's tensors are. Collective.
+
+        Args:
+            comm: the ranks.
+            codec: what a bucket travels as.
+            tensors: as for ``Averaging``.
+            bucket_bytes: as for ``Averaging``.
+            node: the ranks of this node.
+            outer: how the anchor moves.
+        """
+        self._node, self._outer = node, outer
+        super().__init__(comm, codec, tensors, bucket_bytes)
+
+    @torch.no_grad()
+    def build(self) -> None:
+        """Lay the buckets out, and put the anchor where rank 0's tensors are. Collective."""
+        super().build()
+        tensors = self._tensors()
+        flats = [load.bucket.flat for load in self._loads]
+        self._anchors = [NodeVector(self._node, flat.numel(), flat.dtype) for flat in flats]
+        self._momenta = (
+            [NodeVector(self._node, flat.numel(), flat.dtype) for flat in flats]
+            if self._outer.momentum
+            else []
+        )
+        self._moves: list[Tensor] = []
+        for number, (flat, anchor) in enumerate(zip(flats, self._anchors, strict=True)):
+            super()._fill(number, tensors)
+            self._comm.broadcast_(flat).wait()
+            anchor.own.copy_(flat[anchor.bounds])
+        self._node.barrier()
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Return copies of the anchor's tensors, by name. Collective."""
+        found = self._by_name(self._anchors)
+        self._node.barrier()  # nobody moves it while others read
+        return found
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of anchor and momentum, by name, the same on every rank. Collective."""
+        momentum = self._by_name(self._momenta) if self._momenta else {}
+        return {"momentum": momentum, "anchor": self.anchor()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned, on any number of ranks. Collective."""
+        self._load(self._anchors, state["anchor"])
+        if self._momenta:
+            self._load(self._momenta, state["momentum"])
+        self._node.barrier()
+
+    def _fill(self, number: int, tensors: NamedTensors) -> None:
+        super()._fill(number, tensors)
+        self._subtract_from_anchor(number)
+
+    def _restore_mean(self, number: int) -> None:
+        own = self._loads[number].bucket.flat[self._anchors[number].bounds]
+        self._moves.append(own.clone())
+        self._subtract_from_anchor(number)
+
+    def _advance(self) -> None:
+        """Let this rank's slices take the outer step.
+
+        With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
+        as torch.optim.SGD(nesterov=True) takes it.
+        """
+        self._node.barrier()  # others may still be reading the slice that moves now
+        lr, mu = self._outer.lr, self._outer.momentum
+        for momentum, move in zip(self._momenta, self._moves, strict=bool(self._momenta)):
+            momentum.own.mul_(mu).add_(move)
+            move.add_(momentum.own, alpha=mu)
+        for anchor, move in zip(self._anchors, self._moves, strict=True):
+            anchor.own.sub_(move, alpha=lr)
+        self._moves.clear()
+        self._node.barrier()
+
+    def _read_result(self, number: int) -> None:
+        self._anchors[number].read(self._loads[number].bucket.flat)
+
+    def _subtract_from_anchor(self, number: int) -> None:
+        flat = self._loads[number].bucket.flat
+        for bounds, part in self._anchors[number].parts:
+            torch.sub(part, flat[bounds], out=flat[bounds])
+
+    def _by_name(self, vectors: Sequence[NodeVector]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for load, vector in zip(self._loads, vectors, strict=True):
+            flat = torch.empty_like(load.bucket.flat)
+            vector.read(flat)
+            for member, place in load.places:
+                part = flat[place.storage_offset() - load.bucket.flat.storage_offset() :]
+                found[self._specs[member][0]] = part[: place.numel()].view(place.shape)
+        return found
+
+    def _load(self, vectors: Sequence[NodeVector], tensors: Mapping[str, Tensor]) -> None:
+        for load, vector in zip(self._loads, vectors, strict=True):
+            flat = torch.zeros_like(load.bucket.flat)
+            for member, place in load.places:
+                part = flat[place.storage_offset() - load.bucket.flat.storage_offset() :]
+                part[: place.numel()].view(place.shape).copy_(tensors[self._specs[member][0]])
+            vector.own.copy_(flat[vector.bounds])

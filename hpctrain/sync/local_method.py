@@ -1,0 +1,356 @@
+"""What all methods have in common whose ranks take steps of their own."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression, codec_for
+from hpctrain.compress.identity import Identity
+from hpctrain.errors import ConfigError
+from hpctrain.runtime import world
+from hpctrain.runtime.parameters import broadcast_parameters
+from hpctrain.sync.anchored import AnchoredAveraging, Outer
+from hpctrain.sync.averaging import Averaging, NamedTensors
+from hpctrain.sync.distributed_methods import DistributedMethods
+from hpctrain.sync.parameter_names import names_of, trained
+from hpctrain.sync.reducer import Reducer
+from hpctrain.sync.reduction import Reduction, ReductionOptions
+from hpctrain.sync.replica import Replica
+from hpctrain.sync.rounds import Opening, Rounds, Samples
+
+SWITCH = 1 << 3
+"""The flag by which one rank lets all change their phase; those of users are below it."""
+
+
+class LocalMethod:
+    """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
+
+    The training loop stays as it is. All ranks take equally many steps. As a context manager: a
+    round ends with the block, so that all ranks have one model after it, and the hooks are gone.
+
+    A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, compression: Compressor | None = None
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: with equal parameters and buffers on every rank.
+            optimizer: a plain one of torch, which has the model's parameters.
+            compression: what gradients and changes of parameters travel as; see ``Compression``.
+
+        Raises:
+            ConfigError: the optimizer averages gradients by itself.
+            NotInitializedError: ``hpctrain.init()`` was not called.
+        """
+        if isinstance(optimizer, DistributedMethods):
+            raise ConfigError(
+                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
+                f"in every step; leave DistributedOptimizer out"
+            )
+        here = world.current()
+        self._comm, self._plan, self._topology = here.comm, here.plan, here.topology
+        self._note = here.last_call.note
+        self._optimizer, self._names = optimizer, names_of(optimizer, None)
+        self._compression = compression or Compression.none
+        self._node: Communicator | None = None
+        self._reducers: list[Reducer] = []
+        self.rounds = Rounds(self._comm)
+        """Counts steps and rounds."""
+        self.replica = Replica(self._comm, model, optimizer)
+        """This rank's model and optimizer state."""
+        self.communication_seconds = 0.0
+        """Time in which the last step waited for other ranks."""
+        self.bytes_sent = 0
+        """Bytes that this rank has given to averagings over all ranks."""
+        self._samples = [Samples()]
+        self._flags, self._wants_switch = 0, False
+        broadcast_parameters(model.state_dict())
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_step_post_hook(lambda *_: self._end_step()),
+        ]
+
+    # -- for the training loop ---------------------------------------------------------------
+
+    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
+        """Say how many samples this rank's loss is the mean of, before each backward.
+
+        Replicas are weighted by their samples since the last averaging, gradients of synchronous
+        steps by those of the step. Not collective, but every rank calls it, or none does.
+
+        Args:
+            num_samples: of this rank in the next step; 0 where it has none.
+            nominal: the usual count, the same on every rank.
+
+        Raises:
+            ConfigError: the count is not valid.
+        """
+        for samples in self._samples:
+            samples.add(num_samples, nominal)
+        for reducer in self._reducers:
+            reducer.set_num_samples(num_samples, nominal)
+
+    def take_part(self, *, takes_part: bool) -> None:
+        """Let this rank's replica count in averagings from now on, or sit out.
+
+        A rank that sits out makes the same calls and takes over the mean of the others, to which
+        it adds nothing. If all sit out, a round changes nothing. Not collective.
+        """
+        self.rounds.takes_part = takes_part
+
+    def skip_step(self) -> None:
+        """Count a step that this rank does not take: no data, or ``inf`` in its gradients.
+
+        It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
+        """
+        self.synchronize()
+        self._end_step()
+
+    def synchronize(self) -> None:
+        """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
+
+        Needed only where a rank skips ``backward`` and gradients are clipped.
+        """
+        for reducer in self._reducers:
+            reducer.finish()
+
+    def finish(self) -> None:
+        """End the round here, so that all ranks have one model. Collective."""
+        if not self.rounds.agrees:
+            self._end_round()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the mean of all replicas inside, to test or save it. Collective."""
+        if self.rounds.agrees:
+            yield
+            return
+        with self.replica.as_mean():
+            yield
+
+    def close(self) -> None:
+        """Remove the hooks. Not collective."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._reducers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    # -- what is known -----------------------------------------------------------------------
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all ranks take the present step together, on averaged gradients."""
+        size = self._comm.size
+        return size == 1 or any(r.is_on and r.num_ranks == size for r in self._reducers)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Figures for people and records, the same on every rank.
+
+        ``bytes_saved`` compares with gradients that are averaged in every step.
+        """
+        gradients = self.rounds.step * sum(p.nbytes for _, p in self.replica.parameters())
+        return {
+            "rounds": self.rounds.number,
+            "bytes_sent": self.bytes_sent,
+            "bytes_saved": gradients - self.bytes_sent,
+            "drift": self.rounds.drift,
+        }
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have spoken with each other in the last step."""
+        return self.rounds.has_met
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised when the ranks met in the last step; else 0."""
+        if not self.has_met:
+            return 0
+        if self._comm.size == 1:
+            return self.rounds.flags & ~SWITCH
+        flags = [reducer.raised_flags for reducer in self._reducers if reducer.is_on]
+        return (flags[0] if self.is_synchronous else self.rounds.raised_flags) & ~SWITCH
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits in ``raised_flags`` when the ranks meet.
+
+        Args:
+            flags: bits 0 to 2.
+
+        Raises:
+            ConfigError: there are other bits.
+        """
+        if not 0 <= flags < SWITCH:
+            raise ConfigError(f"flags are bits 0 to 2, got {flags:#b}")
+        self._flags = flags
+        self._raise()
+
+    # -- states ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this rank's next step depends on, beside model and optimizer.
+
+        Collective. In the middle of a round every rank has a model and an optimizer state of its
+        own: keep those of all ranks.
+        """
+        return {"shared": self.shared_state(), "own": self.own_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same rank of as many ranks. Collective."""
+        self.load_shared_state(state["shared"])
+        self.load_own_state(state["own"])
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank, for any number of ranks. Collective."""
+        return {**self.rounds.shared_state(), "bytes_sent": self.bytes_sent}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Begin a round after a state of any number of ranks. Collective."""
+        self.rounds.load_shared_state(state)
+        for samples in self._samples:
+            samples.clear()
+        self.bytes_sent = state["bytes_sent"]
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own in the middle of a round. Collective."""
+        return {
+            **self.rounds.own_state(),
+            "samples": [samples.state() for samples in self._samples],
+            "wants_switch": self._wants_switch,
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round, after ``load_shared_state``. Collective."""
+        self.rounds.load_own_state(state)
+        for samples, own in zip(self._samples, state["samples"], strict=True):
+            samples.load_state(own)
+        self._wants_switch = state["wants_switch"]
+        self._raise()
+
+    # -- for methods -------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        """Do what is due after a step."""
+        raise NotImplementedError
+
+    def _end_round(self) -> None:
+        """Average all that is averaged, here and now. Collective."""
+        raise NotImplementedError
+
+    def _averages(
+        self, comm: Communicator, tensors: Callable[[], NamedTensors] | None = None
+    ) -> Averaging:
+        """Make what averages over some ranks. Collective over them.
+
+        Args:
+            comm: the ranks.
+            tensors: what is averaged as it is; None for the parameters, of which changes travel
+                where they are compressed.
+        """
+        size, codec = self._plan.bucket_bytes, codec_for(self._compression)
+        if tensors is not None:
+            return Averaging(comm, Identity(), tensors, size)
+        parameters = self.replica.parameters
+        if isinstance(codec, Identity):
+            return Averaging(comm, codec, parameters, size)
+        return AnchoredAveraging(comm, codec, parameters, size, self._node_comm(), Outer())
+
+    def _begin(
+        self,
+        averagings: Sequence[Averaging],
+        rounds: Rounds | None = None,
+        samples: Samples | None = None,
+    ) -> Opening:
+        """Let the ranks meet, and then replicas travel. Collective."""
+        rounds, samples = rounds or self.rounds, samples or self._samples[0]
+        outdated = not all(averaging.fits() for averaging in averagings)
+        opening = rounds.meet(samples, outdated=outdated)
+        samples.clear()
+        for averaging in averagings:
+            if opening.outdated:
+                averaging.build()
+            if opening.total_weight:
+                averaging.start(opening.weight, 1.0 / opening.total_weight)
+                self.bytes_sent += averaging.num_bytes if rounds is self.rounds else 0
+        return opening
+
+    def _complete(
+        self, averagings: Sequence[Averaging], rounds: Rounds | None = None, keep: float = 0.0
+    ) -> None:
+        """Take over the means of what ``_begin`` has let travel; parameters come first."""
+        rounds = rounds or self.rounds
+        under_way = [averaging for averaging in averagings if averaging.is_under_way]
+        distances = [averaging.finish(keep) for averaging in under_way]
+        if under_way:
+            rounds.own_drift = distances[0]
+            rounds.round_s = sum(averaging.seconds for averaging in under_way)
+            self._note(f"round {self.rounds.number} of {type(self).__name__}")
+
+    def _node_comm(self) -> Communicator:
+        """Return the ranks of this node; made once. Collective over all ranks."""
+        if self._node is None:
+            groups = [self._comm.group(ranks) for ranks in self._topology.nodes]
+            self._node = groups[self._topology.node]
+        assert self._node is not None
+        return self._node
+
+    def _raise(self) -> None:
+        flags = self._flags | (SWITCH if self._wants_switch else 0)
+        self.rounds.flags = flags
+        for reducer in self._reducers:
+            reducer.raise_flags(flags)
+
+    def _averages_gradients(self, comm: Communicator) -> Reducer | None:
+        """Make what averages gradients over some ranks while it is on. Collective over them.
+
+        Returns:
+            None for a single rank.
+        """
+        if comm.size == 1:
+            return None
+        made = Reducer(
+            Reduction(comm, self._plan, codec_for(self._compression), ReductionOptions()),
+            lambda: trained(self._optimizer, self._names),
+            passes=1,
+            note=self._note,
+        )
+        self._reducers.append(made)
+        return made
+
+    def _end_step(self) -> None:
+        self.rounds.count_step(synchronous=self.is_synchronous)
+        self.communication_seconds = 0.0
+        for reducer in self._reducers:
+            if reducer.is_on:
+                self.communication_seconds += reducer.exposed_seconds
+                self.bytes_sent += reducer.num_bytes if self.is_synchronous else 0
+                reducer.new_step()
+        start = time.perf_counter()
+        self._after_step()
+        if self.rounds.is_meeting_due:
+            self.rounds.meet()
+        self.communication_seconds += time.perf_counter() - start
+        self.rounds.resume_clock()
