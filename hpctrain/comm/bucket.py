@@ -1,11 +1,19 @@
 """A bucket: the flat buffer in which gradients travel."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.slices import chunks_of
+
+
+class Owner(Protocol):
+    """A node level, as buckets know it."""
+
+    num_bytes: int
+    """Bytes that this rank has read and written in node memory so far."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +29,7 @@ class Bucket:
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
     number: int = 0
     """Counts the buckets of a communicator: the ranks compare it before they reduce."""
-    owner: object = None
+    owner: Owner | None = None
     """The node level that made it; None in private memory."""
 
     @property

@@ -8,27 +8,17 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.arguments import (
-    check_alltoall,
-    check_rank,
-    check_scale,
-    check_tensor,
-    flat_of,
-    flattened,
-    name_of,
-    part_numels,
-)
+from hpctrain.comm.arguments import name_of, part_numels
 from hpctrain.comm.horovod_place import WORLD, Place
 from hpctrain.comm.horovod_values import MOST_LANES, as_lanes, operation, wire_dtype
-from hpctrain.comm.meeting import describe
-from hpctrain.comm.mpi import MpiCommunicator, finish
-from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan import Plan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.size_table import SizeTable
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.wire import CHUNK_ELEMENTS
-from hpctrain.comm.work import FINISHED, Work
+from hpctrain.comm.work import Work
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -112,99 +102,56 @@ class HorovodCommunicator(MpiCommunicator):
         if wire is not total:
             total.copy_(wire)
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        *,
-        op: Op = Op.SUM,
-        scale: float | None = None,
-        numels: Sequence[int] | None = None,
+    def _reduce_scatter_flat(
+        self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Reduce by Horovod where it can cut the tensor so, as over MPI all else."""
-        check_scale(tensor, scale)
-        how = combination(tensor.dtype, op)
-        parts = part_numels(tensor.numel(), self.size, numels)
         if (
             operation(how.widened()) != "Sum"
-            or how.lane.itemsize != tensor.itemsize
-            or parts != part_numels(tensor.numel(), self.size, None)
-            or not self.size <= tensor.numel() <= CHUNK_ELEMENTS
+            or how.lane.itemsize != values.itemsize
+            or parts != part_numels(values.numel(), self.size, None)
+            or not self.size <= values.numel() <= CHUNK_ELEMENTS
             or self._by_world_rank != list(range(self.size))
         ):
-            return super().reduce_scatter(tensor, op=op, scale=scale, numels=numels)
-        self.meet(f"reduce_scatter by {describe(tensor, op, scale)} in parts of {parts}")
-        wire = flat_of(tensor).view(how.lane).to(wire_dtype(how.wide))
+            return super()._reduce_scatter_flat(values, parts, how)
+        wire = values.view(how.lane).to(wire_dtype(how.wide))
         self._library_bytes += wire.nbytes
-        total = self._run(self._hvd.reducescatter_async, wire, "reduce_scatter", op=self._hvd.Sum)
-        result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
-        finish(total, scale, result)
-        return result.view(tensor.dtype)
+        total: Tensor = self._run(
+            self._hvd.reducescatter_async, wire, "reduce_scatter", op=self._hvd.Sum
+        )
+        return total
 
     # -- tensors of all shapes --------------------------------------------------------------
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Tell the shapes; then gather the elements of all tensors as one."""
-        check_tensor(tensor)
-        self.meet(f"all_gather of {name_of(tensor.dtype)}")
-        shapes: list[torch.Size] = self._comm.allgather(tensor.shape)
-        mine = as_lanes(tensor)
-        numels = [shape.numel() * mine.lanes for shape in shapes]
-        if not 0 < sum(numels) <= MOST_LANES:
-            return super().all_gather(tensor)
-        self._library_bytes += mine.values.nbytes
-        packed = self._run(self._hvd.allgather_async, mine.values, "all_gather", of_one_size=False)
-        parts = packed.split([numels[rank] for rank in self._by_world_rank])
-        return [
-            part.clone().view(tensor.dtype).view(shape)
-            for part, shape in zip(self._in_our_order(parts), shapes, strict=True)
-        ]
+    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        values, lanes = as_lanes(mine)
+        if not 0 < sum(numels) * lanes <= MOST_LANES:
+            return super()._gather_flat(mine, numels)
+        self._library_bytes += values.nbytes
+        packed = self._run(self._hvd.allgather_async, values, "all_gather", of_one_size=False)
+        return self._in_our_order(packed.view(mine.dtype), numels)
 
-    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tell the shapes; then exchange the elements of all tensors as one."""
-        for tensor in tensors:
-            check_tensor(tensor)
-        check_alltoall(tensors, self.size)
-        dtype = tensors[0].dtype
-        self.meet(f"alltoall of {name_of(dtype)}")
-        given = [as_lanes(tensor) for tensor in tensors]
-        lanes = given[0].lanes
-        total = sum(one.values.numel() for one in given)
-        told: list[tuple[torch.Size, int]] = self._comm.alltoall(
-            [(tensor.shape, total) for tensor in tensors]
-        )
-        if not 0 < sum(theirs for _, theirs in told) <= MOST_LANES:
-            return super().alltoall(tensors)
-        in_order = [given[rank].values for rank in self._by_world_rank]
-        self._library_bytes += sum(one.nbytes for one in in_order) - given[self.rank].values.nbytes
-        splits = torch.tensor([len(one) for one in in_order], dtype=torch.int32)
+    def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        in_order = [as_lanes(given[rank]).values for rank in self._by_world_rank]
+        splits = [len(one) for one in in_order]
+        if not 0 < self._comm.allreduce(sum(splits)) <= MOST_LANES:
+            return super()._exchange_flat(given, numels)
+        self._library_bytes += sum(one.nbytes for one in given) - given[self.rank].nbytes
         packed, _ = self._run(
             self._hvd.alltoall_async,
             torch.cat(in_order),
             "alltoall",
             of_one_size=False,
-            splits=splits,
+            splits=torch.tensor(splits, dtype=torch.int32),
         )
-        shapes = [shape for shape, _ in told]
-        parts = packed.split([shapes[rank].numel() * lanes for rank in self._by_world_rank])
-        return [
-            part.clone().view(dtype).view(shape)
-            for part, shape in zip(self._in_our_order(parts), shapes, strict=True)
-        ]
+        return self._in_our_order(packed.view(given[0].dtype), numels)
 
-    def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Broadcast the elements of ``tensor`` in chunks."""
-        check_tensor(tensor)
-        check_rank(root, self.size, "root")
-        self.meet(f"broadcast of {describe(tensor)} from rank {root}")
-        with flattened(tensor) as values:
-            for chunk in as_lanes(values).values.split(CHUNK_ELEMENTS):
-                if chunk.numel():
-                    self._library_bytes += chunk.nbytes
-                    source = self._place.ranks[root]
-                    self._run(
-                        self._hvd.broadcast_async_, chunk, f"broadcast.{root}", root_rank=source
-                    )
-        return FINISHED
+    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
+        values = as_lanes(chunk).values
+        if not values.numel():
+            return
+        self._library_bytes += values.nbytes
+        source = self._place.ranks[root]
+        self._run(self._hvd.broadcast_async_, values, f"broadcast.{root}", root_rank=source)
 
     # -- the ranks --------------------------------------------------------------------------
 
@@ -250,10 +197,11 @@ class HorovodCommunicator(MpiCommunicator):
             cast("MPI.Intracomm", split), place, plan=self.plan, watch=watch
         )
 
-    def _in_our_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return what Horovod gives by the ranks of the world by our ranks."""
+    def _in_our_order(self, packed: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """Cut what Horovod gives by the ranks of the world into new tensors by our ranks."""
+        parts = packed.split([numels[rank] for rank in self._by_world_rank])
         found = dict(zip(self._by_world_rank, parts, strict=True))
-        return [found[rank] for rank in range(self.size)]
+        return [found[rank].clone() for rank in range(self.size)]
 
     def _run(
         self, start: Any, values: Tensor, what: str, *, of_one_size: bool = True, **options: Any

@@ -25,7 +25,7 @@ from hpctrain.comm.by_messages import allreduce_by_messages_
 from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
 from hpctrain.comm.mail import making
 from hpctrain.comm.meeting import describe, meet
-from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
@@ -44,8 +44,6 @@ MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator | None"]
 
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
-_SCALE_ELEMENTS = 1 << 16
-"""A piece that is scaled and rounded while it lies in the cache."""
 
 
 class MpiCommunicator:
@@ -120,38 +118,19 @@ class MpiCommunicator:
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
         self.meet(f"reduce_scatter by {describe(tensor, op, scale)} in parts of {parts}")
-        values = flat_of(tensor).view(how.lane)
-        lanes = tensor.itemsize // how.lane.itemsize  # of each element
-        counts = [numel * lanes for numel in parts]
-        if op is Op.SUM and library_sums(how.wide) and values.numel() <= CHUNK_ELEMENTS:
-            total = torch.empty(counts[self.rank], dtype=how.wide)
-            wide = values.to(how.wide)
-            self._library_bytes += wide.nbytes
-            self._comm.Reduce_scatter(buffer_of(wide), buffer_of(total), counts, MPI.SUM)
-        else:
-            total = pairwise_reduce_scatter(self.wire, values.split(counts), how)
-        result = total if how.wide is how.lane else torch.empty_like(total, dtype=how.lane)
+        total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
+        result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
         finish(total, scale, result)
         return result.view(tensor.dtype)
 
     # -- tensors of all shapes --------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Tell the shapes; then gather small tensors by the library, large ones by messages."""
+        """Tell the shapes, then gather small tensors by the library, large ones by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
         shapes: list[torch.Size] = self._comm.allgather(tensor.shape)
-        mine = flat_of(tensor)
-        numels = [shape.numel() for shape in shapes]
-        if sum(numels) * tensor.itemsize < _GATHER_BYTES:
-            packed = torch.empty(sum(numels), dtype=tensor.dtype)
-            counts = [numel * tensor.itemsize for numel in numels]
-            self._library_bytes += mine.nbytes
-            self._comm.Allgatherv(bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE])
-            gathered = [part.clone() for part in packed.split(numels)]
-        else:
-            gathered = [torch.empty(numel, dtype=tensor.dtype) for numel in numels]
-            pairwise_alltoall_(self.wire, [mine] * self.size, gathered)
+        gathered = self._gather_flat(flat_of(tensor), [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(gathered, shapes, strict=True)]
 
     def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -159,22 +138,20 @@ class MpiCommunicator:
         for tensor in tensors:
             check_tensor(tensor)
         check_alltoall(tensors, self.size)
-        dtype = tensors[0].dtype
-        self.meet(f"alltoall of {name_of(dtype)}")
+        self.meet(f"alltoall of {name_of(tensors[0].dtype)}")
         shapes: list[torch.Size] = self._comm.alltoall([tensor.shape for tensor in tensors])
-        received = [torch.empty(shape.numel(), dtype=dtype) for shape in shapes]
-        pairwise_alltoall_(self.wire, [flat_of(tensor) for tensor in tensors], received)
+        given = [flat_of(tensor) for tensor in tensors]
+        received = self._exchange_flat(given, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
-        """Broadcast the bytes of ``tensor`` in chunks."""
+        """Broadcast in chunks."""
         check_tensor(tensor)
         check_rank(root, self.size, "root")
         self.meet(f"broadcast of {describe(tensor)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
-                self._library_bytes += chunk.nbytes
-                self._comm.Bcast(bytes_of(chunk), root)
+                self._broadcast_flat_(chunk, root)
         return FINISHED
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
@@ -270,6 +247,41 @@ class MpiCommunicator:
         else:
             allreduce_by_messages_(self.wire, total, how)
 
+    def _reduce_scatter_flat(
+        self, values: Tensor, parts: Sequence[int], how: Combination
+    ) -> Tensor:
+        """Return this rank's part, as numbers of dtype ``how.lane`` or a wider one."""
+        lanes = values.itemsize // how.lane.itemsize  # of each element
+        counts = [numel * lanes for numel in parts]
+        values = values.view(how.lane)
+        if how.op is Op.SUM and library_sums(how.wide) and values.numel() <= CHUNK_ELEMENTS:
+            total = torch.empty(counts[self.rank], dtype=how.wide)
+            wide = values.to(how.wide)
+            self._library_bytes += wide.nbytes
+            self._comm.Reduce_scatter(buffer_of(wide), buffer_of(total), counts, MPI.SUM)
+            return total
+        return pairwise_reduce_scatter(self.wire, values.split(counts), how)
+
+    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """Return what every rank has, as new tensors of ``numels`` elements."""
+        if sum(numels) * mine.itemsize >= _GATHER_BYTES:
+            return self._exchange_flat([mine] * self.size, numels)
+        packed = torch.empty(sum(numels), dtype=mine.dtype)
+        counts = [numel * mine.itemsize for numel in numels]
+        self._library_bytes += mine.nbytes
+        self._comm.Allgatherv(bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE])
+        return [part.clone() for part in packed.split(numels)]
+
+    def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        """Return what every rank gives this one, as new tensors of ``numels`` elements."""
+        received = [torch.empty(numel, dtype=given[0].dtype) for numel in numels]
+        pairwise_alltoall_(self.wire, given, received)
+        return received
+
+    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
+        self._library_bytes += chunk.nbytes
+        self._comm.Bcast(bytes_of(chunk), root)
+
     def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
         if self.rank not in ranks:
             comm.Split(MPI.UNDEFINED)
@@ -285,13 +297,3 @@ def _users(tag: int) -> int:
     if not 0 <= tag < 32767:  # what MPI promises at least
         raise CommError(f"tag must be from 0 to 32766, got {tag}")
     return tag + 1
-
-
-def finish(total: Tensor, scale: float | None, out: Tensor) -> None:
-    """Write ``total``, times ``scale``, into ``out``, in one pass over both."""
-    if total is out:
-        if scale is not None:
-            out.mul_(scale)
-        return
-    for wide, piece in zip(total.split(_SCALE_ELEMENTS), out.split(_SCALE_ELEMENTS), strict=True):
-        piece.copy_(wide if scale is None else wide.mul_(scale))

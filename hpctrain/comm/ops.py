@@ -61,6 +61,8 @@ _COMPLEX = {
     torch.complex128: torch.float64,
 }
 _WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + _EIGHTHS, torch.float32)
+_SCALE_ELEMENTS = 1 << 16
+"""A piece that is scaled and rounded while it lies in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,16 @@ def scale_(values: Tensor, factor: float) -> None:
         values.copy_(values.to(torch.float32).mul_(factor))
     else:
         values.mul_(factor)
+
+
+def finish(total: Tensor, scale: float | None, out: Tensor) -> None:
+    """Write ``total``, times ``scale``, into ``out``, in one pass over both."""
+    if total is out:
+        if scale is not None:
+            out.mul_(scale)
+        return
+    for wide, piece in zip(total.split(_SCALE_ELEMENTS), out.split(_SCALE_ELEMENTS), strict=True):
+        piece.copy_(wide if scale is None else wide.mul_(scale))
 
 
 def _functions(dtype: torch.dtype) -> dict[Op, _Function]:

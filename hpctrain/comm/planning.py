@@ -159,12 +159,9 @@ def measured(
     """
     if not decision.key:
         return decision
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator  # noqa: PLC0415
-    from hpctrain.comm.horovod import HorovodCommunicator  # noqa: PLC0415
-    from hpctrain.comm.probe import measure  # noqa: PLC0415
+    from hpctrain.comm.probe import Choosing, measure  # noqa: PLC0415 - needs MPI
 
-    # Others have nothing to choose.
-    assert isinstance(comm, HierarchicalCommunicator | HorovodCommunicator)
+    assert isinstance(comm, Choosing)
     plan = measure(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))

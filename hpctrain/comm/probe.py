@@ -10,19 +10,20 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from mpi4py import MPI
 
 from hpctrain.comm import batching
 from hpctrain.comm.choice import SIZES, candidates, expected_s, refine
-from hpctrain.comm.hierarchical import HierarchicalCommunicator
-from hpctrain.comm.horovod import HorovodCommunicator
 from hpctrain.comm.measurement import Measurement
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan import Plan
+from hpctrain.comm.rail import Rail
 from hpctrain.comm.waiting import wait_request
 from hpctrain.comm.watch import Watch
+from hpctrain.comm.work import Work
 from hpctrain.errors import CommError, RankLostError
 
 BUDGET_S = 0.3
@@ -48,8 +49,26 @@ RunBy = Callable[[str, torch.Tensor], object]
 _LOG = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class Choosing(Protocol):
+    """A communicator that chooses between algorithms by a plan; others have no choice."""
+
+    @property
+    def rail(self) -> Rail | None:
+        """What carries its part between nodes; None where nothing does."""
+
+    def use(self, plan: Plan) -> None:
+        """Choose by ``plan`` from now on."""
+
+    def allreduce_by(self, way: str, tensor: torch.Tensor) -> Work:
+        """Sum by the algorithm of this name."""
+
+    def allreduce_(self, tensor: torch.Tensor) -> Work:
+        """Sum by the algorithm that the plan has for this size."""
+
+
 def measure(
-    comm: HierarchicalCommunicator | HorovodCommunicator,
+    comm: Choosing,
     world: MPI.Intracomm,
     plan: Plan,
     watch: Watch,
@@ -138,9 +157,7 @@ def _table(
     return measured
 
 
-def _shortest(
-    comm: HierarchicalCommunicator | HorovodCommunicator, stopwatch: "Stopwatch", until_s: float
-) -> dict[int, float]:
+def _shortest(comm: Choosing, stopwatch: "Stopwatch", until_s: float) -> dict[int, float]:
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 
     Returns:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 from hpctrain.cluster.libraries import mpirun_beside
 from hpctrain.errors import LaunchError
+from hpctrain.launch.asking import ask
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 
@@ -77,15 +77,8 @@ def identify(path: Path) -> Mpirun:
         LaunchError: it cannot be run, or its answer is not known here.
     """
     try:
-        done = subprocess.run(  # noqa: S603 - the user's own mpirun
-            [path, "--version"],
-            check=False,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=VERSION_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = ask([path, "--version"], timeout_s=VERSION_TIMEOUT_S)
+    except OSError as error:
         raise LaunchError(f"{path} --version failed: {error}; choose another mpirun") from None
     flavour, version = parse_version(done.stdout + done.stderr) or (None, "")
     if flavour is None:

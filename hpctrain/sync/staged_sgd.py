@@ -140,7 +140,7 @@ class StagedSGD(LocalMethod):
         if self.rounds.step >= self._due:
             self._take_over()
         if not self._is_cycling:
-            self._agree()
+            self.finish()
             self.rounds.start_here()
             self._samples[0].clear()
         elif self.rounds.step_in_round >= self._steps:
@@ -154,17 +154,10 @@ class StagedSGD(LocalMethod):
 
     def _end_round(self) -> None:
         self._take_over()
-        opening = self._begin(self._averagings)
-        self._complete(self._averagings)
+        state = self._averages(self._comm, self.replica.state)
+        opening = self._begin([*self._averagings, state])
+        self._complete([*self._averagings, state])
         self.rounds.close(agrees=opening.total_weight > 0)
-
-    def _agree(self) -> None:
-        """Make all that a synchronous step depends on the same on all ranks, if it is not."""
-        if not self.rounds.agrees:
-            self._end_round()
-            state = [self._averages(self._comm, self.replica.state)]
-            self._begin(state)
-            self._complete(state)
 
     def _take_over(self) -> None:
         """Let what is under way count among this rank's parameters, if there is anything."""

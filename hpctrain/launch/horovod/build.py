@@ -17,6 +17,7 @@ from typing import Protocol
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import distinct, libmpi_of
 from hpctrain.errors import LaunchError
+from hpctrain.launch.asking import ask
 from hpctrain.launch.horovod import cache
 from hpctrain.launch.horovod.compiling import compile_wheel, unpack
 from hpctrain.launch.horovod.log import Log, telling
@@ -169,14 +170,7 @@ def check_import(mpi: Mpi) -> Path:
     Raises:
         LaunchError: it does not import, or it loads another MPI than mpi4py.
     """
-    done = subprocess.run(  # noqa: S603 - this Python
-        [sys.executable, "-P", "-c", _IMPORT],
-        check=False,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=4 * TIMEOUT_S,
-    )
+    done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
     again = "`hpctrain horovod build --force` builds it anew"
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from pathlib import Path
 from zlib import crc32
 
 from hpctrain.cluster.libraries import family
-from hpctrain.errors import LaunchError
-from hpctrain.launch.pmi import TIMEOUT_S, libmpi
+from hpctrain.launch.asking import ask
+from hpctrain.launch.pmi import TIMEOUT_S, load
 
 _VERSIONS = (
     ("openmpi", re.compile(r"Open MPI v([\w.]+)")),
@@ -31,14 +30,6 @@ NAMES = {
 }
 """How people call them."""
 
-_ASK = """
-import mpi4py
-mpi4py.rc.initialize = False
-mpi4py.rc.finalize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mpi:
@@ -49,6 +40,11 @@ class Mpi:
     version: str
     library: Path
     """The file, with links followed."""
+
+    @property
+    def label(self) -> str:
+        """As it stands in the version of a wheel: ``openmpi5.0.11``."""
+        return f"{self.vendor}{self.version}"
 
     @property
     def is_of_environment(self) -> bool:
@@ -72,29 +68,12 @@ def find(environ: Mapping[str, str] | None = None) -> Mpi:
     Raises:
         LaunchError: mpi4py is not installed, or there is no library for it.
     """
-    library = libmpi(environ).resolve()
-    vendor, version = parse_version(_answer(environ))
+    loaded = load(environ)
+    library = loaded.library.resolve()
+    vendor, version = parse_version(loaded.version)
     if not version:  # a library that nobody has met: its name tells it from others
         version = f"{crc32(os.fsencode(library)):08x}"
     return Mpi(vendor=vendor, version=version, library=library)
-
-
-def _answer(environ: Mapping[str, str] | None) -> str:
-    try:
-        return subprocess.run(  # noqa: S603 - this Python
-            [sys.executable, "-c", _ASK],
-            check=False,
-            capture_output=True,
-            env=dict(os.environ if environ is None else environ),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=TIMEOUT_S,
-        ).stdout
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"the MPI library must say its version, it took more than {TIMEOUT_S:.0f} s; is the "
-            f"file system of {sys.prefix} slow or away?"
-        ) from None
 
 
 def parse_version(text: str) -> tuple[str, str]:
@@ -140,18 +119,10 @@ def _candidates(mpi: Mpi, path: str) -> Iterator[Path]:
 def _show(program: Path) -> str | None:
     """Ask a compiler wrapper for the line that it would run; None if it fails."""
     try:
-        done = subprocess.run(  # noqa: S603 - a wrapper of the user's own MPI
-            [program, "-show"],
-            check=False,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        # It names its compiler, whether that is there or not.
+        return ask([program, "-show"], timeout_s=TIMEOUT_S).stdout or None
+    except OSError:
         return None
-    # It names its compiler, whether that is there or not.
-    return done.stdout or None
 
 
 def _leads_to(shown: str, library: Path, program: Path) -> bool:

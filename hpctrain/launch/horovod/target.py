@@ -53,7 +53,7 @@ def target_of(torch: str, mpi: Mpi, gpu: Gpu = "") -> Target:
     threads = "t" if "t" in getattr(sys, "abiflags", "") else ""
     return Target(
         torch=torch,
-        mpi=f"{mpi.vendor}{mpi.version}",
+        mpi=mpi.label,
         place=mpi.place,
         gpu=gpu,
         python=f"{sys.implementation.name[:1]}p{sys.version_info[0]}{sys.version_info[1]}{threads}",

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from hpctrain.cluster import cores
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.errors import LaunchError
+from hpctrain.launch.asking import ask
 from hpctrain.launch.horovod import mpi as mpis
 from hpctrain.launch.horovod.mpi import Mpi, which
 from hpctrain.launch.horovod.sdist import USUAL_STANDARD, standard_of
@@ -155,16 +155,9 @@ def find_compiler(environ: Mapping[str, str], standard: int) -> Compiler | None:
     if found is None:
         return None
     try:
-        done = subprocess.run(  # noqa: S603 - the user's own compiler
-            [found, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"],
-            check=False,
-            capture_output=True,
-            env=dict(environ),
-            input=_TRY,
-            text=True,
-            timeout=ANSWER_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        line = (found, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-")
+        done = ask(line, environ, text=_TRY, timeout_s=ANSWER_S)
+    except OSError as error:
         return Compiler(path=found, error=str(error))
     said = done.stderr.strip().partition("\n")[0]
     error_text = (said or f"exit code {done.returncode}") if done.returncode else ""
@@ -177,16 +170,8 @@ def find_cmake(environ: Mapping[str, str]) -> Path | None:
     if found is None:
         return None
     try:
-        text = subprocess.run(  # noqa: S603 - the user's own cmake
-            [found, "--version"],
-            check=False,
-            capture_output=True,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=ANSWER_S,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        text = ask([found, "--version"], environ, timeout_s=ANSWER_S).stdout
+    except OSError:
         return None
     match = re.search(r"version (\d+)\.(\d+)", text)
     return found if match and (int(match[1]), int(match[2])) >= CMAKE_NEEDED else None

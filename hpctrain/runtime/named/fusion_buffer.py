@@ -79,11 +79,8 @@ class FusionBuffer:
 
     def count(self, layout: Layout) -> None:
         """Count that the values of this rank were written, and those of the other one read."""
-        from hpctrain.comm.shared_memory import SharedMemory  # noqa: PLC0415 - one rank needs no MPI
-
-        owner = self._bucket and self._bucket.owner
-        if isinstance(owner, SharedMemory):
-            owner.num_bytes += 2 * layout.flat.nbytes
+        if self._bucket is not None and self._bucket.owner is not None:
+            self._bucket.owner.num_bytes += 2 * layout.flat.nbytes
 
     def _lay_out(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[Layout, Layout]:
         numel = sum([tensor.numel() for tensor in tensors])

@@ -7,7 +7,7 @@ from torch import Tensor
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.runtime.named.reduce_op import ReduceOp
-from hpctrain.runtime.named.request import Kind, Request
+from hpctrain.runtime.named.request import Kind
 from hpctrain.runtime.operations.arguments import check_reduction, chosen_op, controller_of
 from hpctrain.runtime.operations.grouped_allreduce import reduced
 from hpctrain.runtime.operations.handles import Operation, Pending, only
@@ -80,7 +80,7 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
         ConfigError: as ``allreduce``.
     """
     op = chosen_op(op, average)
-    request = _request(tensor, name, op, prescale_factor, postscale_factor)
+    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor)
     return Operation(controller_of(process_set).submit(request), only)
 
 
@@ -98,7 +98,9 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     As ``allreduce``, but not differentiable.
     """
     op = chosen_op(op, average)
-    request = _request(tensor, name, op, prescale_factor, postscale_factor, in_place=True)
+    request = reduction(
+        Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor, in_place=True
+    )
     return cast("Tensor", controller_of(process_set).run(request)[0])
 
 
@@ -119,17 +121,7 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
         again = controller.submit_again(name, tensor, op, prescale_factor, postscale_factor)
         if again is not None:
             return again
-    request = _request(tensor, name, op, prescale_factor, postscale_factor, in_place=True)
+    request = reduction(
+        Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor, in_place=True
+    )
     return controller.submit_tensor(request, name)
-
-
-def _request(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    *,
-    in_place: bool = False,
-) -> Request:
-    return reduction(Kind.ALLREDUCE, (tensor,), name, op, prescale, postscale, in_place=in_place)
