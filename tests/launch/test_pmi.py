@@ -2,12 +2,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI  # noqa: F401 - loads the library
+from mpi4py import MPI
 
 from hpctrain.cluster.libraries import loaded_libmpi
 from hpctrain.errors import LaunchError
 from hpctrain.launch import pmi
-from hpctrain.launch.pmi import libmpi, needed_pmi
+from hpctrain.launch.pmi import libmpi, load, needed_pmi
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,10 @@ def test_the_library_of_the_standard_abi_is_of_the_mpi_beside_it(tmp_path, own, 
 def test_the_library_is_the_one_that_this_process_would_load():
     assert libmpi() in loaded_libmpi()
     assert needed_pmi() == needed_pmi(libmpi())
+
+
+def test_the_library_says_its_version():
+    assert load().version.strip() == MPI.Get_library_version().strip()
 
 
 def test_a_library_that_is_not_there_is_named_with_a_way_out():
