@@ -1,17 +1,15 @@
 """``DiLoCo``: ranks train alone for long, then one outer step is taken for all of them."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.compressor import Compressor
-from hpctrain.compress.half import codec_for
 from hpctrain.errors import ConfigError
-from hpctrain.sync.anchored import AnchoredAveraging, Outer
+from hpctrain.sync.anchored import Outer
 from hpctrain.sync.averaging import NamedTensors
 from hpctrain.sync.local_method import LocalMethod
 from hpctrain.sync.pace import Pace, Steps
@@ -75,23 +73,15 @@ class DiLoCo(LocalMethod):
         super().__init__(model, optimizer, compression=compression)
         self._delay = delay
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
+        outer = Outer(lr=outer_lr, momentum=outer_momentum)
         self._fragments = [
-            AnchoredAveraging(
-                self._comm,
-                codec_for(self._compression),
-                partial(self._part, names),
-                self._plan.bucket_bytes,
-                self._node_comm(),
-                Outer(lr=outer_lr, momentum=outer_momentum),
-            )
+            self._averages_parameters(names, outer)
             for names in divided(self.replica.parameters(), fragments)
         ]
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
         self._samples = [Samples() for _ in range(fragments + 1)]  # the last one of buffers
-        self._buffers = (
-            [self._averages(self._comm, self.replica.buffers)] if self.replica.buffers() else []
-        )
+        self._buffers = [self._averages(self.replica.buffers)] if self.replica.buffers() else []
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -104,17 +94,13 @@ class DiLoCo(LocalMethod):
         if self.rounds.agrees:
             yield
             return
-        outer = {name: value for f in self._fragments for name, value in f.anchor().items()}
+        outer = {name: value for part in self._anchored for name, value in part.anchor().items()}
         with self.replica.holding(outer | self.replica.means(self.replica.buffers())):
             yield
 
     def shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank: the outer model and its momentum too."""
-        return {
-            **super().shared_state(),
-            "pace": self._pace.state_dict(),
-            "outer": [fragment.state() for fragment in self._fragments],
-        }
+        return {**super().shared_state(), "pace": self._pace.state_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks.
@@ -123,9 +109,6 @@ class DiLoCo(LocalMethod):
         """
         super().load_shared_state(state)
         self._pace.load_state_dict(state["pace"])
-        for fragment, outer in zip(self._fragments, state["outer"], strict=True):
-            fragment.drop()
-            fragment.load_state(outer)
         self.rounds.agrees = False
 
     def own_state(self) -> dict[str, Any]:
@@ -155,9 +138,6 @@ class DiLoCo(LocalMethod):
                 f"fragments={len(self._fragments)}, delay={self._delay}"
             )
         return steps
-
-    def _part(self, names: Collection[str]) -> NamedTensors:
-        return [(name, p) for name, p in self.replica.parameters() if name in names]
 
     def _after_step(self) -> None:
         steps, step_in_round = self._steps, self.rounds.step_in_round

@@ -1,5 +1,6 @@
 """``HierarchicalLocalSGD``: the ranks of a node agree often, the nodes rarely."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -47,19 +48,24 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_steps = node_steps
         node = self._node_comm()
         if node_steps == 1:
-            self._averages_gradients(node)
+            self._gradients.over(node)
             return
         self._node_rounds = Rounds(node)
         self._samples.append(Samples())
-        self._node_averagings = [self._averages(node)]
+        self._node_averagings = [self._averages(self.replica.parameters, node)]
         if self.replica.buffers():
-            self._node_averagings.append(self._averages(node, self.replica.buffers))
+            self._node_averagings.append(self._averages(self.replica.buffers, node))
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count, or sit out; see ``LocalMethod``."""
         super().take_part(takes_part=takes_part)
         if self._node_steps > 1:
             self._node_rounds.takes_part = takes_part
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round."""
+        super().load_own_state(state)
+        self.take_part(takes_part=self.rounds.takes_part)
 
     def _after_step(self) -> None:
         number = self.rounds.number

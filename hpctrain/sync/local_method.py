@@ -1,8 +1,9 @@
 """What all methods have in common whose ranks take steps of their own."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,11 +20,9 @@ from hpctrain.runtime.parameters import broadcast_parameters
 from hpctrain.sync.anchored import AnchoredAveraging, Outer
 from hpctrain.sync.averaging import Averaging, NamedTensors
 from hpctrain.sync.distributed_methods import DistributedMethods
-from hpctrain.sync.parameter_names import names_of, trained
-from hpctrain.sync.reducer import Reducer
-from hpctrain.sync.reduction import Reduction, ReductionOptions
 from hpctrain.sync.replica import Replica
 from hpctrain.sync.rounds import Opening, Rounds, Samples
+from hpctrain.sync.switched_gradients import SwitchedGradients
 
 SWITCH = 1 << 3
 """The flag by which one rank lets all change their phase; those of users are below it."""
@@ -60,10 +59,12 @@ class LocalMethod:
         here = world.current()
         self._comm, self._plan, self._topology = here.comm, here.plan, here.topology
         self._note = here.last_call.note
-        self._optimizer, self._names = optimizer, names_of(optimizer, None)
+        self._optimizer = optimizer
         self._compression = compression or Compression.none
         self._node: Communicator | None = None
-        self._reducers: list[Reducer] = []
+        self._gradients = SwitchedGradients(
+            optimizer, self._plan, self._compression, self._comm.size, self._note
+        )
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
         self.replica = Replica(self._comm, model, optimizer)
@@ -73,6 +74,7 @@ class LocalMethod:
         self.bytes_sent = 0
         """Bytes that this rank has given to averagings over all ranks."""
         self._samples = [Samples()]
+        self._anchored: list[AnchoredAveraging] = []
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
         self._hooks = [
@@ -97,8 +99,7 @@ class LocalMethod:
         """
         for samples in self._samples:
             samples.add(num_samples, nominal)
-        for reducer in self._reducers:
-            reducer.set_num_samples(num_samples, nominal)
+        self._gradients.set_num_samples(num_samples, nominal)
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count in averagings from now on, or sit out.
@@ -121,12 +122,13 @@ class LocalMethod:
 
         Needed only where a rank skips ``backward`` and gradients are clipped.
         """
-        for reducer in self._reducers:
-            reducer.finish()
+        self._gradients.finish()
 
     def finish(self) -> None:
         """End the round here, so that all ranks have one model. Collective."""
-        if not self.rounds.agrees:
+        if self.rounds.agrees:
+            self.replica.average_buffers()  # of synchronous steps
+        else:
             self._end_round()
 
     @contextmanager
@@ -142,7 +144,7 @@ class LocalMethod:
         """Remove the hooks. Not collective."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._reducers.clear()
+        self._gradients.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,12 +160,6 @@ class LocalMethod:
         self.close()
 
     # -- what is known -----------------------------------------------------------------------
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether all ranks take the present step together, on averaged gradients."""
-        size = self._comm.size
-        return size == 1 or any(r.is_on and r.num_ranks == size for r in self._reducers)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -191,8 +187,8 @@ class LocalMethod:
             return 0
         if self._comm.size == 1:
             return self.rounds.flags & ~SWITCH
-        flags = [reducer.raised_flags for reducer in self._reducers if reducer.is_on]
-        return (flags[0] if self.is_synchronous else self.rounds.raised_flags) & ~SWITCH
+        found = self._gradients if self._gradients.is_synchronous else self.rounds
+        return found.raised_flags & ~SWITCH
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when the ranks meet.
@@ -225,7 +221,11 @@ class LocalMethod:
 
     def shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, for any number of ranks. Collective."""
-        return {**self.rounds.shared_state(), "bytes_sent": self.bytes_sent}
+        return {
+            **self.rounds.shared_state(),
+            "bytes_sent": self.bytes_sent,
+            "anchors": [averaging.state() for averaging in self._anchored],
+        }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks. Collective."""
@@ -233,6 +233,9 @@ class LocalMethod:
         for samples in self._samples:
             samples.clear()
         self.bytes_sent = state["bytes_sent"]
+        for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
+            averaging.drop()
+            averaging.load_state(anchor)
 
     def own_state(self) -> dict[str, Any]:
         """Return what is this rank's own in the middle of a round. Collective."""
@@ -261,22 +264,31 @@ class LocalMethod:
         raise NotImplementedError
 
     def _averages(
-        self, comm: Communicator, tensors: Callable[[], NamedTensors] | None = None
+        self, tensors: Callable[[], NamedTensors], comm: Communicator | None = None
     ) -> Averaging:
-        """Make what averages over some ranks. Collective over them.
+        """Make what averages tensors as they are, over all ranks or some. Collective."""
+        return Averaging(comm or self._comm, Identity(), tensors, self._plan.bucket_bytes)
+
+    def _averages_parameters(
+        self, names: Collection[str] | None = None, outer: Outer | None = None
+    ) -> Averaging:
+        """Make what averages parameters over all ranks. Collective.
 
         Args:
-            comm: the ranks.
-            tensors: what is averaged as it is; None for the parameters, of which changes travel
-                where they are compressed.
+            names: of those; None for all.
+            outer: how an anchor moves; None where only a lossy codec needs one.
         """
-        size, codec = self._plan.bucket_bytes, codec_for(self._compression)
-        if tensors is not None:
-            return Averaging(comm, Identity(), tensors, size)
+        codec, size = codec_for(self._compression), self._plan.bucket_bytes
         parameters = self.replica.parameters
-        if isinstance(codec, Identity):
-            return Averaging(comm, codec, parameters, size)
-        return AnchoredAveraging(comm, codec, parameters, size, self._node_comm(), Outer())
+        if names is not None:
+            parameters = partial(self.replica.parameters, names)
+        if outer is None and isinstance(codec, Identity):
+            return Averaging(self._comm, codec, parameters, size)
+        made = AnchoredAveraging(
+            self._comm, codec, parameters, size, self._node_comm(), outer or Outer()
+        )
+        self._anchored.append(made)
+        return made
 
     def _begin(
         self,
@@ -320,34 +332,12 @@ class LocalMethod:
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        for reducer in self._reducers:
-            reducer.raise_flags(flags)
-
-    def _averages_gradients(self, comm: Communicator) -> Reducer | None:
-        """Make what averages gradients over some ranks while it is on. Collective over them.
-
-        Returns:
-            None for a single rank.
-        """
-        if comm.size == 1:
-            return None
-        made = Reducer(
-            Reduction(comm, self._plan, codec_for(self._compression), ReductionOptions()),
-            lambda: trained(self._optimizer, self._names),
-            passes=1,
-            note=self._note,
-        )
-        self._reducers.append(made)
-        return made
+        self._gradients.raise_flags(flags)
 
     def _end_step(self) -> None:
-        self.rounds.count_step(synchronous=self.is_synchronous)
-        self.communication_seconds = 0.0
-        for reducer in self._reducers:
-            if reducer.is_on:
-                self.communication_seconds += reducer.exposed_seconds
-                self.bytes_sent += reducer.num_bytes if self.is_synchronous else 0
-                reducer.new_step()
+        self.rounds.count_step(synchronous=self._gradients.is_synchronous)
+        self.communication_seconds, num_bytes = self._gradients.end_step()
+        self.bytes_sent += num_bytes
         start = time.perf_counter()
         self._after_step()
         if self.rounds.is_meeting_due:

@@ -67,11 +67,11 @@ class LocalSGD(LocalMethod):
         self._pace = Pace(steps, share=share, most=most)
         super().__init__(model, optimizer, compression=compression)
         self._state = state
-        self._averagings = [self._averages(self._comm)]
+        self._averagings = [self._averages_parameters()]
         if self.replica.buffers():
-            self._averagings.append(self._averages(self._comm, self.replica.buffers))
+            self._averagings.append(self._averages(self.replica.buffers))
         if state == "average":
-            self._averagings.append(self._averages(self._comm, self.replica.state))
+            self._averagings.append(self._averages(self.replica.state))
 
     @property
     def facts(self) -> dict[str, Any]:

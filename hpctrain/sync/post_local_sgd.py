@@ -49,7 +49,7 @@ class PostLocalSGD(LocalSGD):
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]
-        self._gradients = self._averages_gradients(self._comm)
+        self._reducer = self._gradients.over(self._comm)
         self._go(is_local=start == 0)
 
     @property
@@ -78,8 +78,8 @@ class PostLocalSGD(LocalSGD):
 
     def _go(self, *, is_local: bool) -> None:
         self._is_local = is_local
-        if self._gradients is not None:
-            self._gradients.is_on = not is_local
+        if self._reducer is not None:
+            self._reducer.is_on = not is_local
 
     def _has_ended(self) -> bool:
         """Say whether the synchronous steps are over: the same on every rank.
@@ -89,8 +89,8 @@ class PostLocalSGD(LocalSGD):
         if isinstance(self._start, int):
             return self.rounds.step >= self._start
         seen = self._wants_switch
-        if self._gradients is not None:
-            seen = bool(self._gradients.raised_flags & SWITCH)
+        if self._reducer is not None:
+            seen = bool(self._reducer.raised_flags & SWITCH)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._highest = [max(pair) for pair in zip(rates, self._highest, strict=True)]
         pairs = zip(rates, self._highest, strict=True)

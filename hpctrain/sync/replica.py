@@ -1,6 +1,6 @@
 """What a rank has of its own while ranks take steps of their own: parameters, buffers, state."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,12 @@ class Replica:
     def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
         self._comm, self._model, self._optimizer = comm, model, optimizer
 
-    def parameters(self) -> NamedTensors:
-        """Return the parameters that are trained; the others stay equal on all ranks."""
+    def parameters(self, names: Collection[str] | None = None) -> NamedTensors:
+        """Return the parameters that are trained, or some of them; others stay equal anyway."""
         return [
-            (name, p.detach()) for name, p in self._model.named_parameters() if p.requires_grad
+            (name, parameter.detach())
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and (names is None or name in names)
         ]
 
     def buffers(self) -> NamedTensors:
@@ -51,6 +53,12 @@ class Replica:
         """Let parameters and buffers be their means over all ranks inside. Collective."""
         with self.holding(self.means([*self.parameters(), *self.buffers()])):
             yield
+
+    def average_buffers(self) -> None:
+        """Give all ranks the means of their buffers. Collective."""
+        means = self.means(self.buffers())
+        for name, buffer in self.buffers():
+            buffer.copy_(means[name])
 
     def means(self, named: NamedTensors) -> dict[str, Tensor]:
         """Return the means of tensors over all ranks, by name. Collective."""

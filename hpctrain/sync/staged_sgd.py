@@ -68,14 +68,14 @@ class StagedSGD(LocalMethod):
         self._steps, self._delay = steps, delay
         self._due, self._waits = 0, delay  # of what is under way
         self._best, self._num_bad = float("inf"), 0
-        self._everywhere = self._averages_gradients(self._comm)
+        self._everywhere = self._gradients.over(self._comm)
         self._on_node = None
         self._averagings = []
         if self._topology.num_nodes > 1:
-            self._on_node = self._averages_gradients(self._node_comm())
-            self._averagings.append(self._averages(self._comm))
+            self._on_node = self._gradients.over(self._node_comm())
+            self._averagings.append(self._averages_parameters())
             if self.replica.buffers():
-                self._averagings.append(self._averages(self._comm, self.replica.buffers))
+                self._averagings.append(self._averages(self.replica.buffers))
         self._set_phase()
 
     @property
@@ -140,7 +140,8 @@ class StagedSGD(LocalMethod):
         if self.rounds.step >= self._due:
             self._take_over()
         if not self._is_cycling:
-            self.finish()
+            if not self.rounds.agrees:
+                self._end_round()
             self.rounds.start_here()
             self._samples[0].clear()
         elif self.rounds.step_in_round >= self._steps:
@@ -154,7 +155,7 @@ class StagedSGD(LocalMethod):
 
     def _end_round(self) -> None:
         self._take_over()
-        state = self._averages(self._comm, self.replica.state)
+        state = self._averages(self.replica.state)
         opening = self._begin([*self._averagings, state])
         self._complete([*self._averagings, state])
         self.rounds.close(agrees=opening.total_weight > 0)

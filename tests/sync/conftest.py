@@ -23,3 +23,11 @@ def hvd(request: pytest.FixtureRequest) -> Generator[ModuleType]:
     hpctrain.init(ranks_per_node=request.param)
     yield hpctrain
     hpctrain.shutdown()
+
+
+@pytest.fixture
+def hvd_nodes(world) -> Generator[ModuleType]:
+    """Initialise a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
+    hpctrain.init(ranks_per_node=1 if world.size == 2 else 2)
+    yield hpctrain
+    hpctrain.shutdown()
