@@ -158,7 +158,7 @@ class Rounds:
                 step_squared=float(self.step) ** 2,
                 step_s=self._timed_s / max(self._num_timed, 1),
                 round_s=self.round_s,
-                drift=self.own_drift,
+                drift=self.own_drift if self.takes_part else 0.0,
             )
         )
         size = self._comm.size
