@@ -187,8 +187,7 @@ class LocalMethod:
             return 0
         if self._comm.size == 1:
             return self.rounds.flags & ~SWITCH
-        found = self._gradients if self._gradients.is_synchronous else self.rounds
-        return found.raised_flags & ~SWITCH
+        return self.rounds.raised_flags & ~SWITCH
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when the ranks meet.
@@ -335,7 +334,10 @@ class LocalMethod:
         self._gradients.raise_flags(flags)
 
     def _end_step(self) -> None:
-        self.rounds.count_step(synchronous=self._gradients.is_synchronous)
+        synchronous = self._gradients.is_synchronous
+        if synchronous:  # looked at here, as the phase may end with this step
+            self.rounds.raised_flags = self._gradients.raised_flags
+        self.rounds.count_step(synchronous=synchronous)
         self.communication_seconds, num_bytes = self._gradients.end_step()
         self.bytes_sent += num_bytes
         start = time.perf_counter()

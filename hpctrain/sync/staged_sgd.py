@@ -133,25 +133,34 @@ class StagedSGD(LocalMethod):
 
     @property
     def _is_cycling(self) -> bool:
+        return self._cycles_in(self.rounds.step)
+
+    def _cycles_in(self, step: int) -> bool:
+        """Say whether the step after so many is one of a cycle."""
         several = self._topology.num_nodes > 1
-        return several and self._warmup_steps <= self.rounds.step < self._cooldown_start
+        return several and self._warmup_steps <= step < self._cooldown_start
 
     def _after_step(self) -> None:
+        was_cycling = self._cycles_in(self.rounds.step - 1)
         if self.rounds.step >= self._due:
             self._take_over()
-        if not self._is_cycling:
-            if not self.rounds.agrees:
-                self._end_round()
+        if was_cycling and not self._is_cycling:
+            self._end_round()
+        elif was_cycling and self.rounds.step_in_round >= self._steps:
+            self._send()
+        elif not was_cycling:
             self.rounds.start_here()
             self._samples[0].clear()
-        elif self.rounds.step_in_round >= self._steps:
-            self._take_over()
-            self._begin(self._averagings)
-            self._due, self._waits = self.rounds.step + self._delay, self._delay
-            if not self._delay:
-                self._take_over()
-            self.rounds.close(agrees=not self._delay)
         self._set_phase()
+
+    def _send(self) -> None:
+        """Let the replicas travel across nodes."""
+        self._take_over()
+        opening = self._begin(self._averagings)
+        self._due, self._waits = self.rounds.step + self._delay, self._delay
+        if not self._delay:
+            self._take_over()
+        self.rounds.close(agrees=opening.total_weight > 0 and not self._delay)
 
     def _end_round(self) -> None:
         self._take_over()

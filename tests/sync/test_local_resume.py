@@ -32,7 +32,7 @@ def test_stop_anywhere_and_go_on_bitwise(hvd_nodes, name):
     with METHODS[name](hvd_nodes, model, optimizer) as method:
         for step in range(NUM_STEPS):
             states.append(state_of(model, optimizer, method))
-            train(hvd_nodes, model, optimizer, method, step, step + 1)
+            train(hvd_nodes, model, optimizer, method, step, step + 1, observed=True)
         whole = replica_of(model, optimizer)
         facts = method.facts
     for stop in stops_of(name):
@@ -42,7 +42,7 @@ def test_stop_anywhere_and_go_on_bitwise(hvd_nodes, name):
             model.load_state_dict(states[stop]["model"])
             optimizer.load_state_dict(states[stop]["optimizer"])
             method.load_state_dict(states[stop]["method"])
-            train(hvd_nodes, model, optimizer, method, stop, NUM_STEPS)
+            train(hvd_nodes, model, optimizer, method, stop, NUM_STEPS, observed=True)
             assert torch.equal(replica_of(model, optimizer), whole), stop
             assert method.facts == facts
 
