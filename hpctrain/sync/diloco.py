@@ -75,13 +75,15 @@ class DiLoCo(LocalMethod):
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
         outer = Outer(lr=outer_lr, momentum=outer_momentum)
         self._fragments = [
-            self._averages_parameters(names, outer)
+            self._exchange.averages_parameters(names, outer)
             for names in divided(self.replica.parameters(), fragments)
         ]
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
         self._samples = [Samples() for _ in range(fragments + 1)]  # the last one of buffers
-        self._buffers = [self._averages(self.replica.buffers)] if self.replica.buffers() else []
+        self._buffers = (
+            [self._exchange.averages(self.replica.buffers)] if self.replica.buffers() else []
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -94,8 +96,9 @@ class DiLoCo(LocalMethod):
         if self.rounds.agrees:
             yield
             return
-        outer = {name: value for part in self._anchored for name, value in part.anchor().items()}
-        with self.replica.holding(outer | self.replica.means(self.replica.buffers())):
+        with self.replica.holding(
+            self._exchange.anchor() | self.replica.means(self.replica.buffers())
+        ):
             yield
 
     def shared_state(self) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class DiLoCo(LocalMethod):
         steps, step_in_round = self._steps, self.rounds.step_in_round
         for number, fragment in enumerate(self._fragments):
             if fragment.is_under_way and self.rounds.step >= self._due[number]:
-                self._complete([fragment], keep=self._keep)
+                self._exchange.complete([fragment], keep=self._keep)
             if step_in_round == (number + 1) * steps // len(self._fragments):
                 self._send(number)
         if step_in_round >= steps:
@@ -154,23 +157,23 @@ class DiLoCo(LocalMethod):
     def _send(self, number: int) -> None:
         """Let a fragment travel, and take the outer step now or after the delay."""
         fragment = self._fragments[number]
-        opening = self._begin([fragment], samples=self._samples[number])
+        opening = self._exchange.begin([fragment], self._samples[number])
         self._pace.learn(opening.step_s, opening.round_s)
         self._due[number] = self.rounds.step + self._delay
         if not self._delay:
-            self._complete([fragment], keep=self._keep)
+            self._exchange.complete([fragment], keep=self._keep)
 
     def _end_buffers(self) -> None:
         """Average the buffers, which no fragment has."""
         if self._buffers:
-            self._begin(self._buffers, samples=self._samples[-1])
-            self._complete(self._buffers)
+            self._exchange.begin(self._buffers, self._samples[-1])
+            self._exchange.complete(self._buffers)
 
     def _end_round(self) -> None:
-        self._complete(self._fragments)
+        self._exchange.complete(self._fragments)
         for number, fragment in enumerate(self._fragments):
-            self._begin([fragment], samples=self._samples[number])
-            self._complete([fragment])
+            self._exchange.begin([fragment], self._samples[number])
+            self._exchange.complete([fragment])
         self._end_buffers()
         self.rounds.close(agrees=True)
 

@@ -46,15 +46,15 @@ class HierarchicalLocalSGD(LocalSGD):
             raise ConfigError(f"node_steps must be at least 1, got {node_steps}")
         super().__init__(model, optimizer, steps, **options)
         self._node_steps = node_steps
-        node = self._node_comm()
+        node = self._exchange.node
         if node_steps == 1:
             self._gradients.over(node)
             return
         self._node_rounds = Rounds(node)
         self._samples.append(Samples())
-        self._node_averagings = [self._averages(self.replica.parameters, node)]
+        self._node_averagings = [self._exchange.averages(self.replica.parameters, node)]
         if self.replica.buffers():
-            self._node_averagings.append(self._averages(self.replica.buffers, node))
+            self._node_averagings.append(self._exchange.averages(self.replica.buffers, node))
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count, or sit out; see ``LocalMethod``."""
@@ -77,5 +77,5 @@ class HierarchicalLocalSGD(LocalSGD):
         if is_over:
             self._samples[1].clear()
         elif self.rounds.step_in_round % self._node_steps == 0:
-            self._begin(self._node_averagings, self._node_rounds, self._samples[1])
-            self._complete(self._node_averagings, self._node_rounds)
+            self._exchange.begin(self._node_averagings, self._samples[1], self._node_rounds)
+            self._exchange.complete(self._node_averagings, self._node_rounds)

@@ -1,27 +1,23 @@
 """What all methods have in common whose ranks take steps of their own."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.compressor import Compressor
-from hpctrain.compress.half import Compression, codec_for
-from hpctrain.compress.identity import Identity
+from hpctrain.compress.half import Compression
 from hpctrain.errors import ConfigError
 from hpctrain.runtime import world
 from hpctrain.runtime.parameters import broadcast_parameters
-from hpctrain.sync.anchored import AnchoredAveraging, Outer
-from hpctrain.sync.averaging import Averaging, NamedTensors
 from hpctrain.sync.distributed_methods import DistributedMethods
+from hpctrain.sync.exchange import Exchange
 from hpctrain.sync.replica import Replica
-from hpctrain.sync.rounds import Opening, Rounds, Samples
+from hpctrain.sync.rounds import Rounds, Samples
 from hpctrain.sync.switched_gradients import SwitchedGradients
 
 SWITCH = 1 << 3
@@ -57,13 +53,11 @@ class LocalMethod:
                 f"in every step; leave DistributedOptimizer out"
             )
         here = world.current()
-        self._comm, self._plan, self._topology = here.comm, here.plan, here.topology
-        self._note = here.last_call.note
+        self._comm, self._topology = here.comm, here.topology
         self._optimizer = optimizer
-        self._compression = compression or Compression.none
-        self._node: Communicator | None = None
+        compression = compression or Compression.none
         self._gradients = SwitchedGradients(
-            optimizer, self._plan, self._compression, self._comm.size, self._note
+            optimizer, here.plan, compression, self._comm.size, here.last_call.note
         )
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
@@ -71,10 +65,8 @@ class LocalMethod:
         """This rank's model and optimizer state."""
         self.communication_seconds = 0.0
         """Time in which the last step waited for other ranks."""
-        self.bytes_sent = 0
-        """Bytes that this rank has given to averagings over all ranks."""
+        self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [Samples()]
-        self._anchored: list[AnchoredAveraging] = []
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
         self._hooks = [
@@ -170,8 +162,8 @@ class LocalMethod:
         gradients = self.rounds.step * sum(p.nbytes for _, p in self.replica.parameters())
         return {
             "rounds": self.rounds.number,
-            "bytes_sent": self.bytes_sent,
-            "bytes_saved": gradients - self.bytes_sent,
+            "bytes_sent": self._exchange.bytes_sent,
+            "bytes_saved": gradients - self._exchange.bytes_sent,
             "drift": self.rounds.drift,
         }
 
@@ -220,21 +212,14 @@ class LocalMethod:
 
     def shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, for any number of ranks. Collective."""
-        return {
-            **self.rounds.shared_state(),
-            "bytes_sent": self.bytes_sent,
-            "anchors": [averaging.state() for averaging in self._anchored],
-        }
+        return {**self.rounds.shared_state(), "exchange": self._exchange.state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks. Collective."""
         self.rounds.load_shared_state(state)
         for samples in self._samples:
             samples.clear()
-        self.bytes_sent = state["bytes_sent"]
-        for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
-            averaging.drop()
-            averaging.load_state(anchor)
+        self._exchange.load_state(state["exchange"])
 
     def own_state(self) -> dict[str, Any]:
         """Return what is this rank's own in the middle of a round. Collective."""
@@ -262,72 +247,6 @@ class LocalMethod:
         """Average all that is averaged, here and now. Collective."""
         raise NotImplementedError
 
-    def _averages(
-        self, tensors: Callable[[], NamedTensors], comm: Communicator | None = None
-    ) -> Averaging:
-        """Make what averages tensors as they are, over all ranks or some. Collective."""
-        return Averaging(comm or self._comm, Identity(), tensors, self._plan.bucket_bytes)
-
-    def _averages_parameters(
-        self, names: Collection[str] | None = None, outer: Outer | None = None
-    ) -> Averaging:
-        """Make what averages parameters over all ranks. Collective.
-
-        Args:
-            names: of those; None for all.
-            outer: how an anchor moves; None where only a lossy codec needs one.
-        """
-        codec, size = codec_for(self._compression), self._plan.bucket_bytes
-        parameters = self.replica.parameters
-        if names is not None:
-            parameters = partial(self.replica.parameters, names)
-        if outer is None and isinstance(codec, Identity):
-            return Averaging(self._comm, codec, parameters, size)
-        made = AnchoredAveraging(
-            self._comm, codec, parameters, size, self._node_comm(), outer or Outer()
-        )
-        self._anchored.append(made)
-        return made
-
-    def _begin(
-        self,
-        averagings: Sequence[Averaging],
-        rounds: Rounds | None = None,
-        samples: Samples | None = None,
-    ) -> Opening:
-        """Let the ranks meet, and then replicas travel. Collective."""
-        rounds, samples = rounds or self.rounds, samples or self._samples[0]
-        outdated = not all(averaging.fits() for averaging in averagings)
-        opening = rounds.meet(samples, outdated=outdated)
-        samples.clear()
-        for averaging in averagings:
-            if opening.outdated:
-                averaging.build()
-            if opening.total_weight:
-                averaging.start(opening.weight, 1.0 / opening.total_weight)
-                self.bytes_sent += averaging.num_bytes if rounds is self.rounds else 0
-        return opening
-
-    def _complete(
-        self, averagings: Sequence[Averaging], rounds: Rounds | None = None, keep: float = 0.0
-    ) -> None:
-        """Take over the means of what ``_begin`` has let travel; parameters come first."""
-        rounds = rounds or self.rounds
-        under_way = [averaging for averaging in averagings if averaging.is_under_way]
-        distances = [averaging.finish(keep) for averaging in under_way]
-        if under_way:
-            rounds.own_drift = distances[0]
-            rounds.round_s = sum(averaging.seconds for averaging in under_way)
-            self._note(f"round {self.rounds.number} of {type(self).__name__}")
-
-    def _node_comm(self) -> Communicator:
-        """Return the ranks of this node; made once. Collective over all ranks."""
-        if self._node is None:
-            groups = [self._comm.group(ranks) for ranks in self._topology.nodes]
-            self._node = groups[self._topology.node]
-        assert self._node is not None
-        return self._node
-
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
@@ -339,7 +258,7 @@ class LocalMethod:
             self.rounds.raised_flags = self._gradients.raised_flags
         self.rounds.count_step(synchronous=synchronous)
         self.communication_seconds, num_bytes = self._gradients.end_step()
-        self.bytes_sent += num_bytes
+        self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()
         self._after_step()
         if self.rounds.is_meeting_due:

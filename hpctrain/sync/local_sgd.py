@@ -67,11 +67,11 @@ class LocalSGD(LocalMethod):
         self._pace = Pace(steps, share=share, most=most)
         super().__init__(model, optimizer, compression=compression)
         self._state = state
-        self._averagings = [self._averages_parameters()]
+        self._averagings = [self._exchange.averages_parameters()]
         if self.replica.buffers():
-            self._averagings.append(self._averages(self.replica.buffers))
+            self._averagings.append(self._exchange.averages(self.replica.buffers))
         if state == "average":
-            self._averagings.append(self._averages(self.replica.state))
+            self._averagings.append(self._exchange.averages(self.replica.state))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class LocalSGD(LocalMethod):
             self._end_round()
 
     def _end_round(self) -> None:
-        opening = self._begin(self._averagings)
-        self._complete(self._averagings)
+        opening = self._exchange.begin(self._averagings, self._samples[0])
+        self._exchange.complete(self._averagings)
         if self._state == "reset":
             self.replica.reset_state()
         self._pace.learn(opening.step_s, opening.round_s)

@@ -72,10 +72,10 @@ class StagedSGD(LocalMethod):
         self._on_node = None
         self._averagings = []
         if self._topology.num_nodes > 1:
-            self._on_node = self._gradients.over(self._node_comm())
-            self._averagings.append(self._averages_parameters())
+            self._on_node = self._gradients.over(self._exchange.node)
+            self._averagings.append(self._exchange.averages_parameters())
             if self.replica.buffers():
-                self._averagings.append(self._averages(self.replica.buffers))
+                self._averagings.append(self._exchange.averages(self.replica.buffers))
         self._set_phase()
 
     @property
@@ -156,7 +156,7 @@ class StagedSGD(LocalMethod):
     def _send(self) -> None:
         """Let the replicas travel across nodes."""
         self._take_over()
-        opening = self._begin(self._averagings)
+        opening = self._exchange.begin(self._averagings, self._samples[0])
         self._due, self._waits = self.rounds.step + self._delay, self._delay
         if not self._delay:
             self._take_over()
@@ -164,15 +164,15 @@ class StagedSGD(LocalMethod):
 
     def _end_round(self) -> None:
         self._take_over()
-        state = self._averages(self.replica.state)
-        opening = self._begin([*self._averagings, state])
-        self._complete([*self._averagings, state])
+        state = self._exchange.averages(self.replica.state)
+        opening = self._exchange.begin([*self._averagings, state], self._samples[0])
+        self._exchange.complete([*self._averagings, state])
         self.rounds.close(agrees=opening.total_weight > 0)
 
     def _take_over(self) -> None:
         """Let what is under way count among this rank's parameters, if there is anything."""
         own = 2 * self._waits
-        self._complete(self._averagings, keep=own / (own + self._topology.num_nodes))
+        self._exchange.complete(self._averagings, keep=own / (own + self._topology.num_nodes))
 
     def _set_phase(self) -> None:
         for reducer, is_on in (

@@ -150,7 +150,7 @@ def test_the_outer_model_is_held_once_per_node(world, hvd_nodes):
     method = hvd_nodes.DiLoCo(model, sgd(model), 4)
     held = [
         vector.own.nbytes
-        for part in method._anchored
+        for part in method._exchange._anchored
         for vector in (*part._anchors, *part._momenta)
     ]
     of_node = sum(world.allgather(sum(held))) / 2

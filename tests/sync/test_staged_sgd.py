@@ -179,7 +179,7 @@ def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
             optimizer.step()
-            sent[name].append(method.bytes_sent)
+            sent[name].append(method.facts["bytes_sent"])
         method.close()
     halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])
     assert torch.equal(halves[:14], wholes[:14])
