@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakSet
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.compressor import Compressor
@@ -35,6 +36,7 @@ class Exchange:
         self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note
         self._replica, self._rounds, self._compression = replica, rounds, compression
         self._anchored: list[AnchoredAveraging] = []
+        self._made: WeakSet[Averaging] = WeakSet()
 
     @cached_property
     def node(self) -> Communicator:
@@ -44,11 +46,16 @@ class Exchange:
         assert own is not None
         return own
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether replicas travel while training goes on."""
+        return any(averaging.is_under_way for averaging in self._made)
+
     def averages(
         self, tensors: Callable[[], NamedTensors], comm: Communicator | None = None
     ) -> Averaging:
         """Make what averages tensors as they are, over all ranks or some. Collective."""
-        return Averaging(comm or self._comm, Identity(), tensors, self._bucket_bytes)
+        return self._noted(Averaging(comm or self._comm, Identity(), tensors, self._bucket_bytes))
 
     def averages_parameters(
         self, names: Collection[str] | None = None, outer: Outer | None = None
@@ -62,10 +69,10 @@ class Exchange:
         codec, size = codec_for(self._compression), self._bucket_bytes
         parameters = partial(self._replica.parameters, names)
         if outer is None and isinstance(codec, Identity):
-            return Averaging(self._comm, codec, parameters, size)
+            return self._noted(Averaging(self._comm, codec, parameters, size))
         made = AnchoredAveraging(self._comm, codec, parameters, size, self.node, outer or Outer())
         self._anchored.append(made)
-        return made
+        return self._noted(made)
 
     def begin(
         self, averagings: Sequence[Averaging], samples: Samples, rounds: Rounds | None = None
@@ -123,3 +130,7 @@ class Exchange:
         for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
             averaging.drop()
             averaging.load_state(anchor)
+
+    def _noted(self, averaging: Averaging) -> Averaging:
+        self._made.add(averaging)
+        return averaging

@@ -261,7 +261,7 @@ class LocalMethod:
         self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()
         self._after_step()
-        if self.rounds.is_meeting_due:
+        if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):
             self.rounds.meet()
         self.communication_seconds += time.perf_counter() - start
         self.rounds.resume_clock()

@@ -114,12 +114,16 @@ class Rounds:
         """Steps of the present round that were taken."""
         return self.step - self.start
 
-    @property
-    def is_meeting_due(self) -> bool:
-        """Whether the ranks meet now, if nothing else has let them meet in this step."""
+    def is_meeting_due(self, *, busy: bool) -> bool:
+        """Say whether the ranks meet now, if nothing else has let them meet in this step.
+
+        Args:
+            busy: whether replicas are under way, behind which a message would wait; the same on
+                every rank.
+        """
         since = self.step - self._last_meeting
         soon = self.within_s < float("inf") and since >= self._steps_between
-        return not self.has_met and (self.must_meet or soon)
+        return not self.has_met and (self.must_meet or (soon and not busy))
 
     def resume_clock(self) -> None:
         """Let the next step begin."""

@@ -260,6 +260,21 @@ def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
 
 
 @MANY
+def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd_nodes.DiLoCo(model, optimizer, 8, delay=6)
+    method.rounds.within_s = 1e-9  # in every step, if possible
+    met = []
+    for step in range(16):
+        method.rounds.must_meet = step == 11
+        train(hvd_nodes, model, optimizer, method, step, step + 1)
+        met.append(method.has_met)
+    assert met == [True] * 8 + [False] * 3 + [True] + [False] + [True] * 3
+    method.close()
+
+
+@MANY
 def test_the_last_steps_of_a_block_that_fails_are_not_averaged(world, hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
