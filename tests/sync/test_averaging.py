@@ -23,10 +23,7 @@ def tensors(rank: int) -> list[tuple[str, torch.Tensor]]:
         ("columns", torch.randn(30, 7, generator=numbers).t()),
         ("scalar", torch.randn((), generator=numbers)),
         ("empty", torch.empty(0)),
-        (
-            "images",
-            torch.randn(2, 3, 4, 5, generator=numbers).to(memory_format=torch.channels_last),
-        ),
+        ("images", images.to(memory_format=torch.channels_last)),
     ]
 
 
