@@ -1,7 +1,6 @@
 """The mean of some tensors over ranks: into buckets, through a codec, and back."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,8 +56,6 @@ class Averaging:
         self._comm, self._codec = comm, codec
         self._tensors, self._bucket_bytes = tensors, bucket_bytes
         self._works: list[Work] = []
-        self.seconds = 0.0
-        """Time that the last round took to travel."""
         self.build()
 
     @property
@@ -102,7 +99,6 @@ class Averaging:
             scale: one over the sum of all ranks' weights.
         """
         tensors = self._tensors()
-        self.seconds = 0.0
         for number, load in enumerate(self._loads):
             if weight == 0.0:
                 load.bucket.flat.zero_()
@@ -189,10 +185,8 @@ class Averaging:
         )
 
     def _reduce(self, bucket: Bucket, scale: float) -> None:
-        start = time.perf_counter()
         with torch.no_grad():
             self._codec.allreduce_(bucket, self._comm, scale=scale).wait()
-        self.seconds += time.perf_counter() - start
 
 
 def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -110,7 +110,6 @@ class Exchange:
         distances = [averaging.finish(keep) for averaging in under_way]
         if under_way:
             rounds.own_drift = distances[0]
-            rounds.round_s = sum(averaging.seconds for averaging in under_way)
             self._note(f"averaging of replicas in round {self._rounds.number}")
 
     def anchor(self) -> dict[str, Any]:

@@ -263,5 +263,7 @@ class LocalMethod:
         self._after_step()
         if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):
             self.rounds.meet()
-        self.communication_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.rounds.waited_s += seconds
+        self.communication_seconds += seconds
         self.rounds.resume_clock()

@@ -29,7 +29,7 @@ class Report:
     step_s: float = 0.0
     """Duration of a step in this round, without averaging."""
     round_s: float = 0.0
-    """Duration of the last averaging."""
+    """What the averaging before has cost this rank, in seconds."""
     drift: float = 0.0
     """Squared distance of this replica from the mean, in the last averaging."""
 

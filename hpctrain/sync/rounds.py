@@ -23,7 +23,7 @@ class Opening:
     step_s: float
     """Mean duration of a step, without averaging."""
     round_s: float
-    """Mean duration of the last averaging."""
+    """Mean time over ranks that the averaging before has cost, waiting for others included."""
 
 
 class Samples:
@@ -90,8 +90,10 @@ class Rounds:
         before the last meeting; the same on every rank."""
         self.own_drift = 0.0
         """Squared distance of this rank's replica from the mean, at the last averaging."""
+        self.waited_s = 0.0
+        """Time that this rank has spent on others since the last averaging began."""
         self.round_s = 0.0
-        """Duration of the last averaging on this rank."""
+        """Mean time over ranks that the averaging before the last has cost; the same on all."""
         self.takes_part = True
         """Whether this rank's replica counts."""
         self.flags = 0
@@ -161,7 +163,7 @@ class Rounds:
                 step=float(self.step),
                 step_squared=float(self.step) ** 2,
                 step_s=self._timed_s / max(self._num_timed, 1),
-                round_s=self.round_s,
+                round_s=self.waited_s,
                 drift=self.own_drift if self.takes_part else 0.0,
             )
         )
@@ -170,6 +172,8 @@ class Rounds:
         self.has_met, self.must_meet, self._last_meeting = True, False, self.step
         self.drift = (total.drift / size) ** 0.5
         self._num_timed, self._timed_s = 0, 0.0
+        if samples:
+            self.waited_s, self.round_s = 0.0, total.round_s / size
         step_s = total.step_s / size
         if self.within_s < float("inf") and step_s > 0:
             self._steps_between = max(1, int(self.within_s / step_s))
@@ -178,7 +182,7 @@ class Rounds:
             total_weight=total.weight,
             outdated=total.outdated > 0,
             step_s=step_s,
-            round_s=total.round_s / size,
+            round_s=self.round_s,
         )
 
     def close(self, *, agrees: bool) -> None:

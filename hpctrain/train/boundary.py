@@ -60,6 +60,13 @@ class Boundary:
             wishes |= SAVE
         return wishes
 
+    def saves_after(self, step: int) -> bool:
+        """Say whether a checkpoint is due after ``step``; not collective.
+
+        The same on every rank where checkpoints come by a number of steps.
+        """
+        return self._manager is not None and self._manager.due(step)
+
     def save(self, state: RunState, *, score: float | None = None) -> None:
         """Save while training goes on; a disk that refuses is a warning. Collective."""
         if self._manager is None:
@@ -92,7 +99,7 @@ class Boundary:
         manager.save(
             state.shared(self._comm),
             step=state.step,
-            private=state.own(),
+            private=state.own(self._comm),
             facts=self._facts,
             wait=wait,
             score=score,

@@ -8,6 +8,7 @@ from typing import Any
 from hpctrain.config import OVERLAPS
 from hpctrain.errors import ConfigError
 from hpctrain.train.checkpoint_config import CheckpointConfig, StopConfig, require
+from hpctrain.train.sync_config import SyncConfig
 from hpctrain.units import parse_bytes
 
 ORDERS = ("auto", "global", "window", "sequential")
@@ -242,6 +243,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainingConfig = field(default_factory=TrainingConfig)
     test: TestConfig = field(default_factory=TestConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -259,6 +261,18 @@ class RunConfig:
             not self.train.reproducible or self.data.on_corrupt == "raise",
             "data.on_corrupt is raise for train.reproducible = true: what is left out would move "
             "the samples of a rank",
+            self.data.on_corrupt,
+        )
+        require(
+            not (self.sync.is_local and self.train.reproducible),
+            "sync.method is synchronous for train.reproducible = true, as what a rank learns by "
+            "itself depends on the number of ranks: leave one of them out",
+            self.sync.method,
+        )
+        require(
+            not self.sync.is_local or self.data.on_corrupt == "raise",
+            "data.on_corrupt is raise for a local sync.method, whose ranks do not speak in every "
+            "step: repair the data with hpctrain data, or set sync.method = synchronous",
             self.data.on_corrupt,
         )
 

@@ -1,7 +1,10 @@
 """The training loop."""
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,8 +17,10 @@ from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
 from hpctrain.train.state import RunState
+from hpctrain.train.sync_method import figures, has_decided
 from hpctrain.train.tally import Interval
 from hpctrain.train.task import Task
+from hpctrain.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +61,34 @@ def train(
                 return Stopped(reason=boundary.stop(state), step=state.step)
             if wishes & SAVE and loader.consumed < task.num_train_samples:
                 boundary.save(state)
+                _resume_clock(task)
         # The loader is at the start of the next epoch now.
+        _end_epoch(state, comm, is_last=epoch == last_epoch)
         if is_tested := epoch % task.config.test.every_epochs == 0 or epoch == last_epoch:
-            state.scores = evaluate(task, comm)
+            with task.sync.averaged() if task.sync is not None else nullcontext():
+                state.scores = evaluate(task, comm)
             metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
         progress.epoch_ended(epoch, state.scores if is_tested else None)
         if wishes & SAVE or (is_tested and task.config.checkpoint.keep_best):
             boundary.save(state, score=_score(task, state.scores) if is_tested else None)
+        _resume_clock(task)
     assert state.scores is not None
     return Outcome(scores=state.scores, training_s=state.training_s)
+
+
+def _end_epoch(state: RunState, comm: Communicator, *, is_last: bool) -> None:
+    """Tell the method what it wants to know, and let a run end with one model. Collective."""
+    task = state.task
+    if task.observer is not None:
+        task.observer.observe(state.epoch_tally.take(comm).loss)
+    if task.sync is not None and is_last:
+        task.sync.finish()
+
+
+def _resume_clock(task: Task) -> None:
+    """Leave what was done between two steps out of their measured time."""
+    if task.sync is not None:
+        task.sync.rounds.resume_clock()
 
 
 def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
@@ -82,6 +106,8 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
     for group in task.optimizer.param_groups:
         group["lr"] = lr
     exchange.raise_flags(boundary.wishes(state.step + 1))
+    if task.sync is not None:
+        task.sync.rounds.must_meet = _must_meet(task, boundary, state.step + 1)
     start = perf_counter()
     loss, num_samples = train_step(task, batch, comm)
     state.tally.add(
@@ -90,12 +116,16 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
         work_s=perf_counter() - start,
         communication_s=exchange.communication_seconds,
     )
+    if task.observer is not None:
+        state.epoch_tally.add(loss=loss, num_samples=num_samples, work_s=0.0, communication_s=0.0)
     state.step += 1
-    if ends_interval(state.step, len(task.train), task.config.log.every_steps):
+    if is_recorded(task, state.step, state.tally.num_steps):
         interval = state.tally.take(comm)
         state.training_s += interval.num_steps * interval.step_s
-        _record(metrics, epoch, state.step, lr, interval)
-        progress.advance(state.step, interval)
+        more = {} if task.sync is None else figures(task.sync)
+        _record(metrics, epoch, state.step, lr, interval, more)
+        progress.advance(state.step, interval, more)
+        _tell_pace(state, metrics, progress)
     every = task.config.log.hash_every
     if every and state.step % every == 0:
         metrics.write("hash", step=state.step, state_hash=hash_of(task, comm))
@@ -103,13 +133,58 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
     return flags
 
 
+def _must_meet(task: Task, boundary: Boundary, step: int) -> bool:
+    """Say whether all ranks must speak in ``step``: the same on every rank.
+
+    At the end of an epoch they do so anyway, and a checkpoint by a number of steps is of this step
+    and no other.
+    """
+    by_steps = isinstance(task.config.checkpoint.every, int)
+    return step % len(task.train) == 0 or (by_steps and boundary.saves_after(step))
+
+
+def is_recorded(task: Task, step: int, since: int) -> bool:
+    """Say whether a record is written after ``step``: the same on every rank.
+
+    Where ranks take steps of their own a record that is due waits for the end of the round, or of
+    the epoch: no step costs a message more. Nothing here depends on a clock, so that a run that
+    was stopped writes the same records.
+
+    Args:
+        task: the run.
+        step: that was taken.
+        since: steps since the last record.
+    """
+    epoch_steps = len(task.train)
+    if not ends_interval(step, epoch_steps, task.config.log.every_steps, since=since):
+        return False
+    return task.sync is None or task.sync.rounds.step_in_round == 0 or step % epoch_steps == 0
+
+
+def _tell_pace(state: RunState, metrics: Metrics, progress: Progress) -> None:
+    """Tell once which number of steps ``auto`` has chosen."""
+    sync = state.task.sync
+    if sync is None or state.pace_told or not has_decided(state.task.config.sync, sync):
+        return
+    state.pace_told = True
+    steps, round_s = sync.facts["steps"], sync.rounds.round_s
+    metrics.write("pace", step=state.step, sync_steps=steps, round_s=round_s)
+    often = "every step" if steps == 1 else f"every {steps} steps"
+    progress.tell(f"averages {often}: an averaging takes {format_seconds(round_s)}")
+
+
 def hash_of(task: Task, comm: Communicator) -> str:
-    """Return the hash of weights and optimizer state, the same on every rank; collective."""
+    """Return the hash of weights and optimizer state, the same on every rank; collective.
+
+    Where ranks have their own, it is one of the hashes of all ranks.
+    """
     state = {
         "model": dict(task.model.named_parameters()),
         "optimizer": task.optimizer.state_dict(),
     }
-    return state_hash(state, comm)
+    if task.sync is None:
+        return state_hash(state, comm)
+    return state_hash({"ranks": comm.allgather_object(state_hash(state))})
 
 
 def _score(task: Task, scores: Scores | None) -> float | None:
@@ -119,11 +194,18 @@ def _score(task: Task, scores: Scores | None) -> float | None:
     return -scores.loss if task.metric is None else scores.metric
 
 
-def ends_interval(step: int, epoch_steps: int, every_steps: int) -> bool:
-    """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals."""
+def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int = 1) -> bool:
+    """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals.
+
+    Args:
+        step: that was taken.
+        epoch_steps: steps of an epoch.
+        every_steps: length of an interval, about.
+        since: steps since the last record.
+    """
     num_intervals = max(1, round(epoch_steps / every_steps))
     last = (step - 1) % epoch_steps + 1
-    return last * num_intervals // epoch_steps > (last - 1) * num_intervals // epoch_steps
+    return last * num_intervals // epoch_steps > (last - since) * num_intervals // epoch_steps
 
 
 def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int]:
@@ -142,7 +224,7 @@ def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int
     else:
         done = _backward(task, batch, nominal=config.global_batch / comm.size)
         if config.clip_norm and not batch.num_samples:
-            optimizer.synchronize()  # in place of backward
+            task.exchange.synchronize()  # in place of backward
     if config.clip_norm:
         nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
     optimizer.step()
@@ -151,7 +233,7 @@ def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int
 
 def _backward(task: Task, batch: Batch, *, nominal: float) -> tuple[float, int]:
     task.optimizer.zero_grad()
-    task.optimizer.set_num_samples(batch.num_samples, nominal=nominal)
+    task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
     if not batch.num_samples:
         return 0.0, 0
     inputs, labels = (aligned(values) for values in task.split(batch))
@@ -182,7 +264,14 @@ def aligned(values: Tensor) -> Tensor:
     return values.clone() if values.data_ptr() % 64 else values
 
 
-def _record(metrics: Metrics, epoch: int, step: int, lr: float, interval: Interval) -> None:
+def _record(
+    metrics: Metrics,
+    epoch: int,
+    step: int,
+    lr: float,
+    interval: Interval,
+    more: Mapping[str, Any],
+) -> None:
     metrics.write(
         "step",
         epoch=epoch,
@@ -193,4 +282,5 @@ def _record(metrics: Metrics, epoch: int, step: int, lr: float, interval: Interv
         compute_s=interval.compute_s,
         communication_s=interval.communication_s,
         input_s=interval.input_s,
+        **more,
     )

@@ -19,8 +19,10 @@ from hpctrain.train.loop import Outcome, Stopped, hash_of, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.part import Part
 from hpctrain.train.progress import Progress
+from hpctrain.train.replicas import shared_optimizer
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.state import RunState
+from hpctrain.train.sync_method import figures, summary
 from hpctrain.train.task import Task
 
 
@@ -87,6 +89,8 @@ class RunInDirectory:
             boundary = Boundary(comm, requests, manager, metrics, told)
             outcome = self._train(metrics, boundary)
             self._close(manager)
+            if self._task.sync is not None:
+                self._task.sync.close()
             metrics.sync()
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
@@ -122,6 +126,8 @@ class RunInDirectory:
         self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
         if ranks != comm.size:
             differ = "other random numbers, and sums that are rounded in another order"
+            if self._task.sync:
+                differ = "each goes on from the mean of the replicas, with other random numbers"
             self._console.print(
                 f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
                 f"{'the same bits' if self._task.steps else differ}"
@@ -138,7 +144,7 @@ class RunInDirectory:
             return outcome
         final = {
             "model": task.model.state_dict(),
-            "optimizer": task.optimizer.state_dict(),
+            "optimizer": shared_optimizer(task, comm),
             "epoch": epochs,
             "step": state.step,
         }
@@ -152,6 +158,7 @@ class RunInDirectory:
             metric_name=task.metric_name,
             training_s=outcome.training_s,
             samples_per_s=task.num_samples / outcome.training_s,
+            **(figures(task.sync) if task.sync is not None else {}),
             state_hash=hash_of(task, comm),
         )
         return outcome
@@ -172,4 +179,5 @@ class RunInDirectory:
             "rails": here.plan.num_rails,
             "parameters": self._task.num_parameters,
             **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
+            **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
         }

@@ -1,4 +1,4 @@
-"""The figure of a run: its loss, and where the time of a step went."""
+"""The figure of a run: its loss, where the time of a step went, how far replicas were apart."""
 
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ def plot_run(metrics: Path, figure_path: Path) -> None:
     records = read(metrics)
     steps = [record for record in records if record["event"] == "step"]
     tests = [record for record in records if record["event"] == "test"]
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    is_local = any("drift" in record for record in steps)
+    figure = Figure(figsize=(9, 9 if is_local else 7), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper, *middle, lower = figure.subplots(3 if is_local else 2, 1, sharex=True)
     _draw_loss(upper, steps, tests)
+    for axes in middle:
+        _draw_drift(axes, steps)
     _draw_time(lower, steps)
     figure.savefig(figure_path, dpi=120)
 
@@ -52,6 +55,16 @@ def _draw_loss(axes: Any, steps: list[dict[str, Any]], tests: list[dict[str, Any
     axes.set_ylabel("loss")
     axes.set_title("what was learned", loc="left")
     axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def _draw_drift(axes: Any, steps: list[dict[str, Any]]) -> None:
+    steps = [record for record in steps if "drift" in record]
+    marker = "o" if len(steps) < FEW else ""
+    axes.plot(*_series(steps, "drift"), color="#66ccee", linewidth=1, marker=marker)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("distance")
+    axes.set_title("how far replicas were from their mean", loc="left")
     axes.grid(alpha=0.3)
 
 

@@ -1,5 +1,8 @@
 """What a person sees while a run trains: a bar on a terminal, a line per epoch elsewhere."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
@@ -23,21 +26,30 @@ class Progress(Bar):
         self._num_epochs = num_epochs
         self._metric = metric
         self._of_epoch: list[Interval] = []
+        self._rounds = ""
         self._bar_task = self._bar.add_task("", total=num_steps)
 
-    def advance(self, step: int, interval: Interval) -> None:
-        """Show what the last steps were like."""
+    def advance(
+        self, step: int, interval: Interval, sync: Mapping[str, Any] | None = None
+    ) -> None:
+        """Show what the last steps were like, and how far replicas were apart if they may be."""
         self._of_epoch.append(interval)
-        self._bar.update(self._bar_task, completed=step, description=_describe(interval))
+        self._rounds = f"  round {sync['rounds']}  drift {sync['drift']:.3g}" if sync else ""
+        text = _describe(interval) + self._rounds
+        self._bar.update(self._bar_task, completed=step, description=text)
+
+    def tell(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(line)
 
     def epoch_ended(self, epoch: int, scores: Scores | None) -> None:
         """Print a line that stays: the means over the epoch, and the test if there was one."""
         line = f"epoch {epoch:3d}/{self._num_epochs}"
         if self._of_epoch:  # none where a run goes on after the last step of an epoch
-            line += f"  {_describe(joined(self._of_epoch))}"
+            line += f"  {_describe(joined(self._of_epoch))}{self._rounds}"
         if scores is not None:
             line += f"  test {self._metric} {scores.metric:.4f}"
-        self._console.print(line)
+        self._console.print(line, soft_wrap=True)
         self._of_epoch.clear()
 
 

@@ -16,7 +16,7 @@ from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.toml import dumps
 
-_MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train")
+_MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
 """Tables whose keys decide what is learnt."""
 _NOT_MATHEMATICS = ("data.workers", "data.prefetch", "data.stage")
 

@@ -25,6 +25,7 @@ from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.sync_method import describe
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
 from hpctrain.train.template import render
@@ -186,6 +187,7 @@ def _describe(console: Console, here: world.World, task: Task, directory: RunDir
         ("epochs", f"{config.train.epochs} of {len(task.train)} steps, {task.num_steps} in all"),
         ("global batch", f"{config.train.global_batch} samples"),
         *([("reproducible", task.steps.describe())] if task.steps else []),
+        *([("sync", describe(config.sync))] if task.sync else []),
         ("optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"),
     ]
     for title, part in (

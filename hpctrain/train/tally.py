@@ -66,6 +66,11 @@ class Tally:
         self._num_steps = 0
         self._input_s = 0.0
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last ``take``, the same on every rank."""
+        return self._num_steps
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has added since the last ``take``."""
         return {"sums": self._sums.clone(), "num_steps": self._num_steps}

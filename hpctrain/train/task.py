@@ -16,14 +16,17 @@ from hpctrain.data.transform import PerSample, Transform
 from hpctrain.errors import ConfigError, DataError
 from hpctrain.runtime import world
 from hpctrain.runtime.parameters import broadcast_parameters
+from hpctrain.sync.local_method import LocalMethod
 from hpctrain.sync.optimizer import DistributedOptimizer
 from hpctrain.sync.reproducible import Reproducible
+from hpctrain.sync.staged_sgd import StagedSGD
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
 from hpctrain.train.labels import check_label, checking, dtype_of
 from hpctrain.train.random_states import seed_all
 from hpctrain.train.schedule import make_schedule
 from hpctrain.train.staged import stage_for
+from hpctrain.train.sync_method import make_sync
 from hpctrain.train.targets import call, check, member, resolve
 
 _ONE_LENGTH = (
@@ -46,7 +49,8 @@ class Task:
     metric: Metric | None
     """None when the loss is the metric."""
     optimizer: Any
-    """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps``."""
+    """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps`` or
+    ``sync``."""
     train: Loader
     test: Loader
     schedule: Callable[[int], float]
@@ -54,11 +58,18 @@ class Task:
     steps: Reproducible | None = None
     """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
     for."""
+    sync: LocalMethod | None = None
+    """Says when ranks agree that take steps of their own, where that is asked for."""
 
     @property
     def exchange(self) -> Any:
         """What speaks with the other ranks in a step: gradients and flags go through it."""
-        return self.steps or self.optimizer
+        return self.sync or self.steps or self.optimizer
+
+    @property
+    def observer(self) -> StagedSGD | None:
+        """Who is told the mean training loss of each epoch."""
+        return self.sync if isinstance(self.sync, StagedSGD) else None
 
     @property
     def num_parameters(self) -> int:
@@ -124,7 +135,14 @@ def build(config: RunConfig, comm: Communicator) -> Task:
     broadcast_parameters(model.state_dict())
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
-    if steps is None:
+        sync = make_sync(
+            config.sync,
+            model,
+            optimizer,
+            epoch_steps=len(train),
+            num_steps=len(train) * config.train.epochs,
+        )
+    if steps is None and sync is None:
         optimizer = DistributedOptimizer(optimizer, model.named_parameters())
     return Task(
         config=config,
@@ -136,6 +154,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         test=test,
         schedule=schedule,
         steps=steps,
+        sync=sync,
     )
 
 
@@ -199,6 +218,8 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
             f"them, {config.data.target} returned {data!r}"
         )
     train, test = data
+    if config.sync.is_local:
+        _check_enough(config, len(train), comm)
     if not config.data.transform:
         for dataset in (train, test):
             _check_fields(config, dataset.fields)
@@ -218,10 +239,27 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
             order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
             transform=_transform(config.data),
             workers=config.data.workers,
-            **shared,
+            **shared | _alone(config, comm),
         ),
         Loader(test, order="sequential", **shared),
     )
+
+
+def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
+    """Return how ranks read that do not speak in every step: what fails on one ends them all."""
+    if not config.sync.is_local:
+        return {}
+    return {"comm": None, "rank": comm.rank, "size": comm.size}
+
+
+def _check_enough(config: RunConfig, num_samples: int, comm: Communicator) -> None:
+    """Raise if some rank has no samples of its own to learn from."""
+    if min(config.train.global_batch, num_samples) < comm.size:
+        raise ConfigError(
+            f"train.global_batch gives each of {comm.size} ranks a sample, for sync.method = "
+            f"{config.sync.method}, got {config.train.global_batch} of {num_samples} samples; "
+            f"take fewer ranks or a larger batch"
+        )
 
 
 def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:

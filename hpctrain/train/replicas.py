@@ -1,0 +1,132 @@
+"""What checkpoints hold of a model and its optimizer, also where each rank has its own."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.comm.communicator import Communicator
+from hpctrain.errors import CheckpointError
+from hpctrain.sync.local_method import LocalMethod
+from hpctrain.train.sync_config import SYNCHRONOUS
+from hpctrain.train.task import Task
+
+
+def agree(task: Task, comm: Communicator) -> bool:
+    """Say whether all ranks have one model and one optimizer state; the same on every rank."""
+    sync = task.sync
+    if sync is None or comm.size == 1:
+        return True
+    return sync.rounds.agrees and sync.facts.get("phase") == SYNCHRONOUS
+
+
+def shared_replica(task: Task, comm: Communicator) -> dict[str, Any]:
+    """Return a model and an optimizer state that any number of ranks can begin with. Collective.
+
+    Where ranks have their own, it is the mean of them. Buffers without a mean are those of rank 0.
+    """
+    sync = task.sync
+    differ = sync is not None and comm.size > 1 and not sync.rounds.agrees
+    with sync.replica.as_mean() if sync is not None and differ else nullcontext():
+        model = dict(task.model.state_dict())
+        for name, buffer in task.model.named_buffers():
+            if name in model:
+                copy = buffer.detach().clone()
+                comm.broadcast_(copy).wait()
+                model[name] = copy
+        if differ:
+            model = _copied(model)
+    return {"model": model, "optimizer": shared_optimizer(task, comm)}
+
+
+def shared_optimizer(task: Task, comm: Communicator) -> dict[str, Any]:
+    """Return an optimizer state that any number of ranks can begin with. Collective.
+
+    The mean of all ranks' states; where some ranks have none of a parameter, as after a reset or
+    before their first samples, the optimizer begins anew.
+    """
+    state: dict[str, Any] = task.optimizer.state_dict()
+    if task.sync is None or agree(task, comm):
+        return state
+    names = state_hash({"names": [name for name, _ in task.sync.replica.state()]})
+    if len(set(comm.allgather_object(names))) > 1:
+        return {**state, "state": {}}
+    return task.sync.replica.mean_state()
+
+
+def own_replica(task: Task, comm: Communicator) -> dict[str, Any] | None:
+    """Return this rank's parameters and optimizer state; None where all ranks agree."""
+    if agree(task, comm):
+        return None
+    parameters = {name: p.detach() for name, p in task.model.named_parameters()}
+    return {"parameters": parameters, "optimizer": task.optimizer.state_dict()}
+
+
+@torch.no_grad()
+def restore(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    """Give model and optimizer what ``shared_replica`` and ``own_replica`` returned.
+
+    Args:
+        task: the run.
+        shared: of all ranks.
+        own: of this rank; None where there is none, or the number of ranks has changed.
+    """
+    task.model.load_state_dict(shared["model"])
+    task.optimizer.load_state_dict(_copied((own or shared)["optimizer"]))
+    if own:
+        for name, parameter in task.model.named_parameters():
+            parameter.copy_(own["parameters"][name])
+
+
+def shared_sync(task: Task) -> dict[str, Any] | None:
+    """Return the state of the local method that is the same on every rank. Collective."""
+    if task.sync is None:
+        return None
+    return {"method": task.config.sync.method, **task.sync.shared_state()}
+
+
+def restore_sync(
+    sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
+) -> None:
+    """Let a local method go on. Collective; model and optimizer come before.
+
+    Args:
+        sync: the method.
+        method: its name in the configuration.
+        shared: the shared state of the run.
+        own: what this rank had in the middle of a round; None to begin one.
+
+    Raises:
+        CheckpointError: the checkpoint is of another method.
+    """
+    state = shared.get("sync") or {}
+    before = state.get("method", SYNCHRONOUS)
+    if before != method:
+        raise CheckpointError(
+            f"a run goes on by the method that it has begun with, the checkpoint is of "
+            f"sync.method = {before!r} and this run has {method!r}; set it back, or begin a run"
+        )
+    try:
+        sync.load_shared_state(state)
+        if own is not None:
+            sync.load_own_state(own)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit [sync]: {error!r}; go on with the configuration it was "
+            f"written with"
+        ) from error
+
+
+def _copied(tree: Any) -> Any:
+    """Copy the tensors of a tree: an optimizer keeps those that it is given."""
+    match tree:
+        case Tensor():
+            return tree.clone()
+        case dict():
+            return {name: _copied(item) for name, item in tree.items()}
+        case list() | tuple():
+            return type(tree)(_copied(item) for item in tree)
+    return tree

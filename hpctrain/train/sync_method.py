@@ -1,0 +1,139 @@
+"""The local method that a configuration names, built, and what it tells about itself."""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.compress.half import Compression
+from hpctrain.errors import ConfigError
+from hpctrain.sync.diloco import DiLoCo
+from hpctrain.sync.hierarchical_local_sgd import HierarchicalLocalSGD
+from hpctrain.sync.local_method import LocalMethod
+from hpctrain.sync.local_sgd import LocalSGD
+from hpctrain.sync.pace import TRIAL_ROUNDS
+from hpctrain.sync.post_local_sgd import PostLocalSGD
+from hpctrain.sync.staged_sgd import StagedSGD
+from hpctrain.train.sync_config import SyncConfig
+from hpctrain.train.targets import check
+
+WITHIN_S = 1.0
+"""A stop, or a checkpoint by the clock, is known to all ranks after about so long."""
+
+_KINDS: Mapping[str, type[LocalMethod]] = {
+    "local_sgd": LocalSGD,
+    "post_local_sgd": PostLocalSGD,
+    "hierarchical_local_sgd": HierarchicalLocalSGD,
+    "diloco": DiLoCo,
+    "staged_sgd": StagedSGD,
+}
+
+
+def make_sync(
+    config: SyncConfig, model: nn.Module, optimizer: Optimizer, *, epoch_steps: int, num_steps: int
+) -> LocalMethod | None:
+    """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method.
+
+    Collective.
+
+    Args:
+        config: the table.
+        model: what is trained.
+        optimizer: which has its parameters.
+        epoch_steps: steps of an epoch.
+        num_steps: steps of the whole run.
+
+    Raises:
+        ConfigError: the method does not take these arguments; on every rank.
+    """
+    if not config.is_local:
+        return None
+    kind = _KINDS[config.method]
+    args = {
+        "steps": config.steps,
+        "compression": getattr(Compression, config.compression),
+        **_in_steps(config, epoch_steps, num_steps),
+    }
+    _check(kind, args)
+    try:
+        made = kind(model, optimizer, **args)
+    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
+        raise ConfigError(f"[sync] {config.method} refuses: {error}") from error
+    made.rounds.within_s = WITHIN_S
+    return made
+
+
+def describe(config: SyncConfig) -> str:
+    """Say in a line how the ranks agree, for people."""
+    how = "" if config.compression == "none" else f", which travels as {config.compression}"
+    rounds = "rounds of a measured length" if config.steps == "auto" else f"steps {config.steps}"
+    return f"{config.method}, {rounds}{how}"
+
+
+def summary(config: SyncConfig) -> dict[str, Any]:
+    """Return what the first record of a part says about the method."""
+    return {"method": config.method, "steps": config.steps, "compression": config.compression}
+
+
+def figures(sync: LocalMethod) -> dict[str, Any]:
+    """Return what records say about rounds; the same on every rank."""
+    facts = sync.facts
+    phase = {"sync_phase": facts["phase"]} if "phase" in facts else {}
+    return {
+        "rounds": facts["rounds"],
+        "sync_steps": facts["steps"],
+        "drift": facts["drift"],
+        "bytes_sent": facts["bytes_sent"],
+        "bytes_saved": facts["bytes_saved"],
+        **phase,
+    }
+
+
+def has_decided(config: SyncConfig, sync: LocalMethod) -> bool:
+    """Say whether ``steps = "auto"`` knows its number."""
+    return config.steps == "auto" and sync.rounds.number >= TRIAL_ROUNDS
+
+
+def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
+    """Raise if a method does not take some argument; some hand others on to ``LocalSGD``."""
+    if kind is not LocalSGD and issubclass(kind, LocalSGD):
+        own = signature(kind).parameters
+        args = {name: value for name, value in args.items() if name not in own}
+        kind = LocalSGD
+    check(kind, 2, args, "sync.args")
+
+
+def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str, Any]:
+    """Return the arguments of a method, with numbers of epochs as numbers of steps."""
+    args = dict(config.args)
+    if config.method == "post_local_sgd":
+        start = _taken(args, "start_epochs", "start", epoch_steps)
+        args |= {} if start is None else {"start": start}
+    elif config.method == "staged_sgd":
+        warmup = _taken(args, "warmup_epochs", "warmup_steps", epoch_steps)
+        cooldown = _taken(args, "cooldown_epochs", "cooldown_start", epoch_steps)
+        tenth = num_steps // 10
+        args.setdefault("warmup_steps", tenth if warmup is None else warmup)
+        args.setdefault("cooldown_start", num_steps - (tenth if cooldown is None else cooldown))
+    return args
+
+
+def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
+    """Take a number of epochs out of the arguments, and return it in steps; None without it.
+
+    Raises:
+        ConfigError: it is no such number, or the argument in steps is there too.
+    """
+    epochs = args.pop(name, None)
+    if epochs is None:
+        return None
+    if other in args:
+        raise ConfigError(
+            f"sync.args has {name} or {other}, got {name}={epochs!r} and "
+            f"{other}={args[other]!r}; leave one out"
+        )
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs >= 0:
+        raise ConfigError(f"sync.args.{name} is a number of epochs, at least 0, got {epochs!r}")
+    return round(epochs * epoch_steps)

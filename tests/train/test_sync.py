@@ -1,0 +1,212 @@
+"""Runs whose ranks take steps of their own: stopped anywhere they are the runs that were not."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.errors import CheckpointError
+from hpctrain.sync.pace import TRIAL_ROUNDS
+from hpctrain.sync.staged_sgd import StagedSGD
+from hpctrain.train import sync_method
+from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.metrics import read
+from hpctrain.train.state import RunState
+from hpctrain.train.task import build
+from tests.train.job import Job, assert_same_bits, assert_same_run
+
+NOISY = ["model.target=tests.train.problem:noisy_model", "checkpoint.background=false"]
+TWO, FOUR = pytest.mark.ranks(2), pytest.mark.ranks(4)
+
+
+def local(method: str, *overrides: str) -> list[str]:
+    return [*NOISY, "train.epochs=3", f"sync.method={method}", "sync.steps=4", *overrides]
+
+
+CASES = [
+    pytest.param(local("local_sgd", "sync.compression=bf16"), id="local bf16", marks=TWO),
+    pytest.param(local("local_sgd", "sync.args.state=average"), id="average", marks=TWO),
+    pytest.param(local("post_local_sgd", "sync.args.start_epochs=0.8"), id="post", marks=TWO),
+    pytest.param(local("post_local_sgd"), id="post, as the rate drops", marks=TWO),
+    pytest.param(local("hierarchical_local_sgd"), id="hierarchical", marks=FOUR),
+    pytest.param(
+        local("hierarchical_local_sgd", "sync.steps=8", "sync.args.node_steps=2"),
+        id="hierarchical, local in the node",
+        marks=FOUR,
+    ),
+    pytest.param(local("diloco", "sync.steps=5"), id="diloco", marks=TWO),
+    pytest.param(
+        local("diloco", "sync.args={fragments = 2, delay = 2}", "optimizer.name=AdamW"),
+        id="diloco, in parts, late",
+        marks=FOUR,
+    ),
+    pytest.param(
+        local("staged_sgd", "sync.args={warmup_epochs = 0.5, cooldown_epochs = 0.5, delay = 2}"),
+        id="staged",
+        marks=FOUR,
+    ),
+]
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("overrides", CASES)
+def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, shared, overrides):
+    if "optimizer.name=AdamW" in overrides:
+        overrides = [*overrides, "optimizer.args={}"]
+    overrides = [*overrides, "checkpoint.every=3", "log.hash_every=1"]
+    whole = Job(here, configure, shared / "whole", *overrides)
+    whole.part()
+    parts = Job(here, configure, shared / "parts", *overrides)
+    for after in (5, 8):  # goes on after step 3, and then after step 9
+        with suppress(KeyError):
+            parts.part(after=after, fail=True)
+    assert isinstance(parts.part(), Outcome)
+    assert_same_run(whole, parts)
+    records = read(parts.directory.metrics)
+    assert [r["step"] for r in records if r["event"] == "resumed"] == [3, 9]
+
+
+@pytest.mark.ranks(2)
+def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
+    here, configure, shared, monkeypatch
+):
+    monkeypatch.setattr(sync_method, "WITHIN_S", 1e9)
+
+    def sent_by(job: Job) -> list[int]:
+        """Bytes from one step to the next."""
+        totals: list[int] = []
+        look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
+        job.part(at=dict.fromkeys(range(1, 19), look))
+        return [later - earlier for earlier, later in pairwise(totals)]
+
+    plain = Job(here, configure, shared / "plain", "train.epochs=3", "checkpoint.every=none")
+    assert all(sent_by(plain))
+    job = Job(here, configure, shared / "run", *local("local_sgd"), "checkpoint.every=none")
+    sent = sent_by(job)
+    # The first step, the ends of rounds and those of epochs.
+    assert [step for step, num in enumerate(sent, 1) if num] == [1, 4, 6, 8, 12, 16]
+    steps = [r for r in read(job.directory.metrics) if r["event"] == "step"]
+    assert [record["step"] for record in steps] == [4, 6, 8, 12, 16, 18]
+    assert [record["rounds"] for record in steps] == [1, 1, 2, 3, 4, 4]
+    assert {record["sync_steps"] for record in steps} == {4}
+    last = read(job.directory.metrics)[-1]
+    assert (last["rounds"], last["event"]) == (5, "finished")
+    assert last["drift"] > 0
+    assert last["bytes_saved"] > last["bytes_sent"] > 0
+
+
+@pytest.mark.ranks(2)
+def test_a_stop_in_a_long_round_is_known_after_about_a_second(here, configure, shared):
+    overrides = ["sync.method=local_sgd", "sync.steps=1000", "train.epochs=1"]
+    overrides += ["train.global_batch=2"]  # 27 steps
+    slow = dict.fromkeys(range(1, 28), lambda: time.sleep(0.1))
+    if here.comm.rank == 1:
+        slow[4] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    job = Job(here, configure, shared / "run", *overrides)
+    stopped = job.part(at=slow)
+    assert isinstance(stopped, Stopped)
+    assert stopped.reason == "SIGTERM"
+    assert 4 <= stopped.step <= 12
+    assert isinstance(job.part(), Outcome)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_holds_the_mean_and_each_replica_where_they_differ(here, configure, shared):
+    overrides = local("post_local_sgd", "sync.args.start_epochs=0.7", "checkpoint.every=2")
+    job = Job(here, configure, shared / "run", *overrides)
+    found = []
+    for after in (3, 5):  # after step 2, where ranks agree, and 6, in the middle of a round
+        with suppress(KeyError):
+            job.part(after=after, fail=True)
+        manager = Manager(job.directory.checkpoints, here.comm)
+        loaded = manager.load_latest()
+        manager.close()
+        found.append((loaded.step, loaded.state, loaded.private.get(here.comm.rank)))
+    (early, _, own_early), (late, state, own) = found
+    assert (early, late) == (2, 6)
+    assert own_early["replica"] is None
+    for name, parameter in own["replica"]["parameters"].items():
+        mean = parameter.clone()
+        here.comm.allreduce_(mean, scale=0.5).wait()
+        assert not torch.equal(parameter, mean)
+        assert torch.equal(state["model"][name], mean)
+    momenta = [values["momentum_buffer"] for values in state["optimizer"]["state"].values()]
+    owned = [v["momentum_buffer"] for v in own["replica"]["optimizer"]["state"].values()]
+    for mean, part in zip(momenta, owned, strict=True):
+        assert not torch.equal(mean, part)
+
+
+@pytest.mark.ranks(2)
+def test_where_a_rank_has_no_optimizer_state_there_is_no_mean_of_it(here, configure, shared):
+    """The last batch of an epoch has one sample, and the optimizer has just begun anew."""
+    overrides = ["sync.method=local_sgd", "sync.steps=4", 'sync.args={state = "reset"}']
+    overrides += ["train.epochs=1", "train.global_batch=13", "checkpoint.background=false"]
+    job = Job(here, configure, shared / "run", *overrides, "checkpoint.every=5")
+    assert isinstance(job.part(), Outcome)
+    manager = Manager(job.directory.checkpoints, here.comm)
+    states = manager.load_latest().state["optimizer"]["state"]
+    manager.close()
+    assert states == {}
+
+
+@pytest.mark.ranks(4)
+def test_staged_sgd_is_told_the_loss_of_each_epoch_also_over_a_stop(
+    here, configure, shared, monkeypatch
+):
+    told: list[float] = []
+    observe = StagedSGD.observe
+    monkeypatch.setattr(
+        StagedSGD, "observe", lambda self, loss: (told.append(loss), observe(self, loss))
+    )
+    overrides = local("staged_sgd", "log.every_steps=6", "checkpoint.every=4")
+    whole = Job(here, configure, shared / "whole", *overrides)
+    whole.part()
+    of_whole = told.copy()
+    losses = [r["loss"] for r in read(whole.directory.metrics) if r["event"] == "step"]
+    assert of_whole == pytest.approx(losses, rel=1e-14)
+    assert len(of_whole) == 3
+    told.clear()
+    parts = Job(here, configure, shared / "parts", *overrides)
+    with suppress(KeyError):
+        parts.part(after=5, fail=True)  # goes on after step 4, in the first epoch
+    parts.part()
+    assert told == of_whole
+
+
+@pytest.mark.ranks(2)
+def test_auto_tells_its_number_once(here, configure, shared):
+    overrides = local("local_sgd", "sync.steps=auto", "sync.args.most=5", "log.every_steps=1")
+    job = Job(here, configure, shared / "run", *overrides, "checkpoint.every=1")
+    with suppress(KeyError):
+        job.part(after=8, fail=True)
+    job.part()
+    records = read(job.directory.metrics)
+    (pace,) = [record for record in records if record["event"] == "pace"]
+    after = [r for r in records if r["event"] == "step" and r["step"] >= pace["step"]]
+    assert pace["step"] == TRIAL_ROUNDS
+    assert {record["sync_steps"] for record in after} == {pace["sync_steps"]}
+    assert 1 <= pace["sync_steps"] <= 5
+
+
+def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
+    plain = RunState(task=build(configure(), here.comm))
+    other = RunState(task=build(configure("sync.method=diloco"), here.comm))
+    state, own = plain.shared(here.comm), plain.own(here.comm)
+    with pytest.raises(CheckpointError, match="'synchronous' and this run has 'diloco'"):
+        other.restore(state, own)
+
+
+def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
+    states = [RunState(task=build(configure(f"seed={seed}"), here.comm)) for seed in (1, 2)]
+    shared, own = states[0].shared(here.comm), states[0].own(here.comm)
+    for name in ("sync", "epoch_tally", "pace_told"):
+        del shared[name]
+    for name in ("sync", "epoch_tally", "replica"):
+        del own[name]
+    states[1].restore(shared, own)
+    assert_same_bits(*(dict(state.task.model.state_dict()) for state in states))
