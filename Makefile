@@ -158,6 +158,8 @@ bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: 
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
 	python perf/bench_order.py --json perf/results/order.json
+	hpctrain launch -n 4 -- python perf/study_local_sgd.py \
+	  --json perf/results/local-sgd-accuracy.json
 	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \
 	  --json perf/results/engines.json --plot perf/results/engines.png
@@ -166,6 +168,8 @@ bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: 
 	@$(MAKE) --no-print-directory .venv-mpich || true # without it there are no figures of MPICH
 	@if python -m tests.cluster.vcluster check; then \
 	  python perf/bench_batching.py --json perf/results/batching.json; \
+	  python perf/bench_local_sgd.py --json perf/results/local-sgd.json \
+	    --plot perf/results/local-sgd.png; \
 	  python perf/bench_network.py --json perf/results/network-openmpi.json \
 	    --plot perf/results/network-openmpi.png; \
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
