@@ -9,6 +9,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from hpctrain.train.console import Bar
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.tally import Interval, joined
+from hpctrain.units import format_bytes
 
 
 class Progress(Bar):
@@ -34,7 +35,7 @@ class Progress(Bar):
     ) -> None:
         """Show what the last steps were like, and how far replicas were apart if they may be."""
         self._of_epoch.append(interval)
-        self._rounds = f"  round {sync['rounds']}  drift {sync['drift']:.3g}" if sync else ""
+        self._rounds = _describe_rounds(sync) if sync else ""
         text = _describe(interval) + self._rounds
         self._bar.update(self._bar_task, completed=step, description=text)
 
@@ -58,3 +59,8 @@ def _describe(interval: Interval) -> str:
         f"train loss {interval.loss:.4f}  {interval.samples_per_s:6.0f} samples/s  "
         f"communication {interval.communication_share:4.0%}"
     )
+
+
+def _describe_rounds(sync: Mapping[str, Any]) -> str:
+    saved = format_bytes(max(sync["bytes_saved"], 0))
+    return f"  round {sync['rounds']}  drift {sync['drift']:.3g}  saved {saved}"

@@ -33,10 +33,12 @@ def test_a_run_by_rounds_tells_how_far_its_replicas_are_apart():
     file = io.StringIO()
     console = Console(file=file, width=80)
     with Progress(console, num_steps=4, num_epochs=2, metric="accuracy") as progress:
-        progress.advance(2, INTERVAL, {"rounds": 7, "drift": 0.01234})
+        progress.advance(2, INTERVAL, {"rounds": 7, "drift": 0.01234, "bytes_saved": 3 << 20})
         progress.epoch_ended(1, Scores(loss=0.4, metric=0.9, num_samples=10))
     (line,) = file.getvalue().splitlines()
-    assert line.endswith("communication  20%  round 7  drift 0.0123  test accuracy 0.9000")
+    assert line.endswith(
+        "communication  20%  round 7  drift 0.0123  saved 3.0 MiB  test accuracy 0.9000"
+    )
 
 
 def test_on_a_terminal_there_is_a_bar_too(monkeypatch):
