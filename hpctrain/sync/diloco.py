@@ -131,11 +131,8 @@ class DiLoCo(LocalMethod):
 
     @property
     def _steps(self) -> int:
-        steps, least = (
-            self._pace.steps_of(self.rounds.number),
-            max(len(self._fragments), self._delay),
-        )
-        if steps < least:
+        steps = self._pace.steps_of(self.rounds.number)
+        if steps < max(len(self._fragments), self._delay):
             raise ConfigError(
                 f"a round has at least as many steps as fragments and delay, got steps={steps}, "
                 f"fragments={len(self._fragments)}, delay={self._delay}"
@@ -144,38 +141,45 @@ class DiLoCo(LocalMethod):
 
     def _after_step(self) -> None:
         steps, step_in_round = self._steps, self.rounds.step_in_round
+        agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):
             if fragment.is_under_way and self.rounds.step >= self._due[number]:
                 self._exchange.complete([fragment], keep=self._keep)
             if step_in_round == (number + 1) * steps // len(self._fragments):
-                self._send(number)
+                agrees &= self._send(number)
         if step_in_round >= steps:
             self._end_buffers()
-            one_part = len(self._fragments) == 1 and not self._keep and not self._delay
-            self.rounds.close(agrees=one_part)
+            self.rounds.close(agrees=agrees)
 
-    def _send(self, number: int) -> None:
-        """Let a fragment travel, and take the outer step now or after the delay."""
-        fragment = self._fragments[number]
+    def _send(self, number: int) -> bool:
+        """Let a fragment travel, and take the outer step now or after the delay.
+
+        Returns:
+            Whether it travels: not if all ranks sit out.
+        """
+        fragment, num_fragments = self._fragments[number], len(self._fragments)
         opening = self._exchange.begin([fragment], self._samples[number])
-        self._pace.learn(opening.step_s, opening.round_s)
+        if number == num_fragments - 1:
+            self._pace.learn(opening.step_s, opening.round_s * num_fragments)
         self._due[number] = self.rounds.step + self._delay
         if not self._delay:
             self._exchange.complete([fragment], keep=self._keep)
+        return opening.total_weight > 0
+
+    def _end_round(self) -> None:
+        self._exchange.complete(self._fragments)
+        agrees = True
+        for fragment, samples in zip(self._fragments, self._samples, strict=False):
+            agrees &= self._exchange.begin([fragment], samples).total_weight > 0
+            self._exchange.complete([fragment])
+        self._end_buffers()
+        self.rounds.close(agrees=agrees)
 
     def _end_buffers(self) -> None:
         """Average the buffers, which no fragment has."""
         if self._buffers:
             self._exchange.begin(self._buffers, self._samples[-1])
             self._exchange.complete(self._buffers)
-
-    def _end_round(self) -> None:
-        self._exchange.complete(self._fragments)
-        for number, fragment in enumerate(self._fragments):
-            self._exchange.begin([fragment], self._samples[number])
-            self._exchange.complete([fragment])
-        self._end_buffers()
-        self.rounds.close(agrees=True)
 
 
 def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:

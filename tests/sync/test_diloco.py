@@ -171,6 +171,35 @@ def test_statistics_are_averaged_at_the_end_of_a_round(world, hvd_nodes):
     method.close()
 
 
+@MANY
+def test_a_round_that_all_sit_out_moves_nothing(world, hvd_nodes):
+    model = make_model()
+    optimizer = plain_sgd(model)
+    method = hvd_nodes.DiLoCo(model, optimizer, 2)
+    method.take_part(takes_part=False)
+    train(hvd_nodes, model, optimizer, method, 0, 2)
+    assert len({w.numpy().tobytes() for w in world.allgather(weights_of(model))}) == world.size
+    assert not method.rounds.agrees
+    method.take_part(takes_part=True)
+    train(hvd_nodes, model, optimizer, method, 2, 4)
+    assert len({w.numpy().tobytes() for w in world.allgather(weights_of(model))}) == 1
+    method.close()
+
+
+@MANY
+def test_auto_decides_at_the_end_of_a_round_whatever_the_fragments(world, hvd_nodes):
+    model = make_model()
+    optimizer = plain_sgd(model)
+    method = hvd_nodes.DiLoCo(model, optimizer, "auto", fragments=3, most=24)
+    train(hvd_nodes, model, optimizer, method, 0, 9)
+    steps = method.facts["steps"]
+    assert (method.facts["rounds"], len(set(world.allgather(steps)))) == (3, 1)
+    assert 3 <= steps <= 24
+    train(hvd_nodes, model, optimizer, method, 9, 9 + steps)
+    assert method.facts["rounds"] == 4
+    method.close()
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 6])
 def test_parameters_are_divided_in_order_and_about_evenly(num_parts):
