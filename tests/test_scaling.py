@@ -10,14 +10,16 @@ SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_fore
 
 ALLOWED = {
     # The factor that ``sync`` has decided is applied where the bytes are moved:
-    "comm/mpi.py": "the sum of an ordinary tensor, by the scale it is given",
     "comm/slices.py": "a chunk of the sum, by the scale it is given",
-    "comm/ops.py": "products of ranks, and the scale of 8-bit floats",
+    "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "sync/gradient_buckets.py": "a gradient, by its rank's weight",
     # A step of fixed micro-shards has a factor of its own, decided in sync/reproducible.py:
     "sync/step_values.py": "the sum over all micro-shards, by one over their number",
     "sync/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
+    # Replicas, not gradients; the weight is decided in sync/rounds.py:
+    "sync/averaging.py": "a replica, by its rank's weight",
+    "sync/anchored.py": "momentum of the outer step",
     # No gradients:
     "runtime/named/reducing.py": "factors and averages of integers, for which there is no scale",
 }

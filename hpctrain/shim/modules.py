@@ -27,7 +27,8 @@ _STATES = "hpctrain.elastic"
 _HALF = "hpctrain.compress.half"
 _UTIL = "hpctrain.shim.util"
 
-_OWN = {"__version__", "elastic", "is_homogeneous", "run"}
+_LOCAL = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
+_OWN = {"__version__", "elastic", "is_homogeneous", "run", *_LOCAL}
 """What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
 _TRAINING = {"DistributedOptimizer", "SyncBatchNorm"}
 _FUNCTIONS = {
