@@ -127,15 +127,12 @@ class AnchoredAveraging(Averaging):
         for load, vector in zip(self._loads, vectors, strict=True):
             flat = torch.empty_like(load.bucket.flat)
             vector.read(flat)
-            for member, place in load.places:
-                part = flat[place.storage_offset() - load.bucket.flat.storage_offset() :]
-                found[self._specs[member][0]] = part[: place.numel()].view(place.shape)
+            found |= {self._specs[member][0]: place for member, place in load.places_in(flat)}
         return found
 
     def _load(self, vectors: Sequence[NodeVector], tensors: Mapping[str, Tensor]) -> None:
         for load, vector in zip(self._loads, vectors, strict=True):
             flat = torch.zeros_like(load.bucket.flat)
-            for member, place in load.places:
-                part = flat[place.storage_offset() - load.bucket.flat.storage_offset() :]
-                part[: place.numel()].view(place.shape).copy_(tensors[self._specs[member][0]])
+            for member, place in load.places_in(flat):
+                place.copy_(tensors[self._specs[member][0]])
             vector.own.copy_(flat[vector.bounds])

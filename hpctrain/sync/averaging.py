@@ -1,7 +1,7 @@
 """The mean of some tensors over ranks: into buckets, through a codec, and back."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,18 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One bucket, and the places in it: views in the shapes of tensors, by number of tensor."""
+    """One bucket, and where the tensors lie in it."""
 
     bucket: Bucket
     places: tuple[tuple[int, Tensor], ...]
+    """Views in the shapes of tensors, by number of tensor."""
+
+    def places_in(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the same places of another tensor that is as long as the bucket."""
+        first = self.bucket.flat.storage_offset()
+        for member, place in self.places:
+            start = place.storage_offset() - first
+            yield member, flat[start : start + place.numel()].view(place.shape)
 
 
 class Averaging:

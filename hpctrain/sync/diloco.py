@@ -81,9 +81,7 @@ class DiLoCo(LocalMethod):
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
         self._samples = [Samples() for _ in range(fragments + 1)]  # the last one of buffers
-        self._buffers = (
-            [self._exchange.averages(self.replica.buffers)] if self.replica.buffers() else []
-        )
+        self._buffers = self._exchange.averages_buffers()
 
     @property
     def facts(self) -> dict[str, Any]:

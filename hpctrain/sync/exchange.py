@@ -57,6 +57,10 @@ class Exchange:
         """Make what averages tensors as they are, over all ranks or some. Collective."""
         return self._noted(Averaging(comm or self._comm, Identity(), tensors, self._bucket_bytes))
 
+    def averages_buffers(self, comm: Communicator | None = None) -> list[Averaging]:
+        """Make what averages buffers, over all ranks or some; none without buffers. Collective."""
+        return [self.averages(self._replica.buffers, comm)] if self._replica.buffers() else []
+
     def averages_parameters(
         self, names: Collection[str] | None = None, outer: Outer | None = None
     ) -> Averaging:

@@ -52,9 +52,10 @@ class HierarchicalLocalSGD(LocalSGD):
             return
         self._node_rounds = Rounds(node)
         self._samples.append(Samples())
-        self._node_averagings = [self._exchange.averages(self.replica.parameters, node)]
-        if self.replica.buffers():
-            self._node_averagings.append(self._exchange.averages(self.replica.buffers, node))
+        self._node_averagings = [
+            self._exchange.averages(self.replica.parameters, node),
+            *self._exchange.averages_buffers(node),
+        ]
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count, or sit out; see ``LocalMethod``."""

@@ -18,9 +18,10 @@ from hpctrain.sync.distributed_methods import DistributedMethods
 from hpctrain.sync.exchange import Exchange
 from hpctrain.sync.replica import Replica
 from hpctrain.sync.rounds import Rounds, Samples
+from hpctrain.sync.sample_count import NUM_FLAGS
 from hpctrain.sync.switched_gradients import SwitchedGradients
 
-SWITCH = 1 << 3
+SWITCH = 1 << (NUM_FLAGS - 1)
 """The flag by which one rank lets all change their phase; those of users are below it."""
 
 

@@ -67,9 +67,10 @@ class LocalSGD(LocalMethod):
         self._pace = Pace(steps, share=share, most=most)
         super().__init__(model, optimizer, compression=compression)
         self._state = state
-        self._averagings = [self._exchange.averages_parameters()]
-        if self.replica.buffers():
-            self._averagings.append(self._exchange.averages(self.replica.buffers))
+        self._averagings = [
+            self._exchange.averages_parameters(),
+            *self._exchange.averages_buffers(),
+        ]
         if state == "average":
             self._averagings.append(self._exchange.averages(self.replica.state))
 

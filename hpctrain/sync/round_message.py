@@ -6,9 +6,7 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
-
-NUM_FLAGS = 4
-"""Bits that ranks may raise."""
+from hpctrain.sync.sample_count import NUM_FLAGS, bits_of, flags_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,15 +51,13 @@ class RoundMessage:
             MismatchError: the ranks have taken different numbers of steps, or only some of those
                 that take part count samples; on every rank.
         """
-        bits = (float(self.flags >> bit & 1) for bit in range(NUM_FLAGS))
         flat = self._message.flat
-        flat.copy_(torch.tensor((*astuple(own), *bits), dtype=torch.float64))
+        flat.copy_(torch.tensor((*astuple(own), *bits_of(self.flags)), dtype=torch.float64))
         self._comm.allreduce_(self._message).wait()
         values = flat.tolist()
         names = [item.name for item in fields(Report)]
         total = Report(**dict(zip(names, values, strict=False)))
-        raised = values[len(names) :]
-        self.raised_flags = sum(1 << bit for bit, ranks in enumerate(raised) if ranks)
+        self.raised_flags = flags_of(values[len(names) :])
         size = self._comm.size
         if total.step_squared * size != total.step**2:
             raise MismatchError(

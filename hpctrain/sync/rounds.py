@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import ConfigError
 from hpctrain.sync.round_message import Report, RoundMessage
+from hpctrain.sync.sample_count import check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,7 @@ class Samples:
         Raises:
             ConfigError: the numbers cannot be.
         """
-        if not (0 <= num_samples < float("inf") and 0 < nominal < float("inf")):
-            raise ConfigError(
-                f"a sample count is at least 0 and its nominal value above 0, "
-                f"got num_samples={num_samples}, nominal={nominal}"
-            )
+        check_count(num_samples, nominal)
         self._sum += num_samples
         self._nominal += nominal
         self.is_counted = True

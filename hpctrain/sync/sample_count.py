@@ -4,6 +4,7 @@ Flags ride in the same message: what any rank wants done after the step, all ran
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -53,11 +54,7 @@ class SampleCount:
         Raises:
             ConfigError: the count is negative, the nominal count not positive, or one not finite.
         """
-        if not (0 <= num_samples < math.inf and 0 < nominal < math.inf):
-            raise ConfigError(
-                f"a sample count is at least 0 and its nominal value above 0, "
-                f"got num_samples={num_samples}, nominal={nominal}"
-            )
+        check_count(num_samples, nominal)
         self.weight = num_samples / nominal
         self._is_set = True
 
@@ -78,13 +75,12 @@ class SampleCount:
                 outdated; on every rank.
         """
         flat = self._message.flat
-        bits = (self.flags >> bit & 1 for bit in range(NUM_FLAGS))
-        own = (self.weight, self._is_set, outdated, new_sparse, *bits)
+        own = (self.weight, self._is_set, outdated, new_sparse, *bits_of(self.flags))
         flat.copy_(torch.tensor(own, dtype=torch.float64))
         self._comm.allreduce_(self._message).wait()
         total, num_set, num_outdated, num_new_sparse, *raised = flat.tolist()
         self.has_new_sparse = num_new_sparse > 0
-        self.raised_flags = sum(1 << bit for bit, ranks in enumerate(raised) if ranks)
+        self.raised_flags = flags_of(raised)
         size = self._comm.size
         if num_set not in (0, size):
             raise MismatchError(
@@ -97,3 +93,22 @@ class SampleCount:
                 f"{num_outdated:.0f} of {size}: added, frozen, another dtype or layout"
             )
         self.scale = self._predivide / (total or 1.0)  # no samples at all: gradients are zeros
+
+
+def check_count(num_samples: float, nominal: float) -> None:
+    """Raise ``ConfigError`` unless the count is not negative, the nominal one positive."""
+    if not (0 <= num_samples < math.inf and 0 < nominal < math.inf):
+        raise ConfigError(
+            f"a sample count is at least 0 and its nominal value above 0, "
+            f"got num_samples={num_samples}, nominal={nominal}"
+        )
+
+
+def bits_of(flags: int) -> list[int]:
+    """Return flags as ``NUM_FLAGS`` numbers, which ranks add up."""
+    return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
+
+
+def flags_of(totals: Sequence[float]) -> int:
+    """Return the flags that any rank had, from the sums of ``bits_of``."""
+    return sum(1 << bit for bit, ranks in enumerate(totals) if ranks)

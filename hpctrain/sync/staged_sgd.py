@@ -74,8 +74,7 @@ class StagedSGD(LocalMethod):
         if self._topology.num_nodes > 1:
             self._on_node = self._gradients.over(self._exchange.node)
             self._averagings.append(self._exchange.averages_parameters())
-            if self.replica.buffers():
-                self._averagings.append(self._exchange.averages(self.replica.buffers))
+            self._averagings += self._exchange.averages_buffers()
         self._set_phase()
 
     @property

@@ -132,7 +132,8 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         seed_all(config.seed + comm.rank)
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    broadcast_parameters(model.state_dict())
+    if not config.sync.is_local:  # a local method does it by itself
+        broadcast_parameters(model.state_dict())
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         sync = make_sync(
