@@ -1,7 +1,11 @@
 """A process that holds a cluster for a shell: it ends when somebody asks at its socket."""
 
+import contextlib
+import os
+import select
 import shlex
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +18,9 @@ READY = "ready\n"
 
 SOCKET = "holder"
 """In the directory of the cluster."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
 
 ON = """\
 #!/bin/sh
@@ -56,8 +63,7 @@ def hold(cluster: SlurmCluster) -> None:
             door.listen()
             sys.stdout.write(READY)
             sys.stdout.flush()
-            asker, _ = door.accept()
-        asker.close()  # who asked waits for this, and finds nothing left
+            door.accept()
 
 
 def release(directory: Path) -> bool:
@@ -67,7 +73,12 @@ def release(directory: Path) -> bool:
             line.connect(f"{directory}/{SOCKET}")
         except OSError:
             return False
-        line.recv(1)
+        credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _user, _group = _CREDENTIALS.unpack(credentials)
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        holder = os.pidfd_open(pid)
+        select.select([holder], [], [])
+        os.close(holder)
     return True
 
 
