@@ -13,8 +13,10 @@ from hpctrain.config import ENGINES, Settings
 from hpctrain.errors import ConfigError
 from hpctrain.units import KIB, format_bytes, format_seconds
 
+DIRECT_RANKS = 4
+"""Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
 DIRECT_BYTES = 64 * KIB
-"""Where every rank sums all that its node holds, up to so many bytes besides its own and one."""
+"""Where more ranks do so, up to so many bytes besides the own ones and one other's."""
 
 _ADDED_LATER = ("fusion_bytes", "cycle_s", "engine")
 
@@ -196,7 +198,7 @@ def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable
         return SizeTable(((0, "library"),))
     if num_nodes > 1:
         return SizeTable(((0, "levels"),))
-    if local_size <= 2:  # a sum of two is read as fast as its half is summed and read
+    if local_size <= DIRECT_RANKS:
         return SizeTable(((0, "direct"),))
     return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
 
