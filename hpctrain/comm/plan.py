@@ -19,7 +19,6 @@ DIRECT_BYTES = 64 * KIB
 """Where more ranks do so, up to so many bytes besides the own ones and one other's."""
 
 _ADDED_LATER = ("fusion_bytes", "cycle_s", "engine")
-
 _NO_RAIL = SizeTable(((0, "library"),))
 _FLAT, _TWO_LEVEL = SizeTable(((0, "flat"),)), SizeTable(((0, "two-level"),))
 

@@ -56,14 +56,13 @@ def launch(directory: Path, options: Sequence[str]) -> str:
 
 def hold(cluster: SlurmCluster) -> None:
     """Start a cluster, say so, and keep it until somebody asks for its end."""
-    with socket.socket(socket.AF_UNIX) as door:
-        with cluster:
-            _write_on(cluster)
-            door.bind(f"{cluster.directory}/{SOCKET}")
-            door.listen()
-            sys.stdout.write(READY)
-            sys.stdout.flush()
-            door.accept()
+    with socket.socket(socket.AF_UNIX) as door, cluster:
+        _write_on(cluster)
+        door.bind(f"{cluster.directory}/{SOCKET}")
+        door.listen()
+        sys.stdout.write(READY)
+        sys.stdout.flush()
+        door.accept()
 
 
 def release(directory: Path) -> bool:
