@@ -5,8 +5,10 @@
 Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
 process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
 (user and system, all threads and children), which other work on the machine disturbs little. Cold
-rows read files that were dropped from the page cache, as mincore confirms. The ways take turns;
-figures are medians over the rounds. ``ours / way`` is the median of the ratio within a round,
+rows read files that were dropped from the page cache, as mincore confirms: sets that fit into one
+window of the window order, which has to read nearly all before its first batch, and, ours alone
+beside a sequential read, sets of several windows. The ways take turns; figures are medians over
+the rounds. ``ours / way`` is the median of the ratio within a round,
 above 1 ours is faster: in warm rows MB per cpu-second of the second epoch, in cold rows MB per
 second of the window order.
 
@@ -14,11 +16,12 @@ Every turn checks the label and a byte on every page of each sample; before that
 every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
 its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
 beside the page cache. Peers that are missing have a row that says so; they are installed by
-``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files take 6 GB of disk and
-page cache (``--quick``: 1 GB) and are removed at the end.
+``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files take 7 GB of disk and
+page cache (``--quick``: 1 GB, no set of several windows) and are removed at the end.
 """
 
 import gc
+import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -45,6 +48,8 @@ from hpctrain.units import MIB
 
 BIG = Kind("150 KB", (224, 224, 3), 7000)
 SMALL = Kind("3 KB", (32, 32, 3), 100_000)
+LONG_BIG = Kind("150 KB, 3 GB of them", BIG.shape, 20_000)
+LONG_SMALL = Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000)
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap)
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
@@ -63,6 +68,8 @@ class Plan:
 
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
+    long: tuple[Kind, ...]
+    """Sets of several windows."""
     rounds: int
     limit_s: float
     """Of an epoch of a slow way."""
@@ -74,8 +81,9 @@ class Plan:
         """Choose by the options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
-            return cls({kinds[0]: (64,), kinds[1]: (64,)}, 2, 0.35, 0.1)
-        return cls({BIG: (64,), SMALL: (64, 256)}, options.rounds, 1.8, 0.3)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, (), 2, 0.35, 0.1)
+        kinds = LONG_BIG, LONG_SMALL
+        return cls({BIG: (64,), SMALL: (64, 256)}, kinds, options.rounds, 1.8, 0.3)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
@@ -187,8 +195,19 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
         rows += some + missing_rows(key, missing)
         del ways
     key = {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
-    turns = cold((*COLD, *peers), truth, folder, plan)
-    return rows + rows_of(key, turns, FirstWindow.name, "rate") + missing_rows(key, missing)
+    return (
+        rows
+        + measure_cold(kind, (*COLD, *peers), truth, folder, plan)
+        + missing_rows(key, missing)
+    )
+
+
+def measure_cold(
+    kind: Kind, ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan
+) -> list[Row]:
+    """Measure some ways on files that are not in the page cache."""
+    key = {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
+    return rows_of(key, cold(ways, truth, folder, plan), FirstWindow.name, "rate")
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
@@ -196,12 +215,12 @@ def promises(rows: Sequence[Row]) -> dict[str, float]:
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},
-        ("cold", BIG.name): {SEQUENTIAL: 0.80},
-        ("cold", SMALL.name): {SEQUENTIAL: 0.80},
+        ("cold", LONG_BIG.name): {SEQUENTIAL: 0.80},
+        ("cold", LONG_SMALL.name): {SEQUENTIAL: 0.80},
     }
     ratios = {}
     for row in rows:
-        least = wanted[row["cache"], row["sample"]].get(row["way"])
+        least = wanted.get((row["cache"], row["sample"]), {}).get(row["way"])
         if least is not None and isinstance(row["ours / way"], float):
             what = f"{row['cache']}, {row['sample']}, batch {row['batch']}"
             ratios[f"{what}: ours / {row['way']} (at least {least:g})"] = row["ours / way"]
@@ -227,6 +246,12 @@ def main() -> None:
             folder = Path(made, str(index))
             folder.mkdir()
             rows += measure(kind, folder, plan, peers)
+        for kind in plan.long:
+            folder = Path(made, kind.name)
+            folder.mkdir()
+            truth = write(kind, folder, (FirstWindow,))
+            rows += measure_cold(kind, (FirstWindow,), truth, folder, plan)
+            shutil.rmtree(folder)
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)

@@ -87,10 +87,10 @@ def test_blocks_are_asked_for_before_they_are_read_and_not_twice(n, shape, size,
     mine = positions[np.isin(order.lanes_of(positions), lanes)]
     begun = order.turns_begun(start)
     asked = [*order.blocks(lanes, begun), *order.rest_blocks(lanes)]
-    done = begun.stop
+    done, together = begun.stop, data.draw(st.integers(1, 4))
     blocks = order.samples_at(mine) // shape.block
     for position, block in zip(mine.tolist(), blocks.tolist(), strict=True):
-        turns = range(done, max(done, order.turns_needed(position)))
+        turns = range(done, max(done, order.turns_needed(position, together)))
         if turns:
             asked += order.blocks(lanes, turns).tolist()
         done = turns.stop

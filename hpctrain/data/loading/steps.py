@@ -19,6 +19,8 @@ PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
 AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
+ASKED = 256
+"""Blocks that are asked for together, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,9 @@ class Steps:
         lanes = rank_lanes(own.start, own.stop, size=cut.num_parts, lanes=order.shape.lanes)
         start = cut.positions(steps.start).start
         stop = min(cut.positions(steps[-1]).stop, cut.num_samples)
-        turns = range(order.turns_needed(start), order.turns_needed(stop))
+        # A part needs few new blocks, and to ask for them costs as much as to look at many.
+        few = max(1, min(ASKED // max(1, len(lanes)), order.shape.window // 4))
+        turns = range(order.turns_needed(start, few), order.turns_needed(stop, few))
         if number == 0:
             begun = order.turns_begun(start)
             turns = range(begun.start, max(begun.stop, turns.stop))

@@ -109,9 +109,15 @@ class WindowOrder:
         _, start, _ = self._windows(np.array([turn]))
         return range(int(start[0]), self.turns_needed(position))
 
-    def turns_needed(self, position: int) -> int:
-        """Return before which turn blocks should be in memory: one window after a position."""
-        return min(self._num_turns, self.turn_of(position) + self._longest)
+    def turns_needed(self, position: int, together: int = 1) -> int:
+        """Return before which turn blocks should be in memory: one window after a position.
+
+        Args:
+            position: of the epoch.
+            together: turns that are asked for at once.
+        """
+        turn = self.turn_of(position) + self._longest
+        return min(self._num_turns, -(-turn // together) * together)
 
     def blocks(self, lanes: range, turns: range) -> Indices:
         """Return the numbers of the blocks that some lanes have in some turns."""

@@ -2,14 +2,14 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checksum import crc32
-from hpctrain.data.reading.ahead import runs_of
 from hpctrain.data.reading.direct import read_into
 from hpctrain.data.reading.values import Array
 from hpctrain.units import MIB
@@ -17,14 +17,36 @@ from hpctrain.units import MIB
 Read = Callable[[int, int], memoryview]
 """Gives the bytes ``[begin, end)`` of a field; valid until the same thread asks again."""
 
+_Piece: TypeAlias = tuple[int, int, int, int]
+"""A block, its bytes from where and up to where, its crc32."""
+
 READ_BYTES = 2 * MIB
 """What a disk is best asked for at once: more falls out of the caches before it is looked at."""
 
 _SCRATCH = threading.local()
 
 
+class MappedBlocks:
+    """The blocks of one field in one file that lies in memory."""
+
+    def __init__(self, edges: Array, crcs: NDArray[np.uint32], values: NDArray[np.uint8]) -> None:
+        """Take what is needed to check them.
+
+        Args:
+            edges: ``(num_blocks + 1,)``, the byte where each block begins, and the end.
+            crcs: ``(num_blocks,)``.
+            values: the bytes of the field.
+        """
+        self._edges, self._crcs, self._bytes = edges, crcs, values.data
+
+    def wrong(self, blocks: Array) -> list[int]:
+        """Return which of these blocks have another crc32."""
+        data, pieces = self._bytes, _pieces(blocks, self._edges, self._crcs)
+        return [block for block, begin, end, crc in pieces if crc32(data[begin:end]) != crc]
+
+
 class PlainBlocks:
-    """The blocks of one field in one file."""
+    """The blocks of one field in one file that is read."""
 
     def __init__(self, edges: Array, crcs: NDArray[np.uint32], read: Read) -> None:
         """Take what is needed to check them.
@@ -37,43 +59,44 @@ class PlainBlocks:
         self._edges, self._crcs, self._read = edges, crcs, read
 
     def wrong(self, blocks: Array) -> list[int]:
-        """Return which of these blocks cannot be read, or have another crc32.
+        """Return which of these blocks, which grow, cannot be read or have another crc32.
 
-        Neighbours are read by one call.
+        Neighbours are read by one call, of about as many bytes as are best read at once.
         """
-        return [block for run in self._runs(blocks) for block in self._wrong_of(run)]
-
-    def _runs(self, blocks: Array) -> Iterator[range]:
-        """Cut blocks into runs of neighbours, of about as many bytes as are best read at once."""
         if not len(blocks):
-            return
-        starts, stops = runs_of(blocks)
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            num_bytes = int(self._edges[stop] - self._edges[start])
-            length = max(1, READ_BYTES * (stop - start) // max(1, num_bytes))
-            for first in range(start, stop, length):
-                yield range(first, min(first + length, stop))
+            return []
+        begins = self._edges[blocks]
+        follows = np.zeros(len(blocks), bool)
+        follows[1:] = blocks[1:] == blocks[:-1] + 1
+        reads = (begins - np.maximum.accumulate(np.where(follows, 0, begins))) // READ_BYTES
+        follows[1:] &= reads[1:] == reads[:-1]
+        pieces = _pieces(blocks, self._edges, self._crcs)
+        starts = [*np.flatnonzero(~follows).tolist(), len(pieces)]
+        return [
+            block
+            for start, stop in pairwise(starts)
+            for block in self._wrong_of(pieces[start:stop])
+        ]
 
-    def _wrong_of(self, run: range) -> list[int]:
-        edges = self._edges[run.start : run.stop + 1].tolist()
+    def _wrong_of(self, pieces: list[_Piece]) -> list[int]:
+        """Look at neighbours."""
+        first = pieces[0][1]
         try:
-            data = self._read(edges[0], edges[-1])
+            data = self._read(first, pieces[-1][2])
         except OSError:
-            return (
-                [run[0]]
-                if len(run) == 1
-                else [b for one in run for b in self._wrong_of(range(one, one + 1))]
-            )
-        base = edges[0]
-        crcs = self._crcs[run.start : run.stop].tolist()
-        pieces = zip(run, pairwise(edges), crcs, strict=True)
-        return [block for block, (a, b), crc in pieces if crc32(data[a - base : b - base]) != crc]
+            if len(pieces) == 1:
+                return [pieces[0][0]]
+            return [block for piece in pieces for block in self._wrong_of([piece])]
+        return [
+            block
+            for block, begin, end, crc in pieces
+            if crc32(data[begin - first : end - first]) != crc
+        ]
 
 
-def from_memory(values: NDArray[np.uint8]) -> Read:
-    """Read from the mapped bytes of a field."""
-    view = values.data
-    return lambda begin, end: view[begin:end]
+def _pieces(blocks: Array, edges: Array, crcs: NDArray[np.uint32]) -> list[_Piece]:
+    columns = blocks, edges[blocks], edges[blocks + 1], crcs[blocks]
+    return list(zip(*[column.tolist() for column in columns], strict=True))
 
 
 def from_file(descriptor: int, offset: int) -> Read:

@@ -17,7 +17,7 @@ from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_fo
 from hpctrain.data.reading.direct import read_at
 from hpctrain.data.reading.hdf5 import HDF5Values, open_hdf5
 from hpctrain.data.reading.mapped import Space
-from hpctrain.data.reading.plain_blocks import PlainBlocks, from_file, from_memory
+from hpctrain.data.reading.plain_blocks import MappedBlocks, PlainBlocks, from_file
 from hpctrain.data.reading.residency import in_memory, on_local_disk
 from hpctrain.data.reading.values import Array, DirectValues, MappedValues, Values
 from hpctrain.units import KIB, MIB
@@ -167,7 +167,7 @@ class ShardFile:
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         return read_at(self.descriptor, offset, num_bytes).view(dtype).reshape(shape)
 
-    def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
+    def _blocks_of(self, name: str, offset: int) -> MappedBlocks | PlainBlocks:
         size, num_samples = self._manifest.fields[name].sample_bytes, self.shard.num_samples
         edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
         edges[-1] = num_samples
@@ -178,10 +178,8 @@ class ShardFile:
         is_small = size <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
         if is_small or (self.space is not None and self.in_memory):
             # Labels are read at once: a call for each of their blocks costs more.
-            read = from_memory(self._plain(offset, (num_bytes,), "|u1"))
-        else:
-            read = from_file(self.descriptor, offset)
-        return PlainBlocks(edges, self.crcs[name], read)
+            return MappedBlocks(edges, self.crcs[name], self._plain(offset, (num_bytes,), "|u1"))
+        return PlainBlocks(edges, self.crcs[name], from_file(self.descriptor, offset))
 
     def _table(self, name: str) -> NDArray[Any]:
         place = self.shard.places[name]
