@@ -12,6 +12,10 @@ pytest_plugins = ["tests.harness.plugin"]
 # on every machine, and without a word in the user's cache.
 os.environ["HPCTRAIN_PROBE"] = "off"
 
+# With any of these, help texts are coloured though nobody looks at a terminal.
+for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(autouse=True)
 def _no_cache_of_the_user(
