@@ -16,12 +16,12 @@ Every turn checks the label and a byte on every page of each sample; before that
 every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
 its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
 beside the page cache. Peers that are missing have a row that says so; they are installed by
-``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files take 7 GB of disk and
-page cache (``--quick``: 1 GB, no set of several windows) and are removed at the end.
+``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a set take
+at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of several windows) and are removed
+after its rows.
 """
 
 import gc
-import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -48,8 +48,11 @@ from hpctrain.units import MIB
 
 BIG = Kind("150 KB", (224, 224, 3), 7000)
 SMALL = Kind("3 KB", (32, 32, 3), 100_000)
-LONG_BIG = Kind("150 KB, 3 GB of them", BIG.shape, 20_000)
-LONG_SMALL = Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000)
+LONG = (
+    Kind("150 KB, 3 GB of them", BIG.shape, 20_000),
+    Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000),
+)
+"""Sets of several windows."""
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap)
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
@@ -69,7 +72,7 @@ class Plan:
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
     long: tuple[Kind, ...]
-    """Sets of several windows."""
+    """Measured cold, ours alone."""
     rounds: int
     limit_s: float
     """Of an epoch of a slow way."""
@@ -82,8 +85,7 @@ class Plan:
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
             return cls({kinds[0]: (64,), kinds[1]: (64,)}, (), 2, 0.35, 0.1)
-        kinds = LONG_BIG, LONG_SMALL
-        return cls({BIG: (64,), SMALL: (64, 256)}, kinds, options.rounds, 1.8, 0.3)
+        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
@@ -194,20 +196,19 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
             row["peak MiB"] = NOT_MEASURED if peak is None else round(peak / MIB)
         rows += some + missing_rows(key, missing)
         del ways
-    key = {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
-    return (
-        rows
-        + measure_cold(kind, (*COLD, *peers), truth, folder, plan)
-        + missing_rows(key, missing)
-    )
+    rows += measure_cold((*COLD, *peers), truth, folder, plan)
+    return rows + missing_rows(cold_key(kind), missing)
 
 
-def measure_cold(
-    kind: Kind, ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan
-) -> list[Row]:
+def measure_cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan) -> list[Row]:
     """Measure some ways on files that are not in the page cache."""
-    key = {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
-    return rows_of(key, cold(ways, truth, folder, plan), FirstWindow.name, "rate")
+    turns = cold(ways, truth, folder, plan)
+    return rows_of(cold_key(truth.kind), turns, FirstWindow.name, "rate")
+
+
+def cold_key(kind: Kind) -> Row:
+    """Return what names the cold rows of a kind."""
+    return {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
@@ -215,12 +216,11 @@ def promises(rows: Sequence[Row]) -> dict[str, float]:
     wanted = {
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},
-        ("cold", LONG_BIG.name): {SEQUENTIAL: 0.80},
-        ("cold", LONG_SMALL.name): {SEQUENTIAL: 0.80},
     }
+    wanted |= {("cold", kind.name): {SEQUENTIAL: 0.80} for kind in (BIG, SMALL, *LONG)}
     ratios = {}
     for row in rows:
-        least = wanted.get((row["cache"], row["sample"]), {}).get(row["way"])
+        least = wanted[row["cache"], row["sample"]].get(row["way"])
         if least is not None and isinstance(row["ours / way"], float):
             what = f"{row['cache']}, {row['sample']}, batch {row['batch']}"
             ratios[f"{what}: ours / {row['way']} (at least {least:g})"] = row["ours / way"]
@@ -240,18 +240,15 @@ def main() -> None:
     versions = installed()
     peers = [way for way, version in versions.items() if version]
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="bench-data-", dir=options.dir) as made:
-        system = file_system(Path(made))
-        for index, kind in enumerate(plan.batches):
-            folder = Path(made, str(index))
-            folder.mkdir()
-            rows += measure(kind, folder, plan, peers)
-        for kind in plan.long:
-            folder = Path(made, kind.name)
-            folder.mkdir()
-            truth = write(kind, folder, (FirstWindow,))
-            rows += measure_cold(kind, (FirstWindow,), truth, folder, plan)
-            shutil.rmtree(folder)
+    for kind in (*plan.batches, *plan.long):
+        with tempfile.TemporaryDirectory(prefix="bench-data-", dir=options.dir) as made:
+            folder = Path(made)
+            system = file_system(folder)
+            if kind in plan.batches:
+                rows += measure(kind, folder, plan, peers)
+            else:
+                truth = write(kind, folder, (FirstWindow,))
+                rows += measure_cold((FirstWindow,), truth, folder, plan)
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)
