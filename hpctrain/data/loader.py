@@ -247,6 +247,8 @@ class Loader:
             is_padded=self.ragged == "padded",
             is_pinned=self.pin_memory,
         )
+        # Before there are threads that plan: they would keep the disk waiting.
+        reading.ask(0)
         numbers = range(len(reading.steps))
         return prefetched(reading.read, numbers, threads=pace.threads, depth=pace.depth)
 

@@ -29,7 +29,7 @@ def test_blocks_of_any_size_are_brought_ahead(on_disk, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.reading.shard.READ_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.reading.plain_blocks.READ_BYTES", at_once)
     for piece in on_disk.coming(np.array([39, 3, 20])):
-        piece()
+        piece.read()
     assert np.flatnonzero(on_disk.file.checked).tolist() == [0, 2, 5]
 
 
@@ -45,7 +45,7 @@ def test_what_is_on_its_way_is_waited_for_and_read_once(on_disk, monkeypatch):
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.1)
         for piece in pieces:
-            piece()
+            piece.read()
         waiting.result()
     assert sorted(read) == [0, 1, 2, 3, 4, 5]
 
@@ -55,7 +55,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
     flip(directory / shard.file, shard.places["number"].offset + 15 * 8)
     on_disk = opened_on_disk(directory)
     for piece in on_disk.coming(np.arange(40)):
-        piece()
+        piece.read()
     assert np.flatnonzero(~on_disk.file.checked).tolist() == [2]
     with pytest.raises(CorruptError, match="samples 14 to 20"):
         on_disk.check_blocks(np.arange(40), again=False)

@@ -29,11 +29,19 @@ class Reading:
     is_padded: bool
     is_pinned: bool
 
-    def read(self, number: int) -> list[Batch | Exception]:
-        """Return the batch of each step of a part, or what prevents it."""
+    def ask(self, number: int) -> None:
+        """Ask for what should be on its way when a part is about to be read."""
         with contextlib.suppress(Exception):  # told at the step that cannot be read
             if (soon := self.steps.soon(number)).size:
                 self.dataset.will_need(soon)
+
+    def read(self, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it.
+
+        The first part must have been asked for.
+        """
+        if number:
+            self.ask(number)
         part = self.steps.part(number)
         if len(self.skipped):
             part = part.without(self.skipped)

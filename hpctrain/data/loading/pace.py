@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hpctrain.units import MIB
 
 _PART_BYTES = MIB
-_PART_BYTES_OF_THREAD = 4 * MIB
+_PART_BYTES_OF_THREAD = 8 * MIB
 _MOST_TOGETHER = 64
 
 

@@ -19,7 +19,7 @@ PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
 AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
-ASKED = 256
+ASKED = 1024
 """Blocks that are asked for together, about."""
 
 

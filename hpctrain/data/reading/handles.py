@@ -4,7 +4,6 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -15,15 +14,14 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
-from hpctrain.data.reading.shard import OpenShard, Pieces
+from hpctrain.data.reading.line import Line, Piece
+from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.reading.shardfile import IO, UNREADABLE
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError
 
 _FIRST_TRIES = 64
-_AHEAD_THREADS = 2
-"""That read ahead: one looks at what it has read while the other one waits for the disk."""
 
 
 class ReadableShard(Protocol):
@@ -45,7 +43,7 @@ class ReadableShard(Protocol):
     ) -> None:
         """Copy samples of a ragged field."""
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
         """Return what brings samples into memory."""
 
     def close(self) -> None:
@@ -78,7 +76,7 @@ class Handles:
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
         self._lock = Lock()
-        self._ahead: ThreadPoolExecutor | None = None
+        self._line = Line()
         self._num_tries = 0
 
     def shard(self, index: int) -> ReadableShard:
@@ -126,21 +124,11 @@ class Handles:
             whole_blocks: as for ``OpenShard.coming``.
             wait: likewise.
         """
-        with self._lock:
-            if self._ahead is None:
-                self._ahead = ThreadPoolExecutor(_AHEAD_THREADS, "hpctrain-ahead")
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
-                for piece in self.shard(home).coming(rows, whole_blocks=whole_blocks, wait=wait):
-                    self._submit(self._ahead, piece)
-
-    @staticmethod
-    def _submit(pool: ThreadPoolExecutor, piece: Callable[[], None]) -> None:
-        try:
-            pool.submit(piece)
-        except RuntimeError:  # the interpreter ends; still, somebody may wait for it
-            piece()
+                shard = self.shard(home)
+                self._line.join(shard.coming(rows, whole_blocks=whole_blocks, wait=wait))
 
     def _stitch(self) -> None:
         """Join all shards to one array, now and then tried: once all are open and in memory."""

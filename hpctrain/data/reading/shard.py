@@ -1,10 +1,9 @@
 """One shard opened for reading: its samples, or an error that says which cannot be had."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.ahead import advise, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.line import Piece
 from hpctrain.data.reading.plain_blocks import READ_BYTES
 from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardFile
 from hpctrain.data.reading.values import Array
@@ -22,10 +22,8 @@ from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
 from hpctrain.units import MIB
 
-_SOON = 2
-"""Pieces between asking for blocks and reading them, one for each thread that reads ahead."""
-
-Pieces = Sequence[Callable[[], None]]
+_APART_BYTES = 4 * MIB
+"""Of blocks that lie apart, in one piece of work: they are read one by one anyhow."""
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -104,9 +102,7 @@ class OpenShard:
             file.arrivals.wait_for(blocks)
             blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
-        # Other threads look meanwhile: what is wrong must not count as checked at any time.
-        file.checked[wrong] = False
-        file.checked[np.setdiff1d(blocks, wrong)] = True
+        file.found(blocks, wrong)
         for block in wrong:
             self._check_block(block)
         file = self.file
@@ -157,7 +153,7 @@ class OpenShard:
 
         self._read(rows, copy)
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
         """Return what brings samples into memory: pieces of work for several threads, in order.
 
         Every piece must be done: from now on, whoever takes samples waits for the blocks.
@@ -171,33 +167,25 @@ class OpenShard:
         if self.file.in_memory or not len(rows):
             return []
         if not whole_blocks:
-            return [lambda: self._advise(*runs_of(np.unique(rows)))]
+            return [Piece(lambda: self._advise(*runs_of(np.unique(rows))))]
         file, size = self.file, self._manifest.block_size
         blocks = np.unique(rows // size)
         is_new = ~file.checked[blocks]
         old, new = blocks[~is_new], blocks[is_new]
         if wait:
             file.arrivals.expect(new)
+        pieces = [Piece(partial(self._advise_blocks, old))] if len(old) else []
+        if not len(new):
+            return pieces
         block_bytes = max(1, size * self._shard.num_bytes // self._shard.num_samples)
-        at_once = max(1, READ_BYTES // block_bytes)
-        parts = [new[first : first + at_once] for first in range(0, len(new), at_once)]
         # Of blocks that lie apart, the disk has many to find at the same time.
-        lie_apart = len(new) and len(runs_of(new)[0]) * MIB > len(new) * block_bytes
-        soon = parts[_SOON:] if lie_apart else []
-        pieces = [partial(self._advise_blocks, old)] if len(old) else []
-        pieces += [
-            partial(self._bring, file, part, after)
-            for part, after in zip_longest(parts, soon, fillvalue=new[:0])
-        ]
+        lie_apart = len(runs_of(new)[0]) * MIB > len(new) * block_bytes
+        piece_bytes = _APART_BYTES if lie_apart else READ_BYTES
+        num_pieces = min(len(new), -(-len(new) * block_bytes // piece_bytes))
+        for part in np.array_split(new, num_pieces):
+            ask = partial(self._advise_blocks, part) if lie_apart else None
+            pieces.append(Piece(partial(file.bring, part), ask))
         return pieces
-
-    def _bring(self, file: ShardFile, blocks: Array, soon: Array) -> None:
-        """Read and check blocks, while others are on their way."""
-        try:
-            if len(soon):
-                self._advise_blocks(soon)
-        finally:
-            file.bring(blocks)
 
     def _advise_blocks(self, blocks: Array) -> None:
         size = self._manifest.block_size
@@ -206,7 +194,7 @@ class OpenShard:
 
     def _advise(self, starts: Array, stops: Array) -> None:
         file = self.file
-        for name in file.values:
+        for name in file.read_on:
             advise(file.descriptor, *file.extents(name, starts, stops))
 
     def close(self) -> None:

@@ -72,6 +72,8 @@ class ShardFile:
         self.values = {
             name: self._values(name, field, chunks) for name, field in manifest.fields.items()
         }
+        self.read_on = [name for name in manifest.fields if not self._is_read_at_once(name)]
+        """The fields that are read as they are wanted."""
         self._has_filters = any(field.compression for field in manifest.fields.values())
         self._plain_blocks = [
             self._blocks_of(name, place.offset)
@@ -103,9 +105,17 @@ class ShardFile:
         self.arrivals.expect(blocks)
         try:
             new = blocks[~self.checked[blocks]]
-            self.checked[np.setdiff1d(new, self.wrong_blocks(new))] = True
+            self.found(new, self.wrong_blocks(new))
         finally:
             self.arrivals.arrived(blocks)
+
+    def found(self, blocks: Array, wrong: list[int]) -> None:
+        """Count blocks as checked but for those that are wrong.
+
+        Other threads look meanwhile: what is wrong does not count as checked at any time.
+        """
+        self.checked[wrong] = False
+        self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
 
     def rows_of(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
         """Return which rows of a field are the samples ``[starts[i], stops[i])``."""
@@ -168,18 +178,23 @@ class ShardFile:
         return read_at(self.descriptor, offset, num_bytes).view(dtype).reshape(shape)
 
     def _blocks_of(self, name: str, offset: int) -> MappedBlocks | PlainBlocks:
-        size, num_samples = self._manifest.fields[name].sample_bytes, self.shard.num_samples
+        size = self._manifest.fields[name].sample_bytes
         edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
-        edges[-1] = num_samples
+        edges[-1] = self.shard.num_samples
         if name in self.indices:
             edges = self.indices[name][edges]
         edges *= size
         num_bytes = int(edges[-1])
-        is_small = size <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
-        if is_small or (self.space is not None and self.in_memory):
-            # Labels are read at once: a call for each of their blocks costs more.
+        if self._is_read_at_once(name) or (self.space is not None and self.in_memory):
             return MappedBlocks(edges, self.crcs[name], self._plain(offset, (num_bytes,), "|u1"))
         return PlainBlocks(edges, self.crcs[name], from_file(self.descriptor, offset))
+
+    def _is_read_at_once(self, name: str) -> bool:
+        """Return whether a field is as labels are: a call for each block of it costs more."""
+        field, place = self._manifest.fields[name], self.shard.places[name]
+        num_bytes = self._num_rows(field, place) * field.sample_bytes
+        is_small = field.sample_bytes <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
+        return is_small and place.offset is not None
 
     def _table(self, name: str) -> NDArray[Any]:
         place = self.shard.places[name]

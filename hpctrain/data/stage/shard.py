@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.handles import ReadableShard
-from hpctrain.data.reading.shard import OpenShard, Pieces
+from hpctrain.data.reading.line import Piece
+from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.reading.shardfile import IO
 from hpctrain.data.reading.values import Array
 from hpctrain.data.stage.directory import StageDirectory
@@ -117,7 +118,7 @@ class PartialShard:
         for shard, here in self._parts(rows):
             shard.gather_ragged(name, rows[here], out, starts[here])
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> Pieces:
+    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
         """Return what brings samples into memory."""
         return [
             piece
