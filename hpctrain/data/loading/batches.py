@@ -31,6 +31,8 @@ class Reading:
 
     def ask(self, number: int) -> None:
         """Ask for what should be on its way when a part is about to be read."""
+        if self.dataset.in_memory:
+            return
         with contextlib.suppress(Exception):  # told at the step that cannot be read
             if (soon := self.steps.soon(number)).size:
                 self.dataset.will_need(soon)

@@ -36,6 +36,8 @@ class Part:
 
     def singles(self) -> "list[Part]":
         """Return the same with each step alone."""
+        if len(self.sizes) == 1:
+            return [self]
         pieces = np.split(self.indices, np.cumsum(self.sizes)[:-1])
         return [
             Part(piece, [size], [repeated])
