@@ -5,10 +5,10 @@
 Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
 process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
 (user and system, all threads and children), which other work on the machine disturbs little. Cold
-rows read files that were dropped from the page cache, as mincore confirms: sets that fit into one
-window of the window order, which has to read nearly all before its first batch, and, ours alone
-beside a sequential read, sets of several windows. The ways take turns; figures are medians over
-the rounds. ``ours / way`` is the median of the ratio within a round,
+rows read files that were dropped from the page cache, as mincore confirms. Of the small sets the
+window order has to read nearly all before its first batch; what a sequential read and then a copy
+take has a row of its own. Of sets of 3 GB it reads some while it gives some. The ways take turns;
+figures are medians over the rounds. ``ours / way`` is the median of the ratio within a round,
 above 1 ours is faster: in warm rows MB per cpu-second of the second epoch, in cold rows MB per
 second of the window order.
 
@@ -17,7 +17,7 @@ every byte compared. A slow way is stopped after some seconds, and its first mom
 its buffers, are not counted then: ``part`` says how much of an epoch it read. ``peak`` is memory
 beside the page cache. Peers that are missing have a row that says so; they are installed by
 ``pip install --no-deps --target .venv-peers -r perf/peers.txt``. The files of a set take
-at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of several windows) and are removed
+at most 7 GB of disk and page cache (``--quick``: 1 GB, no set of 3 GB) and are removed
 after its rows.
 """
 
@@ -40,6 +40,7 @@ from data_memory import evict, file_system, peak_bytes, read_through
 from data_ours import First, FirstGlobal, FirstWindow, Second, Take
 from data_peers import Mosaic, Tars, installed
 from data_plot import draw
+from data_read_first import ReadFirst
 from data_turns import Truth, Turn, check, take_turn
 from data_ways import Hdf5, Kind, Memmap, Stock, StockWorkers, Way
 from measure import arguments, report
@@ -52,9 +53,9 @@ LONG = (
     Kind("150 KB, 3 GB of them", BIG.shape, 20_000),
     Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000),
 )
-"""Sets of several windows."""
+"""Sets of which some is read while some is given."""
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
-COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap)
+COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same files"
 COLD_BATCH = 64
@@ -248,7 +249,7 @@ def main() -> None:
                 rows += measure(kind, folder, plan, peers)
             else:
                 truth = write(kind, folder, (FirstWindow,))
-                rows += measure_cold((FirstWindow,), truth, folder, plan)
+                rows += measure_cold((FirstWindow, ReadFirst), truth, folder, plan)
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)

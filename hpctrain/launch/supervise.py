@@ -11,6 +11,7 @@ from types import FrameType
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.processes import descendants, has_only_dead_children, stop_when_asked
+from hpctrain.launch.session import session
 from hpctrain.launch.terminal import hand_on_input
 
 GRACE_S = 5.0
@@ -57,11 +58,32 @@ def supervise(
         KeyboardInterrupt: Ctrl-C came and the ranks did not stop by themselves; raised when
             mpirun has ended.
     """
+    with session(os.environ if environ is None else environ) as own:
+        ending = _Ending(_started(line, own), grace_s=grace_s, save_s=save_s)
+        limit = threading.Timer(timeout_s or 0, ending.on_timeout)
+        limit.daemon = True
+        if timeout_s:
+            limit.start()
+        try:
+            with ending.catching():
+                code = ending.wait()
+        finally:
+            limit.cancel()
+            ending.close()
+    if ending.first_signal == signal.SIGINT and not ending.is_granted:
+        raise KeyboardInterrupt
+    if ending.timed_out:
+        return TIMED_OUT
+    return code if code >= 0 else 128 - code
+
+
+def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start mpirun; what is typed on a terminal is handed to it."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
         process = subprocess.Popen(  # noqa: S603 - this is the user's command
             line,
-            env=None if environ is None else dict(environ),
+            env=environ,
             # mpirun would swallow a file or pipe that belongs to the script around it.
             stdin=subprocess.PIPE if terminal else subprocess.DEVNULL,
             # Away from the terminal: its Ctrl-C would make mpirun kill ranks that could save.
@@ -71,22 +93,7 @@ def supervise(
         raise LaunchError(f"{line[0]} cannot be started: {error}") from None
     if process.stdin is not None:
         hand_on_input(process.stdin)
-    ending = _Ending(process, grace_s=grace_s, save_s=save_s)
-    limit = threading.Timer(timeout_s or 0, ending.on_timeout)
-    limit.daemon = True
-    if timeout_s:
-        limit.start()
-    try:
-        with ending.catching():
-            code = ending.wait()
-    finally:
-        limit.cancel()
-        ending.close()
-    if ending.first_signal == signal.SIGINT and not ending.is_granted:
-        raise KeyboardInterrupt
-    if ending.timed_out:
-        return TIMED_OUT
-    return code if code >= 0 else 128 - code
+    return process
 
 
 class _Ending:

@@ -59,6 +59,22 @@ def test_ranks_that_were_asked_and_hang_are_killed_when_their_time_is_up(tmp_pat
     assert ranks_are_gone(tmp_path)
 
 
+def test_an_mpirun_that_was_killed_leaves_no_files(tmp_path, monkeypatch):
+    # The next one with its process id would fail on them.
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    code = f"Path({str(tmp_path)!r}, f'ready-{{rank}}').touch(); time.sleep(50)"
+    process = start(tmp_path, code, grace_s=0.5)
+    wait_for(lambda: names(tmp_path, "ready") == 2)
+    assert any(folder.iterdir())
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=15)
+    assert ranks_are_gone(tmp_path)
+    assert not any(folder.iterdir())
+
+
 ONLY_TERM = """
 signal.signal(signal.SIGTERM, lambda *_: Path({folder!r}, f'cleaned-{{rank}}').touch())
 Path({folder!r}, f'ready-{{rank}}').touch()
