@@ -73,8 +73,9 @@ class Stream(IterableDataset[Columns]):
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         steps = Steps(order, cut, 1, stride)
         for step in range(first, len(cut), stride):
-            with suppress(DataError):  # told by the step that cannot be read
-                self.dataset.will_need(steps.soon(step))
+            if not self.dataset.in_memory:
+                with suppress(DataError):  # told by the step that cannot be read
+                    self.dataset.will_need(steps.soon(step))
             indices = steps.part(step).indices
             columns = self.dataset.take(indices)
             yield apply(self.transform, columns, indices, self.epoch, self.seed)

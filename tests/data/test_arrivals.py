@@ -27,6 +27,7 @@ def on_disk(directory):
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(on_disk, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.reading.shard.READ_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.reading.shard._APART_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.reading.plain_blocks.READ_BYTES", at_once)
     for piece in on_disk.coming(np.array([39, 3, 20])):
         piece.read()
