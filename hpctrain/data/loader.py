@@ -144,7 +144,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: the same on every rank, whatever their number."""
-        return self._position().record()
+        position = Position(
+            uuid=self.dataset.uuid,
+            seed=self.seed,
+            epoch=self.epoch,
+            consumed=self.consumed,
+            ordering=self._ordering,
+            skipped=tuple(self._skipped.ranges),
+        )
+        return position.record()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a loader was, with any number of ranks and any global batch.
@@ -236,9 +244,10 @@ class Loader:
         if self.workers:
             self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        at_once = self.dataset.best_read_whole
         reading = Reading(
             dataset=self.dataset,
-            steps=Steps(order, cut, pace.together, pace.depth),
+            steps=Steps(order, cut, pace.together, pace.depth, at_once=at_once),
             skipped=self._skipped,
             seed=self.seed,
             epoch=self.epoch,
@@ -272,16 +281,6 @@ class Loader:
                     "samples %d to %d are left out: %s", error.start, error.stop - 1, error
                 )
         return True
-
-    def _position(self) -> Position:
-        return Position(
-            uuid=self.dataset.uuid,
-            seed=self.seed,
-            epoch=self.epoch,
-            consumed=self.consumed,
-            ordering=self._ordering,
-            skipped=tuple(self._skipped.ranges),
-        )
 
     def _in_common(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""

@@ -83,6 +83,11 @@ class Mixture:
         return all(source.in_memory for source in self.sources)
 
     @property
+    def best_read_whole(self) -> bool:
+        """Whether it is: no, its order may need little of a source."""
+        return False
+
+    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample."""
         sizes = [source.sample_bytes for source in self.sources]

@@ -22,15 +22,11 @@ from hpctrain.data.reading.shard import OpenShard, check_file
 from hpctrain.data.reading.shardfile import IO
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError, MismatchError
-from hpctrain.units import GIB
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 Verify = Literal["first", "always", "off"]
-
-_WAIT_BYTES = 2 * GIB
-"""Up to here, samples are not to be had before all that is read ahead has come, in file order."""
 
 
 class ShardedDataset:
@@ -148,6 +144,11 @@ class ShardedDataset:
         """Whether all of it lies in memory and is mapped, as seen once all shards are open."""
         return self._own is not None and self._own.look_in_memory()
 
+    @property
+    def best_read_whole(self) -> bool:
+        """Whether it lies on a disk, and this machine's memory will keep all of it."""
+        return self._handles().stay_in_memory and not self.in_memory
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return self._num_samples
@@ -212,10 +213,11 @@ class ShardedDataset:
         handles = self._handles()
         if not handles.is_in_memory:
             wanted = self._in_range(indices)
-            # A batch that can be had soon is not kept waiting for gigabytes of others.
-            wait = len(wanted) * self.sample_bytes <= _WAIT_BYTES
-            parts = split(wanted, self._starts)
-            handles.bring(parts, whole_blocks=self._verify != "off", wait=wait)
+            handles.bring(
+                split(wanted, self._starts),
+                num_bytes=len(wanted) * self.sample_bytes,
+                whole_blocks=self._verify != "off",
+            )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample; slow, ``take`` many at once.
@@ -256,10 +258,8 @@ class ShardedDataset:
                 # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
                 self._inherited.append(own)
             # Not a method of ours: that would keep this object, and what is open, for longer.
-            open_shard = partial(
-                self._opener, self.path, self.manifest, io=self._io, chunks=ChunkCache()
-            )
-            self._own = own = Handles(self.manifest, open_shard)
+            open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
+            self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
 
     def _parts(self, handles: Handles, wanted: Array) -> list[Part]:

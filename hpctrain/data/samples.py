@@ -39,6 +39,10 @@ class Samples(Protocol):
     def in_memory(self) -> bool:
         """Whether taking samples is a copy in memory, with no wait for a disk."""
 
+    @property
+    def best_read_whole(self) -> bool:
+        """Whether it does not lie in memory, but will stay there once it was read."""
+
     def __len__(self) -> int:
         """Return the number of samples."""
 

@@ -67,6 +67,11 @@ class Subset:
         return self.dataset.in_memory
 
     @property
+    def best_read_whole(self) -> bool:
+        """Whether the data set is."""
+        return self.dataset.best_read_whole
+
+    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample of the whole data set."""
         return self.dataset.sample_bytes

@@ -24,6 +24,7 @@ class InMemory:
         self.uuid = uuid or f"memory of {num_samples}"
         self.sample_bytes = sample_bytes
         self.in_memory = False  # threads are what is tested
+        self.best_read_whole = False
         self.damaged = list(damaged)
         self.asked = []
         self.taken = []

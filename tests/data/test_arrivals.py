@@ -11,11 +11,11 @@ from hpctrain.errors import CorruptError
 from tests.data.mixed_set import flip
 
 
-def opened_on_disk(directory):
+def opened_on_disk(directory, io="read"):
     """Open the first shard, of 40 samples in blocks of 7, as from a slow disk."""
-    opened = OpenShard(directory, Manifest.read(directory), 0, io="read")
-    opened.file.in_memory = False
-    return opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpctrain.data.reading.shardfile.in_memory", lambda *_: False)
+        return OpenShard(directory, Manifest.read(directory), 0, io=io)
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def on_disk(directory):
 
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(on_disk, monkeypatch, at_once):
-    monkeypatch.setattr("hpctrain.data.reading.shard.READ_BYTES", at_once)
-    monkeypatch.setattr("hpctrain.data.reading.shard._APART_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.reading.coming.READ_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.reading.coming._APART_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.reading.plain_blocks.READ_BYTES", at_once)
     for piece in on_disk.coming(np.array([39, 3, 20])):
         piece.read()

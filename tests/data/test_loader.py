@@ -144,7 +144,7 @@ def test_a_rank_reads_whole_lanes_in_every_epoch():
 
 def test_what_is_read_was_asked_for_once():
     orders = ({"order": "global"}, {"window": WindowShape(block=4, window=2, lanes=6)})
-    for order, sample_bytes in itertools.product(orders, (60_000.0, 300_000.0)):
+    for order, sample_bytes in itertools.product(orders, (120_000.0, 600_000.0)):
         dataset = InMemory(480, sample_bytes=sample_bytes)
         loader = Loader(dataset, global_batch=12, rank=1, size=3, **order)
         taken = set(itertools.chain(*numbers(loader)))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data.loading import steps as steps_module
 from hpctrain.data.loading.steps import Cut, Steps
+from hpctrain.data.orders.order import Sequential, global_order
 from hpctrain.data.orders.window import window_order
 
 
@@ -24,15 +25,18 @@ def few_asked():
     batch=st.integers(1, 12),
     size=st.integers(1, 4),
     together=st.integers(1, 3),
+    at_once=st.booleans(),
     data=st.data(),
 )
-def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, together, data):
+def test_each_block_is_asked_for_once_and_before_it_is_read(
+    n, batch, size, together, at_once, data
+):
     block, window = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     lanes = data.draw(st.integers(1, batch))
     order = window_order(n, 1, 0, block=block, window=window, lanes=lanes)
     rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
     cut = Cut(num_samples=n, start=start, global_batch=batch, tail="short", rank=rank, size=size)
-    steps = Steps(order, cut, together, 4)
+    steps = Steps(order, cut, together, 4, at_once=at_once)
     asked: list[int] = []
     for number in range(len(steps)):
         soon = steps.soon(number)
@@ -41,3 +45,19 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, toge
         if size == 1:
             assert {*(part.indices // block).tolist()} <= {*asked}
     assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("num_windows", [steps_module.FEW_WINDOWS, 5 * steps_module.FEW_WINDOWS])
+def test_all_is_asked_for_at_once_where_the_first_window_needs_much_of_it(num_windows):
+    order = window_order(800, 1, 0, block=2, window=400 // num_windows, lanes=1)
+    cut = Cut(num_samples=800, start=0, global_batch=4, tail="short", rank=0, size=1)
+    steps = Steps(order, cut, 1, 4, at_once=True)
+    assert (len(steps.soon(0)) == 800) == (num_windows == steps_module.FEW_WINDOWS)
+
+
+def test_of_a_shuffled_order_all_is_asked_for_at_once_and_of_a_sequential_one_never():
+    cut = Cut(num_samples=800, start=0, global_batch=4, tail="short", rank=0, size=1)
+    shuffled = Steps(global_order(800, 1, 0), cut, 1, 4, at_once=True)
+    assert sorted(shuffled.soon(0)) == [*range(800)]
+    assert not any(len(shuffled.soon(number)) for number in range(1, len(shuffled)))
+    assert len(Steps(Sequential(), cut, 1, 4, at_once=True).soon(0)) < 800

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from hpctrain.units import MIB
 
 _PART_BYTES = MIB
-_PART_BYTES_OF_THREAD = 8 * MIB
-_MOST_TOGETHER = 64
+_PART_BYTES_OF_THREAD = 16 * MIB
+_MOST_TOGETHER = 128
 
 
 class Pace(NamedTuple):

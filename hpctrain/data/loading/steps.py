@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.orders.lanes import rank_lanes
-from hpctrain.data.orders.order import Order
+from hpctrain.data.orders.order import Order, Sequential
 from hpctrain.data.orders.window import WindowOrder
 from hpctrain.data.samples import Indices
 
@@ -21,6 +21,11 @@ AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
 ASKED = 1024
 """Blocks that are asked for together, about."""
+
+PLANNED_AT_ONCE = 1 << 20
+FEW_WINDOWS = 4
+"""With at most so many in an epoch, the blocks of a window lie so close to each other that they
+are best read together with all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,13 @@ class Cut:
         return range(start, stop if self.tail == "wrap" else min(stop, self.num_samples))
 
 
+def _is_soon_all(order: Order) -> bool:
+    """Return whether the first batches of an epoch come from all over the data set."""
+    if isinstance(order, WindowOrder):
+        return order.num_turns <= FEW_WINDOWS * order.shape.window
+    return not isinstance(order, Sequential)
+
+
 class Steps:
     """The parts of one rank, and what it should ask for ahead of them. Threads may share it.
 
@@ -125,7 +137,9 @@ class Steps:
     reads few of the lanes.
     """
 
-    def __init__(self, order: Order, cut: Cut, together: int, num_ahead: int) -> None:
+    def __init__(
+        self, order: Order, cut: Cut, together: int, num_ahead: int, *, at_once: bool = False
+    ) -> None:
         """Plan nothing yet.
 
         Args:
@@ -133,11 +147,16 @@ class Steps:
             cut: of the epoch.
             together: steps that are read at once.
             num_ahead: parts that are read at the same time; their plans are kept.
+            at_once: all that the epoch needs may be asked for at its start, and is if its
+                first batches need much of it anyhow.
         """
         self._order, self._cut, self._together = order, cut, together
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
-        self._group = max(1, PLANNED // (cut.global_batch * together))
+        self._at_once = at_once and _is_soon_all(order)
+        # While the disk is read there is time to plan.
+        planned = PLANNED_AT_ONCE if self._at_once else PLANNED
+        self._group = max(1, planned // (cut.global_batch * together))
         self._num_kept = 2 + (num_ahead + self._ahead) // self._group
         self._plans: dict[int, list[Part]] = {}
         self._planning = threading.Lock()
@@ -161,8 +180,12 @@ class Steps:
 
         Over all parts, each sample or block once. Blocks are asked for a window ahead.
         """
+        if self._at_once and number:
+            return np.empty(0, np.int64)
         if isinstance(self._order, WindowOrder):
             return self._blocks_soon(self._order, number)
+        if self._at_once:  # every rank needs some of nearly every block
+            return np.arange(self._cut.num_samples)
         later = number + self._ahead
         parts = range(1 if number == 0 else later, min(later + 1, len(self)))
         if len(parts) == 1:
@@ -181,7 +204,8 @@ class Steps:
         turns = range(order.turns_needed(start, few), order.turns_needed(stop, few))
         if number == 0:
             begun = order.turns_begun(start)
-            turns = range(begun.start, max(begun.stop, turns.stop))
+            end = order.num_turns if self._at_once else max(begun.stop, turns.stop)
+            turns = range(begun.start, end)
         blocks = order.blocks(lanes, turns)
         if number == 0:
             blocks = np.concatenate([blocks, order.rest_blocks(lanes)])

@@ -69,6 +69,11 @@ class WindowOrder:
         self._turn_key = key_of(seed, epoch, _TURN, 0)
         self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
 
+    @property
+    def num_turns(self) -> int:
+        """Blocks of each lane that have a turn."""
+        return self._num_turns
+
     def samples_at(self, positions: Indices) -> Indices:
         """Compute the samples."""
         flat = positions.ravel()

@@ -20,6 +20,14 @@ def runs_of(numbers: Array) -> tuple[Array, Array]:
     return starts, stops
 
 
+def distinct(numbers: Array) -> Array:
+    """Return each number once, in order: what ``np.unique`` does, fast where they grow."""
+    steps = np.diff(numbers)
+    if (steps < 0).any():
+        return np.unique(numbers)
+    return numbers[np.concatenate(([True], steps > 0))]
+
+
 def advise(descriptor: int, begins: Array, ends: Array) -> None:
     """Ask the system to bring parts of a file into memory.
 

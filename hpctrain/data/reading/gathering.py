@@ -15,6 +15,9 @@ from hpctrain.data.reading.values import Array
 Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 """Makes an array to be filled, of a shape and a dtype."""
 
+_MANY = 4096
+"""Samples from which on it is worth a look whether they grow."""
+
 
 class Part(NamedTuple):
     """The samples of a batch that one shard has."""
@@ -35,6 +38,12 @@ def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | No
     """
     if len(starts) == 2:
         yield 0, wanted, None
+        return
+    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
+        edges = np.searchsorted(wanted, starts).tolist()
+        for home, (start, stop) in enumerate(pairwise(edges)):
+            if start < stop:
+                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
         return
     homes = np.searchsorted(starts, wanted, side="right") - 1
     order = np.argsort(homes, kind="stable")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from hpctrain.cluster.memory import available_bytes
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
@@ -20,8 +21,13 @@ from hpctrain.data.reading.shardfile import IO, UNREADABLE
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError
+from hpctrain.units import GIB
 
 _FIRST_TRIES = 64
+_WAIT_BYTES = 2 * GIB
+"""Up to here, samples are not to be had before all that is read ahead has come, in file order."""
+_ROOM = 2
+"""So many times the size of a data set must be free before all of it is kept in memory."""
 
 
 class ReadableShard(Protocol):
@@ -62,9 +68,14 @@ class Opener(Protocol):
 class Handles:
     """Shards opened at first use; those used longest ago are closed when there are too many."""
 
-    def __init__(self, manifest: Manifest, open_shard: Callable[[int], ReadableShard]) -> None:
-        """Open nothing yet."""
+    def __init__(
+        self, manifest: Manifest, open_shard: Callable[..., ReadableShard], io: IO
+    ) -> None:
+        """Open nothing yet; ``open_shard`` opens a shard by its number and ``io``."""
         self.pid = os.getpid()
+        self.stay_in_memory = io == "auto" and _will_stay(manifest)
+        """Whether all files do once they were read."""
+        self._io: IO = "keep" if self.stay_in_memory else io
         self.buffers = Buffers()
         self.stitched: Stitched | None = None
         self.is_in_memory = False
@@ -88,7 +99,7 @@ class Handles:
         found = self._shards.get(index)
         if found is None or self._is_full:
             with self._lock:
-                found = self._shards.get(index) or self._open_shard(index)
+                found = self._shards.get(index) or self._open_shard(index, io=self._io)
                 self._shards[index] = found
                 self._shards.move_to_end(index)
                 if len(self._shards) > self._max_open:
@@ -115,15 +126,17 @@ class Handles:
         return self.stitched is not None and self.is_in_memory
 
     def bring(
-        self, parts: Iterable[tuple[int, Array, Any]], *, whole_blocks: bool, wait: bool
+        self, parts: Iterable[tuple[int, Array, Any]], *, num_bytes: float, whole_blocks: bool
     ) -> None:
         """Begin to bring samples into memory, in threads of their own.
 
         Args:
             parts: of some shards, the number, rows in it, and whatever.
+            num_bytes: of all these samples, about.
             whole_blocks: as for ``OpenShard.coming``.
-            wait: likewise.
         """
+        # A batch that can be had soon is not kept waiting for gigabytes of others.
+        wait = num_bytes <= _WAIT_BYTES
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
@@ -145,3 +158,11 @@ class Handles:
             ]
             if len(files) == len(shards):
                 self.stitched = Stitched.of(self._manifest, files)
+
+
+def _will_stay(manifest: Manifest) -> bool:
+    """Return whether the page cache has room for all files, and they are read as they lie."""
+    if any(field.compression for field in manifest.fields.values()):
+        return False
+    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
+    return _ROOM * num_bytes <= (available_bytes() or 0)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checksum import crc32
 from hpctrain.data.reading.direct import read_into
+from hpctrain.data.reading.mapped import Space
 from hpctrain.data.reading.values import Array
 from hpctrain.units import MIB
 
@@ -97,6 +98,32 @@ class PlainBlocks:
 def _pieces(blocks: Array, edges: Array, crcs: NDArray[np.uint32]) -> list[_Piece]:
     columns = blocks, edges[blocks], edges[blocks + 1], crcs[blocks]
     return list(zip(*[column.tolist() for column in columns], strict=True))
+
+
+def from_map(
+    space: Space,
+    offset: int,
+    values: NDArray[np.uint8],
+    otherwise: Read,
+    *,
+    when: Callable[[], bool],
+) -> Read:
+    """Read by bringing into memory what is mapped.
+
+    Args:
+        space: where the file is mapped.
+        offset: of the field in it.
+        values: the bytes of the field, mapped.
+        otherwise: reads what is not to be brought or cannot be, or says why.
+        when: whether to bring it.
+    """
+
+    def read(begin: int, end: int) -> memoryview:
+        if when() and space.bring(offset + begin, end - begin):
+            return values.data[begin:end]
+        return otherwise(begin, end)
+
+    return read
 
 
 def from_file(descriptor: int, offset: int) -> Read:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.reading.ahead import advise, runs_of
+from hpctrain.data.reading.ahead import distinct, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.coming import ask_for, pieces_of_new, pieces_of_old
 from hpctrain.data.reading.line import Piece
-from hpctrain.data.reading.plain_blocks import READ_BYTES
 from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardFile
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
-from hpctrain.units import MIB
 
-_APART_BYTES = 4 * MIB
-"""Of blocks that lie apart, in one piece of work: they are read one by one anyhow."""
+_SPARSE = 4
+"""From every fourth block on, a file of a set that stays in memory is read whole: in its order,
+and in large pages, it comes more than twice as fast."""
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -164,38 +163,20 @@ class OpenShard:
                 wrong is left to whoever takes samples of it.
             wait: for all the blocks; else only for those that are being read.
         """
-        if self.file.in_memory or not len(rows):
-            return []
-        if not whole_blocks:
-            return [Piece(lambda: self._advise(*runs_of(np.unique(rows))))]
         file, size = self.file, self._manifest.block_size
-        blocks = np.unique(rows // size)
+        if file.in_memory or not len(rows):
+            return []
+        blocks = distinct(rows // size)
+        is_keeping = self._io == "keep" and file.is_mapped
+        if is_keeping and len(blocks) * _SPARSE >= len(file.checked):
+            file.sweep()
+        if not whole_blocks:
+            return [Piece(lambda: ask_for(file, *runs_of(distinct(rows))))]
         is_new = ~file.checked[blocks]
         old, new = blocks[~is_new], blocks[is_new]
         if wait:
             file.arrivals.expect(new)
-        pieces = [Piece(partial(self._advise_blocks, old))] if len(old) else []
-        if not len(new):
-            return pieces
-        block_bytes = max(1, size * self._shard.num_bytes // self._shard.num_samples)
-        # Of blocks that lie apart, the disk has many to find at the same time.
-        lie_apart = len(runs_of(new)[0]) * MIB > len(new) * block_bytes
-        piece_bytes = _APART_BYTES if lie_apart else READ_BYTES
-        num_pieces = min(len(new), -(-len(new) * block_bytes // piece_bytes))
-        for part in np.array_split(new, num_pieces):
-            ask = partial(self._advise_blocks, part) if lie_apart else None
-            pieces.append(Piece(partial(file.bring, part), ask))
-        return pieces
-
-    def _advise_blocks(self, blocks: Array) -> None:
-        size = self._manifest.block_size
-        starts, stops = runs_of(blocks)
-        self._advise(starts * size, np.minimum(stops * size, self._shard.num_samples))
-
-    def _advise(self, starts: Array, stops: Array) -> None:
-        file = self.file
-        for name in file.read_on:
-            advise(file.descriptor, *file.extents(name, starts, stops))
+        return [*pieces_of_old(file, old), *pieces_of_new(file, new)]
 
     def close(self) -> None:
         """Nothing is left to be done: the file is closed when nobody uses it any more."""
@@ -223,7 +204,7 @@ class OpenShard:
         if self._num_taken > self._shard.num_samples:
             self._num_taken = 0
             file = self.file
-            if self._io == "auto" and file.wants_map() != file.is_mapped:
+            if self._io in ("auto", "keep") and file.wants_map() != file.is_mapped:
                 self._reopened(file)
         return self.file
 

@@ -3,6 +3,7 @@
 import os
 from math import prod
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 import h5py
@@ -17,12 +18,19 @@ from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_fo
 from hpctrain.data.reading.direct import read_at
 from hpctrain.data.reading.hdf5 import HDF5Values, open_hdf5
 from hpctrain.data.reading.mapped import Space
-from hpctrain.data.reading.plain_blocks import MappedBlocks, PlainBlocks, from_file
+from hpctrain.data.reading.plain_blocks import (
+    MappedBlocks,
+    PlainBlocks,
+    Read,
+    from_file,
+    from_map,
+)
 from hpctrain.data.reading.residency import in_memory, on_local_disk
 from hpctrain.data.reading.values import Array, DirectValues, MappedValues, Values
 from hpctrain.units import KIB, MIB
 
-IO = Literal["map", "read", "auto"]
+IO = Literal["map", "read", "auto", "keep"]
+"""``keep`` is ``auto`` for a data set that stays in memory once it was read."""
 
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
 """What a file that is not the shard of its manifest leads to, here and in HDF5."""
@@ -44,8 +52,9 @@ class ShardFile:
         Raises:
             UNREADABLE: it is not, or it is missing or damaged.
         """
-        self._path, self._manifest = path, manifest
+        self._path, self._manifest, self._io = path, manifest, io
         self.shard = manifest.shards[index]
+        self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
@@ -59,9 +68,10 @@ class ShardFile:
         self._check_size()
         self.in_memory = in_memory(self.descriptor, self.shard.num_bytes)
         self.is_mapped = io == "map" or (
-            io == "auto" and (self.in_memory or self._is_small_on_disk())
+            io != "read" and (self.in_memory or self._is_mapped_on_disk())
         )
         self.space = self._mapping() if self.is_mapped else None
+        self._swept = Event()
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
             name: self._index(name) for name, field in manifest.fields.items() if field.ragged
@@ -81,6 +91,20 @@ class ShardFile:
             if place.offset is not None
         ]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, about."""
+        return max(1, self.block_size * self.shard.num_bytes // self.shard.num_samples)
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether it is read whole, as it lies, by its map."""
+        return self._swept.is_set()
+
+    def sweep(self) -> None:
+        """Read it so from now on; it is mapped."""
+        self._swept.set()
+
     def is_changed(self) -> bool:
         """Return whether the file was written to or truncated since it was opened."""
         return self._identity() != self.identity
@@ -88,10 +112,11 @@ class ShardFile:
     def wants_map(self) -> bool:
         """Return whether the file, as it lies now, is better mapped than read.
 
-        Where it lies in memory; and on a local disk, samples so small that a call for each of
-        them costs more than to bring in its page. Their blocks are checked by reading first.
+        Where it lies in memory; and on a local disk, where it stays in memory once it was read,
+        and samples so small that a call for each of them costs more than to bring in its page.
+        Their blocks are checked by reading first.
         """
-        return in_memory(self.descriptor, self.shard.num_bytes) or self._is_small_on_disk()
+        return in_memory(self.descriptor, self.shard.num_bytes) or self._is_mapped_on_disk()
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
         """Return which of these blocks are not as they were written; ``problem`` says why."""
@@ -151,9 +176,10 @@ class ShardFile:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
-    def _is_small_on_disk(self) -> bool:
+    def _is_mapped_on_disk(self) -> bool:
         mean_bytes = self.shard.num_bytes / self.shard.num_samples
-        return mean_bytes <= _SMALL_SAMPLE_BYTES and on_local_disk(self.descriptor)
+        is_better = self._io == "keep" or mean_bytes <= _SMALL_SAMPLE_BYTES
+        return is_better and on_local_disk(self.descriptor)
 
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
@@ -187,7 +213,15 @@ class ShardFile:
         num_bytes = int(edges[-1])
         if self._is_read_at_once(name) or (self.space is not None and self.in_memory):
             return MappedBlocks(edges, self.crcs[name], self._plain(offset, (num_bytes,), "|u1"))
-        return PlainBlocks(edges, self.crcs[name], from_file(self.descriptor, offset))
+        return PlainBlocks(edges, self.crcs[name], self._reading(offset, num_bytes))
+
+    def _reading(self, offset: int, num_bytes: int) -> Read:
+        """Return what reads a field: by its map, once the file is swept."""
+        plainly = from_file(self.descriptor, offset)
+        if self.space is None:
+            return plainly
+        values = self._plain(offset, (num_bytes,), "|u1")
+        return from_map(self.space, offset, values, plainly, when=self._swept.is_set)
 
     def _is_read_at_once(self, name: str) -> bool:
         """Return whether a field is as labels are: a call for each block of it costs more."""

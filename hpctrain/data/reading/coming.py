@@ -1,0 +1,68 @@
+"""What brings blocks of a file into memory: pieces of work for several threads, in order."""
+
+from functools import partial
+
+import numpy as np
+
+from hpctrain.data.reading.ahead import advise, runs_of
+from hpctrain.data.reading.line import Piece
+from hpctrain.data.reading.plain_blocks import READ_BYTES
+from hpctrain.data.reading.shardfile import ShardFile
+from hpctrain.data.reading.values import Array
+from hpctrain.units import MIB
+
+_APART_BYTES = 4 * MIB
+"""Of blocks that lie apart, in one piece of work: they are read one by one anyhow."""
+_SWEPT_BYTES = 64 * MIB
+"""Of a file that is swept, read on by one call."""
+
+
+def pieces_of_old(file: ShardFile, blocks: Array) -> list[Piece]:
+    """Return what brings blocks that were checked before; ``blocks`` grow, maybe none."""
+    return [Piece(lambda: ask_for(file, *_samples(file, blocks)))] if len(blocks) else []
+
+
+def pieces_of_new(file: ShardFile, blocks: Array) -> list[Piece]:
+    """Return what brings and checks blocks; ``blocks`` grow, maybe none."""
+    if file.is_swept:
+        return [piece for part in _cut(file, blocks, _SWEPT_BYTES) for piece in _sweep(file, part)]
+    # Of blocks that lie apart, the disk has many to find at the same time.
+    num_runs = len(runs_of(blocks)[0]) if len(blocks) else 0
+    if num_runs * MIB > len(blocks) * file.block_bytes:
+        return [
+            Piece(partial(file.bring, part), partial(ask_for, file, *_samples(file, part)))
+            for part in _cut(file, blocks, _APART_BYTES)
+        ]
+    return [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
+
+
+def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
+    """Ask for the samples ``[starts[i], stops[i])``; of a file that is swept, wait for them."""
+    for name in file.read_on:
+        begins, ends = file.extents(name, starts, stops)
+        parts = zip(begins.tolist(), ends.tolist(), strict=True)
+        if not (
+            file.is_swept
+            and file.space
+            and all(file.space.bring(begin, end - begin) for begin, end in parts)
+        ):
+            advise(file.descriptor, begins, ends)
+
+
+def _sweep(file: ShardFile, blocks: Array) -> list[Piece]:
+    """One thread reads on, without a gap, while another one checks what has come."""
+    checks = [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
+    starts, stops = _samples(file, np.arange(blocks[0], blocks[-1] + 1))
+    return [Piece(lambda: ask_for(file, starts, stops)), *checks]
+
+
+def _samples(file: ShardFile, blocks: Array) -> tuple[Array, Array]:
+    """Return the runs of samples that some blocks hold."""
+    starts, stops = runs_of(blocks)
+    return starts * file.block_size, np.minimum(stops * file.block_size, file.shard.num_samples)
+
+
+def _cut(file: ShardFile, blocks: Array, num_bytes: int) -> list[Array]:
+    """Cut blocks into parts of about so many bytes each."""
+    num_parts = min(len(blocks), -(-len(blocks) * file.block_bytes // num_bytes))
+    return np.array_split(blocks, num_parts) if num_parts else []
