@@ -5,12 +5,11 @@
 Every way delivers the same samples, random bytes with a label, as batches of torch tensors in one
 process. Warm rows read files that are in the page cache; what counts is MB per second of CPU time
 (user and system, all threads and children), which other work on the machine disturbs little. Cold
-rows read files that were dropped from the page cache, as mincore confirms. Of the small sets the
-window order has to read nearly all before its first batch; what a sequential read and then a copy
-take has a row of its own. Of sets of 3 GB it reads some while it gives some. The ways take turns;
-figures are medians over the rounds. ``ours / way`` is the median of the ratio within a round,
-above 1 ours is faster: in warm rows MB per cpu-second of the second epoch, in cold rows MB per
-second of the window order.
+rows read files that were dropped from the page cache, as mincore confirms. The window order has to
+read nearly all before its first batch; what a sequential read and then a copy take has a row of
+its own. The ways take turns; figures are medians over the rounds. ``ours / way`` is the median of
+the ratio within a round, above 1 ours is faster: in warm rows MB per cpu-second of the second
+epoch, in cold rows MB per second of the window order.
 
 Every turn checks the label and a byte on every page of each sample; before that, each way has
 every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
@@ -53,7 +52,7 @@ LONG = (
     Kind("150 KB, 3 GB of them", BIG.shape, 20_000),
     Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000),
 )
-"""Sets of which some is read while some is given."""
+"""Sets of several windows, or of more than a batch is kept waiting for."""
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)

@@ -51,9 +51,9 @@ class ShardedDataset:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
             io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map those that
-                lie in memory, and small samples on a local disk. A mapped page that the disk
-                cannot read ends the process; the blocks of a shard that does not lie in memory
-                are read before, to be checked, so that it seldom comes to that.
+                lie in memory, and on a local disk small samples and what fits into free memory
+                twice. A mapped page that the disk cannot read ends the process; the blocks of a
+                shard not in memory are read before, to be checked: it seldom comes to that.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
