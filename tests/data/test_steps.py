@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.loading import steps as steps_module
-from hpctrain.data.loading.steps import Cut, Steps
+from hpctrain.data.loading.steps import FEW, Cut, Steps
 from hpctrain.data.orders.order import Sequential, global_order
 from hpctrain.data.orders.window import window_order
 
@@ -47,17 +47,21 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(
     assert len(set(asked)) == len(asked)
 
 
-@pytest.mark.parametrize("num_windows", [steps_module.FEW_WINDOWS, 5 * steps_module.FEW_WINDOWS])
-def test_all_is_asked_for_at_once_where_the_first_window_needs_much_of_it(num_windows):
-    order = window_order(800, 1, 0, block=2, window=400 // num_windows, lanes=1)
-    cut = Cut(num_samples=800, start=0, global_batch=4, tail="short", rank=0, size=1)
-    steps = Steps(order, cut, 1, 4, at_once=True)
-    assert (len(steps.soon(0)) == 800) == (num_windows == steps_module.FEW_WINDOWS)
+def asked_first(order, size=1):
+    cut = Cut(num_samples=800, start=0, global_batch=40, tail="short", rank=0, size=size)
+    return len(Steps(order, cut, 1, 4, at_once=True).soon(0))
 
 
-def test_of_a_shuffled_order_all_is_asked_for_at_once_and_of_a_sequential_one_never():
-    cut = Cut(num_samples=800, start=0, global_batch=4, tail="short", rank=0, size=1)
-    shuffled = Steps(global_order(800, 1, 0), cut, 1, 4, at_once=True)
-    assert sorted(shuffled.soon(0)) == [*range(800)]
-    assert not any(len(shuffled.soon(number)) for number in range(1, len(shuffled)))
-    assert len(Steps(Sequential(), cut, 1, 4, at_once=True).soon(0)) < 800
+def test_all_is_asked_for_at_once_where_the_first_window_needs_much_of_it():
+    for num_windows in (1, FEW, 5 * FEW):
+        order = window_order(800, 1, 0, block=2, window=400 // num_windows, lanes=1)
+        assert (asked_first(order) == 800) == (num_windows <= FEW)
+
+
+def test_of_a_shuffled_order_few_ranks_ask_for_all_at_once(monkeypatch):
+    shuffled = global_order(800, 1, 0)
+    assert asked_first(shuffled) == asked_first(shuffled, FEW) == 800
+    assert asked_first(shuffled, 2 * FEW) < 100
+    assert asked_first(Sequential()) < 800
+    monkeypatch.setattr(steps_module, "MOST_AT_ONCE", 799)
+    assert asked_first(shuffled) < 800

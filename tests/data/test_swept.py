@@ -71,6 +71,17 @@ def test_damage_in_a_set_that_is_read_whole_is_told(directory):
         list(Loader(ShardedDataset(directory), global_batch=8))
 
 
+@pytest.mark.usefixtures("brings")
+def test_a_shard_truncated_while_open_is_told(directory):
+    dataset = ShardedDataset(directory)
+    dataset.take([0, 40, 99])
+    path = directory / dataset.manifest.shards[1].file
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(CorruptError, match="truncated or replaced"):
+        list(Loader(dataset, global_batch=8))
+
+
 def test_a_set_is_not_read_whole_where_there_is_no_room_or_another_wish(directory, monkeypatch):
     assert not ShardedDataset(directory, io="read").best_read_whole
     monkeypatch.setattr(handles, "available_bytes", lambda: 1000)

@@ -23,9 +23,11 @@ ASKED = 1024
 """Blocks that are asked for together, about."""
 
 PLANNED_AT_ONCE = 1 << 20
-FEW_WINDOWS = 4
-"""With at most so many in an epoch, the blocks of a window lie so close to each other that they
-are best read together with all others."""
+MOST_AT_ONCE = 1 << 22
+"""Samples that are asked for at once: their numbers take memory as well."""
+FEW = 4
+"""With at most so many windows in an epoch, or ranks, the blocks that one needs lie so close to
+each other that they are best read together with all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,12 @@ class Cut:
         return range(start, stop if self.tail == "wrap" else min(stop, self.num_samples))
 
 
-def _is_soon_all(order: Order) -> bool:
-    """Return whether the first batches of an epoch come from all over the data set."""
-    if isinstance(order, WindowOrder):
-        return order.num_turns <= FEW_WINDOWS * order.shape.window
-    return not isinstance(order, Sequential)
+def _is_soon_all(order: Order, cut: Cut) -> bool:
+    """Return whether the first batches of a rank come from all over the data set."""
+    is_small_part = FEW * len(cut.own_parts) < cut.num_parts
+    if is_small_part or cut.num_samples > MOST_AT_ONCE or isinstance(order, Sequential):
+        return False
+    return not isinstance(order, WindowOrder) or order.num_turns <= FEW * order.shape.window
 
 
 class Steps:
@@ -153,7 +156,7 @@ class Steps:
         self._order, self._cut, self._together = order, cut, together
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
-        self._at_once = at_once and _is_soon_all(order)
+        self._at_once = at_once and _is_soon_all(order, cut)
         # While the disk is read there is time to plan.
         planned = PLANNED_AT_ONCE if self._at_once else PLANNED
         self._group = max(1, planned // (cut.global_batch * together))
@@ -184,7 +187,7 @@ class Steps:
             return np.empty(0, np.int64)
         if isinstance(self._order, WindowOrder):
             return self._blocks_soon(self._order, number)
-        if self._at_once:  # every rank needs some of nearly every block
+        if self._at_once:  # each of a few ranks needs some of nearly every block
             return np.arange(self._cut.num_samples)
         later = number + self._ahead
         parts = range(1 if number == 0 else later, min(later + 1, len(self)))

@@ -18,13 +18,7 @@ from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_fo
 from hpctrain.data.reading.direct import read_at
 from hpctrain.data.reading.hdf5 import HDF5Values, open_hdf5
 from hpctrain.data.reading.mapped import Space
-from hpctrain.data.reading.plain_blocks import (
-    MappedBlocks,
-    PlainBlocks,
-    Read,
-    from_file,
-    from_map,
-)
+from hpctrain.data.reading.plain_blocks import MappedBlocks, PlainBlocks, Read, from_file, from_map
 from hpctrain.data.reading.residency import in_memory, on_local_disk
 from hpctrain.data.reading.values import Array, DirectValues, MappedValues, Values
 from hpctrain.units import KIB, MIB
@@ -126,11 +120,15 @@ class ShardFile:
         return sorted(wrong)
 
     def bring(self, blocks: Array) -> None:
-        """Read and check blocks, unless that was done; what is wrong stays unchecked."""
+        """Read and check blocks, unless that was done; what is wrong stays unchecked.
+
+        So does a file that was changed: to touch what a map has lost ends the process.
+        """
         self.arrivals.expect(blocks)
         try:
             new = blocks[~self.checked[blocks]]
-            self.found(new, self.wrong_blocks(new))
+            if not self.is_changed():
+                self.found(new, self.wrong_blocks(new))
         finally:
             self.arrivals.arrived(blocks)
 
