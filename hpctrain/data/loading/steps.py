@@ -21,8 +21,8 @@ AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
 ASKED = 1024
 """Blocks that are asked for together, about."""
-
 PLANNED_AT_ONCE = 1 << 20
+"""The same where the disk is read meanwhile, which takes longer."""
 MOST_AT_ONCE = 1 << 22
 """Samples that are asked for at once: their numbers take memory as well."""
 FEW = 4
@@ -157,7 +157,6 @@ class Steps:
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
         self._at_once = at_once and _is_soon_all(order, cut)
-        # While the disk is read there is time to plan.
         planned = PLANNED_AT_ONCE if self._at_once else PLANNED
         self._group = max(1, planned // (cut.global_batch * together))
         self._num_kept = 2 + (num_ahead + self._ahead) // self._group

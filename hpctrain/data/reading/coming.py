@@ -52,8 +52,9 @@ def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
 def _sweep(file: ShardFile, blocks: Array) -> list[Piece]:
     """One thread reads on, without a gap, while another one checks what has come."""
     checks = [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
-    starts, stops = _samples(file, np.arange(blocks[0], blocks[-1] + 1))
-    return [Piece(lambda: ask_for(file, starts, stops)), *checks]
+    first, stop = blocks[:1], blocks[-1:] + 1
+    between = first * file.block_size, np.minimum(stop * file.block_size, file.shard.num_samples)
+    return [Piece(lambda: ask_for(file, *between)), *checks]
 
 
 def _samples(file: ShardFile, blocks: Array) -> tuple[Array, Array]:

@@ -73,9 +73,6 @@ class Handles:
     ) -> None:
         """Open nothing yet; ``open_shard`` opens a shard by its number and ``io``."""
         self.pid = os.getpid()
-        self.stay_in_memory = io == "auto" and _will_stay(manifest)
-        """Whether all files do once they were read."""
-        self._io: IO = "keep" if self.stay_in_memory else io
         self.buffers = Buffers()
         self.stitched: Stitched | None = None
         self.is_in_memory = False
@@ -86,6 +83,9 @@ class Handles:
         # HDF5 needs a descriptor of its own, and the program some as well.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
+        self.stay_in_memory = io == "auto" and not self._is_full and _will_stay(manifest)
+        """Whether all files do, open, once they were read."""
+        self._io: IO = "keep" if self.stay_in_memory else io
         self._lock = Lock()
         self._line = Line()
         self._num_tries = 0
