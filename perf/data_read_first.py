@@ -4,8 +4,7 @@ Its first batch needs samples from all over the files, so that no loader can beg
 threads copy as fast as numpy can, into memory that is used again.
 """
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from math import ceil
 
 import numpy as np
 import torch
@@ -13,12 +12,11 @@ from data_memory import read_through
 from data_ways import Epoch, Memmap
 from numpy.typing import NDArray
 
+from hpctrain.data.loading.prefetch import prefetched
 from hpctrain.units import MIB
 
 THREADS = 2
 COPY_BYTES = 16 * MIB
-
-Copied = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 class ReadFirst(Memmap):
@@ -33,25 +31,17 @@ class ReadFirst(Memmap):
         together = max(1, COPY_BYTES // (self.batch * self.kind.sample_bytes)) * self.batch
         order = np.random.default_rng().permutation(len(data))
         # One more than there are copies ahead: the consumer has it.
-        memory = deque(
-            np.empty((together, *self.kind.shape), np.uint8) for _ in range(THREADS + 1)
-        )
+        memory = [np.empty((together, *self.kind.shape), np.uint8) for _ in range(THREADS + 1)]
 
-        def copy(rows: NDArray[np.int64], x: NDArray[np.uint8]) -> Copied:
+        def copy(number: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+            rows = order[number * together : (number + 1) * together]
+            x = memory[number % len(memory)][: len(rows)]
             # numpy buffers the result unless told how to treat indices out of range.
-            return np.take(data, rows, axis=0, out=x[: len(rows)], mode="clip"), rows
+            return np.take(data, rows, axis=0, out=x, mode="clip"), rows
 
-        def batches(copied: Copied) -> Epoch:
-            for start in range(0, len(copied[1]), self.batch):
-                x, y = (part[start : start + self.batch] for part in copied)
-                yield torch.from_numpy(x), torch.from_numpy(y)
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            ahead: deque[Future[Copied]] = deque()
-            for start in range(0, len(order), together):
-                if len(ahead) == THREADS:
-                    yield from batches(ahead.popleft().result())
-                memory.rotate(1)
-                ahead.append(pool.submit(copy, order[start : start + together], memory[0]))
-            for copied in ahead:
-                yield from batches(copied.result())
+        numbers = range(ceil(len(order) / together))
+        with prefetched(copy, numbers, threads=THREADS, depth=THREADS) as parts:
+            for x, y in parts:
+                for start in range(0, len(y), self.batch):
+                    some = slice(start, start + self.batch)
+                    yield torch.from_numpy(x[some]), torch.from_numpy(y[some])

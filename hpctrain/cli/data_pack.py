@@ -250,7 +250,7 @@ def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
 
     manifest = packed.manifest
     shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-    size = format_bytes(sum(shard.num_bytes for shard in manifest.shards))
+    size = format_bytes(manifest.num_bytes)
     for note in packed.notes:
         console.print(note, soft_wrap=True)
     console.print(

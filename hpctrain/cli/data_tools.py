@@ -270,7 +270,7 @@ def _shown(value: float) -> str:
 def _summary(directory: Path, manifest: "Manifest") -> str:
     from hpctrain.units import format_bytes  # noqa: PLC0415
 
-    size = format_bytes(sum(shard.num_bytes for shard in manifest.shards))
+    size = format_bytes(manifest.num_bytes)
     num_shards = len(manifest.shards)
     shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
     return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"

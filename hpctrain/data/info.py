@@ -74,7 +74,7 @@ def info(directory: Path | str) -> Info:
         uuid=manifest.uuid,
         split=manifest.split,
         num_samples=manifest.num_samples,
-        num_bytes=sum(shard.num_bytes for shard in manifest.shards),
+        num_bytes=manifest.num_bytes,
         block_size=manifest.block_size,
         created_by=_created_by(directory / manifest.shards[0].file) if manifest.shards else "",
         classes=read_classes(directory),

@@ -152,8 +152,7 @@ def _label(uuid: str) -> str:
 def _tell(
     dataset: ShardedDataset, plans: Sequence[ShardPlan], num_bytes: int, target: Path
 ) -> None:
-    total_bytes = sum(shard.num_bytes for shard in dataset.manifest.shards)
-    if num_bytes == total_bytes:
+    if num_bytes == dataset.manifest.num_bytes:
         logger.info(
             "data set %s is copied to %s: %s", dataset.path, target, format_bytes(num_bytes)
         )
@@ -162,7 +161,7 @@ def _tell(
             "%s of the %s of data set %s are copied to %s, from %d of %d shards: there is no room "
             "for more; the rest is read from where it is",
             format_bytes(num_bytes),
-            format_bytes(total_bytes),
+            format_bytes(dataset.manifest.num_bytes),
             dataset.path,
             target.parent,
             len(plans),
@@ -179,7 +178,7 @@ def _tell_nothing(dataset: ShardedDataset, refusals: Sequence[str], *, explicit:
     logger.warning(
         "data set %s is read from where it is, %s fit nowhere on this node: %s",
         dataset.path,
-        format_bytes(sum(shard.num_bytes for shard in dataset.manifest.shards)),
+        format_bytes(dataset.manifest.num_bytes),
         "; ".join(refusals),
     )
 

@@ -103,8 +103,7 @@ def _manifest(
 def _need_filters(manifest: Manifest, comm: "Communicator | None") -> None:
     message = ""
     try:
-        if any(field.compression for field in manifest.fields.values()):
-            load_filters()
+        load_filters(manifest.fields)
     except DataError as error:
         message = str(error)
     if comm is not None:

@@ -279,9 +279,9 @@ def _draft(
         fields={name: _field(spec, compression) for name, spec in fields.items()},
         shards=(),
     )
+    load_filters(draft.fields)
     for field in draft.fields.values():
         if field.compression:
-            load_filters()
             rows_per_chunk(field, block_size)
     return draft
 

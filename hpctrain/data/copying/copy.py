@@ -108,8 +108,7 @@ def read_manifest(directory: Path, comm: Communicator) -> Manifest:
     manifest = comm.broadcast_object(manifest)
     assert manifest
     with together(comm):
-        if any(field.compression for field in manifest.fields.values()):
-            load_filters()
+        load_filters(manifest.fields)
     return manifest
 
 

@@ -37,8 +37,7 @@ def peek(directory: Path | str, index: int) -> tuple[Shown, ...]:
     manifest = Manifest.read(directory)
     if not 0 <= index < manifest.num_samples:
         raise DataError(f"samples are 0 to {manifest.num_samples - 1}, got {index}")
-    if any(field.compression for field in manifest.fields.values()):
-        load_filters()
+    load_filters(manifest.fields)
     _, rows = next(stream(directory, manifest, index, index + 1))
     found = []
     for name, some in rows.items():

@@ -1,5 +1,6 @@
 """Filtered fields: zstd as a filter of HDF5, in chunks of whole blocks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.data.format.layout import Field
@@ -13,12 +14,19 @@ _LEVEL = 3
 _MOST_BYTES = 2**32 - 1
 
 
-def load_filters() -> None:
-    """Let HDF5 find zstd.
+def is_compressed(fields: Mapping[str, Field]) -> bool:
+    """Return whether any of these fields is."""
+    return any(field.compression for field in fields.values())
+
+
+def load_filters(fields: Mapping[str, Field]) -> None:
+    """Let HDF5 find zstd, if any of these fields needs it.
 
     Raises:
         DataError: the package that brings it is not installed.
     """
+    if not is_compressed(fields):
+        return
     try:
         import hdf5plugin  # noqa: F401, PLC0415 - registers its filters; an extra
     except ImportError:

@@ -53,7 +53,8 @@ class Field:
             dtype = np.dtype(self.dtype)
         except TypeError:
             raise DataError(f"{self.dtype!r} is not a dtype of numpy") from None
-        if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != _little(dtype).str:
+        little = dtype.newbyteorder("<").str
+        if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
                 f"a field holds little-endian booleans, integers or floats of at most 8 bytes, "
                 f"got dtype {self.dtype}; convert it first"
@@ -72,7 +73,7 @@ class Field:
         """Make a field from any numpy dtype; the byte order becomes little-endian."""
         return cls(
             shape=tuple(map(int, shape)),
-            dtype=_little(np.dtype(dtype)).str,
+            dtype=np.dtype(dtype).newbyteorder("<").str,
             ragged=ragged,
             compression=compression,
         )
@@ -136,6 +137,11 @@ class Manifest:
     def num_samples(self) -> int:
         """Samples of all shards."""
         return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shard.num_bytes for shard in self.shards)
 
     def num_blocks(self, shard: Shard) -> int:
         """Blocks of a shard; the last one may be short."""
@@ -247,10 +253,6 @@ class Manifest:
                         f"field {name} needs {size} bytes from byte {offset}, "
                         f"but shard {shard.file} has {shard.num_bytes}"
                     )
-
-
-def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype.newbyteorder("<")
 
 
 def _crc32(record: Mapping[str, Any]) -> int:

@@ -56,7 +56,7 @@ class Report:
             uuid=manifest.uuid,
             num_shards=len(manifest.shards),
             num_samples=manifest.num_samples,
-            num_bytes=sum(shard.num_bytes for shard in manifest.shards),
+            num_bytes=manifest.num_bytes,
         )
 
     @property

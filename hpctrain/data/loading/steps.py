@@ -17,12 +17,12 @@ Tail = Literal["short", "drop", "wrap"]
 
 PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
+PLANNED_AT_ONCE = 1 << 20
+"""The same where all is asked for at once: they are planned while the disk is read."""
 AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
 ASKED = 1024
 """Blocks that are asked for together, about."""
-PLANNED_AT_ONCE = 1 << 20
-"""The same where the disk is read meanwhile, which takes longer."""
 MOST_AT_ONCE = 1 << 22
 """Samples that are asked for at once: their numbers take memory as well."""
 FEW = 4

@@ -19,7 +19,7 @@ _SWEPT_BYTES = 64 * MIB
 
 def pieces_of_old(file: ShardFile, blocks: Array) -> list[Piece]:
     """Return what brings blocks that were checked before; ``blocks`` grow, maybe none."""
-    return [Piece(lambda: ask_for(file, *_samples(file, blocks)))] if len(blocks) else []
+    return [Piece(lambda: _ask_for_runs(file, blocks))] if len(blocks) else []
 
 
 def pieces_of_new(file: ShardFile, blocks: Array) -> list[Piece]:
@@ -30,7 +30,7 @@ def pieces_of_new(file: ShardFile, blocks: Array) -> list[Piece]:
     num_runs = len(runs_of(blocks)[0]) if len(blocks) else 0
     if num_runs * MIB > len(blocks) * file.block_bytes:
         return [
-            Piece(partial(file.bring, part), partial(ask_for, file, *_samples(file, part)))
+            Piece(partial(file.bring, part), partial(_ask_for_runs, file, part))
             for part in _cut(file, blocks, _APART_BYTES)
         ]
     return [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
@@ -52,15 +52,17 @@ def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
 def _sweep(file: ShardFile, blocks: Array) -> list[Piece]:
     """One thread reads on, without a gap, while another one checks what has come."""
     checks = [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
-    first, stop = blocks[:1], blocks[-1:] + 1
-    between = first * file.block_size, np.minimum(stop * file.block_size, file.shard.num_samples)
-    return [Piece(lambda: ask_for(file, *between)), *checks]
+    return [Piece(partial(_ask_for_blocks, file, blocks[:1], blocks[-1:] + 1)), *checks]
 
 
-def _samples(file: ShardFile, blocks: Array) -> tuple[Array, Array]:
-    """Return the runs of samples that some blocks hold."""
-    starts, stops = runs_of(blocks)
-    return starts * file.block_size, np.minimum(stops * file.block_size, file.shard.num_samples)
+def _ask_for_runs(file: ShardFile, blocks: Array) -> None:
+    _ask_for_blocks(file, *runs_of(blocks))
+
+
+def _ask_for_blocks(file: ShardFile, starts: Array, stops: Array) -> None:
+    """Ask for the samples of the blocks ``[starts[i], stops[i])``."""
+    size = file.block_size
+    ask_for(file, starts * size, np.minimum(stops * size, file.shard.num_samples))
 
 
 def _cut(file: ShardFile, blocks: Array, num_bytes: int) -> list[Array]:

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from hpctrain.cluster.memory import available_bytes
+from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.line import Line, Piece
 from hpctrain.data.reading.shard import OpenShard
-from hpctrain.data.reading.shardfile import IO, UNREADABLE
+from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardIO
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError
@@ -60,7 +61,7 @@ class Opener(Protocol):
     """Opens a shard, picklable; ``OpenShard`` is one."""
 
     def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
+        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
     ) -> ReadableShard:
         """Open shard ``index``; ``io`` and ``chunks`` as for ``OpenShard``."""
 
@@ -85,7 +86,7 @@ class Handles:
         self._is_full = len(manifest.shards) > self._max_open
         self.stay_in_memory = io == "auto" and not self._is_full and _will_stay(manifest)
         """Whether all files do, open, once they were read."""
-        self._io: IO = "keep" if self.stay_in_memory else io
+        self._io: ShardIO = "keep" if self.stay_in_memory else io
         self._lock = Lock()
         self._line = Line()
         self._num_tries = 0
@@ -162,7 +163,6 @@ class Handles:
 
 def _will_stay(manifest: Manifest) -> bool:
     """Return whether the page cache has room for all files, and they are read as they lie."""
-    if any(field.compression for field in manifest.fields.values()):
+    if is_compressed(manifest.fields):
         return False
-    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
-    return _ROOM * num_bytes <= (available_bytes() or 0)
+    return _ROOM * manifest.num_bytes <= (available_bytes() or 0)

@@ -15,7 +15,7 @@ from hpctrain.data.reading.ahead import distinct, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.coming import ask_for, pieces_of_new, pieces_of_old
 from hpctrain.data.reading.line import Piece
-from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardFile
+from hpctrain.data.reading.shardfile import UNREADABLE, ShardFile, ShardIO
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of
@@ -58,7 +58,7 @@ class OpenShard:
         manifest: Manifest,
         index: int,
         *,
-        io: IO = "auto",
+        io: ShardIO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
         """Open the file.
@@ -68,7 +68,7 @@ class OpenShard:
             manifest: of the data set.
             index: number of the shard.
             io: ``map`` it into memory, ``read`` what is wanted, or ``auto``: map it where it
-                lies in memory.
+                lies in memory; ``keep``: where it will stay there, too.
             chunks: keeps decoded chunks of several shards.
 
         Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checksum import crc32
-from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.compression import is_compressed, load_filters
 from hpctrain.data.format.layout import Field, Manifest, Place
 from hpctrain.data.reading.arrivals import Arrivals
 from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_for
@@ -23,7 +23,9 @@ from hpctrain.data.reading.residency import in_memory, on_local_disk
 from hpctrain.data.reading.values import Array, DirectValues, MappedValues, Values
 from hpctrain.units import KIB, MIB
 
-IO = Literal["map", "read", "auto", "keep"]
+IO = Literal["map", "read", "auto"]
+"""What a user may wish."""
+ShardIO = Literal[IO, "keep"]
 """``keep`` is ``auto`` for a data set that stays in memory once it was read."""
 
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
@@ -39,7 +41,7 @@ class ShardFile:
     """Opened once; a file that changes is opened anew, as another object."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
+        self, path: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
     ) -> None:
         """Open the file and check that it is the one that the manifest describes.
 
@@ -78,7 +80,7 @@ class ShardFile:
         }
         self.read_on = [name for name in manifest.fields if not self._is_read_at_once(name)]
         """The fields that are read as they are wanted."""
-        self._has_filters = any(field.compression for field in manifest.fields.values())
+        self._has_filters = is_compressed(manifest.fields)
         self._plain_blocks = [
             self._blocks_of(name, place.offset)
             for name, place in self.shard.places.items()
@@ -281,8 +283,7 @@ class ShardFile:
 
     def _dataset(self, what: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
-            if any(field.compression for field in self._manifest.fields.values()):
-                load_filters()
+            load_filters(self._manifest.fields)
             self._hdf5 = open_hdf5(self._path)
         dataset = self._hdf5[what]
         # The checksum covers the values, not what HDF5 says of them.

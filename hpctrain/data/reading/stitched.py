@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.mapped import HUGE_BYTES, PAGE_BYTES, Space
 from hpctrain.data.reading.residency import in_memory
@@ -54,7 +55,7 @@ class Stitched:
         """Join files, None where one of them is not mapped or cannot be placed."""
         if not all(file.is_mapped for file in files):
             return None
-        if any(field.compression for field in manifest.fields.values()):
+        if is_compressed(manifest.fields):
             return None
         sizes = [field.sample_bytes for field in manifest.fields.values() if not field.ragged]
         most = max(file.shard.num_samples for file in files)

@@ -14,7 +14,7 @@ from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.handles import ReadableShard
 from hpctrain.data.reading.line import Piece
 from hpctrain.data.reading.shard import OpenShard
-from hpctrain.data.reading.shardfile import IO
+from hpctrain.data.reading.shardfile import ShardIO
 from hpctrain.data.reading.values import Array
 from hpctrain.data.stage.directory import StageDirectory
 from hpctrain.data.stage.plan import Chosen
@@ -34,7 +34,7 @@ class StagedOpener:
     """Keeps the copy; the process that made it has it, not those that got this by pickle."""
 
     def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
+        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
     ) -> ReadableShard:
         """Open a shard; from ``directory`` where there is no copy, or none that can be read."""
 
