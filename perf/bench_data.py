@@ -7,10 +7,11 @@ process. Warm rows read files that are in the page cache; what counts is MB per 
 (user and system, all threads and children), which other work on the machine disturbs little. Cold
 rows read files that were dropped from the page cache, as mincore confirms. The window order has to
 read nearly all before its first batch; what a sequential read and then a copy take has a row of
-its own. The ways take turns, in cold rows each turn three times, of which the fastest counts;
-figures are medians over the rounds. ``ours / way`` is the median of the ratio within a round,
-above 1 ours is faster: in warm rows MB per cpu-second of the second epoch, in cold rows MB per
-second of the window order.
+its own. Before each cold turn the free memory of the machine is touched: what a virtual machine
+has handed back to its host takes longer to use again than a disk takes to fill it. The ways take
+turns; figures are medians over the rounds, of which cold rows have two more. ``ours / way`` is the
+median of the ratio within a round, above 1 ours is faster: in warm rows MB per cpu-second of the
+second epoch, in cold rows MB per second of the window order.
 
 Every turn checks the label and a byte on every page of each sample; before that, each way has
 every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
@@ -29,7 +30,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +37,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from data_memory import evict, file_system, peak_bytes, read_through
+from data_memory import evict, file_system, peak_bytes, read_through, touch_free_memory
 from data_ours import First, FirstGlobal, FirstWindow, Second, Take
 from data_peers import Mosaic, Tars, installed
 from data_plot import draw
@@ -50,17 +50,18 @@ from hpctrain.units import MIB
 
 BIG = Kind("150 KB", (224, 224, 3), 7000)
 SMALL = Kind("3 KB", (32, 32, 3), 340_000)
-LONG = (
-    Kind("150 KB, 3 GB of them", BIG.shape, 20_000),
-    Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000),
-)
+LONG = {
+    Kind("150 KB, 3 GB of them", BIG.shape, 20_000): (64,),
+    Kind("3 KB, 3 GB of them", SMALL.shape, 1_000_000): (64, 256),
+}
 """Sets of several windows, or of more than a batch is kept waiting for."""
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
+OURS_COLD: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same bytes"
-COLD_BATCH = 64
-TAKES = 3
+TOUCHED = 7
+"""Times the size of a set: of that much free memory, its pages may come from anywhere."""
 NOT_MEASURED = "not measured"
 H5PY = f"h5py {h5py.__version__}"
 
@@ -74,9 +75,10 @@ class Plan:
 
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
-    long: tuple[Kind, ...]
-    """Measured cold, ours alone."""
+    long: Mapping[Kind, tuple[int, ...]]
+    """The same of those that are measured cold, ours alone."""
     rounds: int
+    cold_rounds: int
     limit_s: float
     """Of an epoch of a slow way."""
     at_least_s: float
@@ -87,8 +89,9 @@ class Plan:
         """Choose by the options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
-            return cls({kinds[0]: (64,), kinds[1]: (64,)}, (), 2, 0.35, 0.1)
-        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 2, 0.35, 0.1)
+        batches = {BIG: (64,), SMALL: (64, 256)}
+        return cls(batches, LONG, options.rounds, options.rounds + 2, 1.8, 0.3)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
@@ -127,16 +130,11 @@ def warm(ways: Sequence[Way], truth: Truth, plan: Plan) -> Turns:
     return turns
 
 
-def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan) -> Turns:
-    """Let the ways take turns on files that are not in the page cache; None where they are.
-
-    Each turn is taken three times and the fastest counts: a virtual machine gives free memory back
-    to its host, and to use such memory for the first time takes longer than to read from the disk.
-    Who comes after another way pays for it; the next time it gets what was evicted just before.
-    """
+def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int) -> Turns:
+    """Let the ways take turns on files that are not in the page cache; None where they are."""
 
     def turn_of(way: type[Way]) -> Turn:
-        with closing(way(truth.kind, folder, COLD_BATCH)) as fresh:
+        with closing(way(truth.kind, folder, batch)) as fresh:
             return take_turn(fresh, truth, plan.limit_s)
 
     works: dict[str, tuple[Path, Callable[[], Turn]]] = {
@@ -146,13 +144,12 @@ def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan) -> T
         **{way.name: (folder / way.form, partial(turn_of, way)) for way in ways},
     }
     turns: Turns = {name: [] for name in works}
-    for _ in range(plan.rounds):
+    for _ in range(plan.cold_rounds):
         for name, (path, work) in works.items():
-            takes = []
-            for _ in range(TAKES):
-                gc.collect()  # what is still mapped stays in the page cache
-                takes += [work()] if evict(path) else []
-            turns[name].append(max(takes, key=attrgetter("rate"), default=None))
+            gc.collect()  # what is still mapped stays in the page cache
+            is_cold = evict(path)
+            touch_free_memory(TOUCHED * truth.kind.num_bytes)
+            turns[name].append(work() if is_cold else None)
     return turns
 
 
@@ -209,19 +206,23 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
             row["peak MiB"] = NOT_MEASURED if peak is None else round(peak / MIB)
         rows += some + missing_rows(key, missing)
         del ways
-    rows += measure_cold((*COLD, *peers), truth, folder, plan)
-    return rows + missing_rows(cold_key(kind), missing)
+    for batch in plan.batches[kind]:
+        ways = (*COLD, *peers) if batch == first else OURS_COLD
+        rows += measure_cold(ways, truth, folder, plan, batch)
+    return rows + missing_rows(cold_key(kind, first), missing)
 
 
-def measure_cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan) -> list[Row]:
+def measure_cold(
+    ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batch: int
+) -> list[Row]:
     """Measure some ways on files that are not in the page cache."""
-    turns = cold(ways, truth, folder, plan)
-    return rows_of(cold_key(truth.kind), turns, FirstWindow.name, "rate")
+    turns = cold(ways, truth, folder, plan, batch)
+    return rows_of(cold_key(truth.kind, batch), turns, FirstWindow.name, "rate")
 
 
-def cold_key(kind: Kind) -> Row:
+def cold_key(kind: Kind, batch: int) -> Row:
     """Return what names the cold rows of a kind."""
-    return {"cache": "cold", "sample": kind.name, "batch": COLD_BATCH}
+    return {"cache": "cold", "sample": kind.name, "batch": batch}
 
 
 def promises(rows: Sequence[Row]) -> dict[str, float]:
@@ -261,7 +262,8 @@ def main() -> None:
                 rows += measure(kind, folder, plan, peers)
             else:
                 truth = write(kind, folder, (FirstWindow,))
-                rows += measure_cold((FirstWindow, ReadFirst), truth, folder, plan)
+                for batch in plan.long[kind]:
+                    rows += measure_cold(OURS_COLD, truth, folder, plan, batch)
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)
