@@ -33,7 +33,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         bars = axes.barh(names, rates, color=colors)
         axes.bar_label(bars, [f"{rate:,}" for rate in rates], padding=3, fontsize=8)
         axes.set_ylim(num_bars - 0.4, -0.6)  # from the top, bars alike in all panels
-        axes.margins(x=0.18)
+        axes.margins(x=0.24)
         axes.set_title(f"{cache}, {sample}, batches of {batch}", fontsize=9)
         axes.set_xlabel(FIGURES[cache], fontsize=8)
         axes.tick_params(labelsize=8)
