@@ -1,6 +1,7 @@
-"""From a launch to MPI's world, without torch: a launch that cannot work ends in a second."""
+"""From a launch to MPI's world, without torch: a launch that cannot work ends within seconds."""
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -15,9 +16,14 @@ if TYPE_CHECKING:
 
     MpiComm: TypeAlias = MPI.Intracomm
 
+_HEAD_START_S = 1.0
+"""For rank 0 to say what is wrong: its process may begin a little later than others."""
+
 
 def doubt() -> None:
     """Join MPI's world at once where srun seems to offer the wrong interface; else do nothing.
+
+    Rank 0 says so first, and the others give it a second: MPI may end them all.
 
     To be called before torch is loaded, which takes seconds on many ranks. Not before all
     launches: MPI waits at the end of a process for all others, those in which something else
@@ -33,6 +39,8 @@ def doubt() -> None:
     if launched.rank == 0:  # MPI may end this process in words of its own
         sys.stderr.write(f"hpctrain: {text}\n")
         sys.stderr.flush()
+    else:  # the first process that ends may end all the others, and rank 0 has not spoken yet
+        time.sleep(_HEAD_START_S)
     _join(launched)
 
 

@@ -22,6 +22,8 @@ DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
 STOP_S = 5.0
 """Time in which a launch that cannot work is over, from the start of its last rank."""
 
+LATE_S = 0.3
+
 SHAPE = ("--nodes=2", "--ntasks-per-node=2")
 
 # What `hpctrain train` and `hpctrain.init` join, without the seconds in which torch loads.
@@ -101,8 +103,9 @@ WRONG = [
 
 
 def check_stop(slurm, mpi, launch, tiny):
-    """A run under the wrong interface ends soon, and with the remedy."""
-    train = f"date +started=%s.%N; exec {mpi.python} -m hpctrain train {tiny}"
+    """A run under the wrong interface ends soon, and with the remedy, also if rank 0 is last."""
+    late = f"test $SLURM_PROCID -gt 0 || sleep {LATE_S}"
+    train = f"{late}; date +started=%s.%N; exec {mpi.python} -m hpctrain train {tiny}"
     line = ["srun", *SHAPE, f"--mpi={launch}", "--kill-on-bad-exit=1", "bash", "-c", train]
     done = slurm.run(line, environ=mpi.environ, check=False)
     ended = time.time()
