@@ -57,9 +57,11 @@ LONG = {
 """Sets of several windows, or of more than a batch is kept waiting for."""
 WARM: tuple[type[Way], ...] = (Memmap, First, Second, Take, Hdf5, Stock, StockWorkers)
 COLD: tuple[type[Way], ...] = (FirstWindow, FirstGlobal, Memmap, ReadFirst)
-OURS_COLD: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
+COLD_FEW: tuple[type[Way], ...] = (FirstWindow, ReadFirst)
+"""Ours, and what an order that mixes all has to do at least."""
 PEERS: tuple[type[Way], ...] = (Mosaic, Tars)
 SEQUENTIAL = "sequential read of the same bytes"
+MORE_COLD_ROUNDS = 2
 TOUCHED = 7
 """Times the size of a set: of that much free memory, its pages may come from anywhere."""
 NOT_MEASURED = "not measured"
@@ -76,9 +78,8 @@ class Plan:
     batches: Mapping[Kind, tuple[int, ...]]
     """Samples of each kind, and in which batches."""
     long: Mapping[Kind, tuple[int, ...]]
-    """The same of those that are measured cold, ours alone."""
+    """The same of those that are measured cold only, in few ways."""
     rounds: int
-    cold_rounds: int
     limit_s: float
     """Of an epoch of a slow way."""
     at_least_s: float
@@ -89,9 +90,8 @@ class Plan:
         """Choose by the options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
-            return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 2, 0.35, 0.1)
-        batches = {BIG: (64,), SMALL: (64, 256)}
-        return cls(batches, LONG, options.rounds, options.rounds + 2, 1.8, 0.3)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1)
+        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
@@ -144,7 +144,7 @@ def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batc
         **{way.name: (folder / way.form, partial(turn_of, way)) for way in ways},
     }
     turns: Turns = {name: [] for name in works}
-    for _ in range(plan.cold_rounds):
+    for _ in range(plan.rounds + MORE_COLD_ROUNDS):
         for name, (path, work) in works.items():
             gc.collect()  # what is still mapped stays in the page cache
             is_cold = evict(path)
@@ -207,7 +207,7 @@ def measure(kind: Kind, folder: Path, plan: Plan, peers: Sequence[type[Way]]) ->
         rows += some + missing_rows(key, missing)
         del ways
     for batch in plan.batches[kind]:
-        ways = (*COLD, *peers) if batch == first else OURS_COLD
+        ways = (*COLD, *peers) if batch == first else COLD_FEW
         rows += measure_cold(ways, truth, folder, plan, batch)
     return rows + missing_rows(cold_key(kind, first), missing)
 
@@ -263,7 +263,7 @@ def main() -> None:
             else:
                 truth = write(kind, folder, (FirstWindow,))
                 for batch in plan.long[kind]:
-                    rows += measure_cold(OURS_COLD, truth, folder, plan, batch)
+                    rows += measure_cold(COLD_FEW, truth, folder, plan, batch)
     names = [f"{way.name} {version}" for way, version in versions.items() if version]
     title = f"Samples in random order from {system}; {', '.join([*names, H5PY])}"
     report(title, rows, promises(rows), options.json)

@@ -23,6 +23,7 @@ STOP_S = 5.0
 """Time in which a launch that cannot work is over, from the start of its last rank."""
 
 LATE_S = 0.3
+"""By how much rank 0, which tells the remedy, starts after the others."""
 
 SHAPE = ("--nodes=2", "--ntasks-per-node=2")
 
