@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from hpctrain.units import MIB
 
-_PART_BYTES = MIB
+_PART_BYTES = 8 * MIB
 _PART_BYTES_OF_THREAD = 16 * MIB
 _MOST_TOGETHER = 128
 

@@ -18,7 +18,7 @@ from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.mapped import HUGE_BYTES, PAGE_BYTES, Space
 from hpctrain.data.reading.residency import in_memory
 from hpctrain.data.reading.shardfile import ShardFile
-from hpctrain.data.reading.values import Array
+from hpctrain.data.reading.values import Array, take_rows
 from hpctrain.units import KIB
 
 _MOST_BYTES = 1 << 45
@@ -98,8 +98,7 @@ class Stitched:
 
     def take(self, name: str, rows: Array, out: NDArray[Any]) -> None:
         """Copy rows of a field to ``out``."""
-        # numpy buffers the result unless told how to treat indices out of range.
-        self._arrays[name].take(rows, axis=0, out=out, mode="clip")
+        take_rows(self._arrays[name], rows, out)
 
     def _is_current(self, files: Sequence[ShardFile]) -> bool:
         # A file that became shorter must not be touched; asking for its size is cheap. Whether
