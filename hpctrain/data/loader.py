@@ -233,6 +233,7 @@ class Loader:
 
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
+        at_once = self.dataset.best_read_whole
         pace = Pace.of(
             self.dataset.sample_bytes * self.global_batch / self.size,
             threads=self.threads,
@@ -241,10 +242,10 @@ class Loader:
             is_copy=self.dataset.in_memory and not (self.transform or self.pin_memory),
             has_transform=self.transform is not None,
         )
+        pace = pace.of_copies() if at_once and not (self.transform or self.workers) else pace
         if self.workers:
             self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        at_once = self.dataset.best_read_whole
         reading = Reading(
             dataset=self.dataset,
             steps=Steps(order, cut, pace.together, pace.depth, at_once=at_once),

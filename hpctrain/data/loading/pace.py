@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from hpctrain.cluster.cores import affinity
 from hpctrain.units import MIB
 
 _PART_BYTES = 8 * MIB
@@ -53,3 +54,10 @@ class Pace(NamedTuple):
             return cls(together, threads, 0)
         depth = prefetch if together == 1 else max(threads, -(-prefetch // together))
         return cls(together, threads, depth)
+
+    def of_copies(self) -> "Pace":
+        """Return the same where others bring all into memory, and threads have but to copy.
+
+        More of them than cores only wait for each other.
+        """
+        return self._replace(threads=min(self.threads, len(affinity())))

@@ -18,8 +18,9 @@ _LARGE_BYTES = 8 * KIB
 """Rows from here on are copied one by one: a copy in between costs more than the calls."""
 _FETCHED_BYTES = range(KIB, 8 * KIB + 1)
 """Rows that are copied faster if their first bytes were fetched before."""
-_FETCHED = 1024
-"""Rows whose first bytes are fetched together: so many lines stay in a cache until then."""
+_FETCHED = 8192
+"""Rows whose first bytes are fetched together: so many lines stay in a cache until then, and for
+each call another thread may have to be waited for."""
 
 
 class Values(Protocol):
