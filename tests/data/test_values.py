@@ -1,12 +1,22 @@
 """Rows from all over an array: each is copied to its place, whatever its size and their number."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.data.reading import values
 from hpctrain.data.reading.values import take_rows
 
 NUM_ROWS = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_fetched():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
+    yield
+    patch.undo()
 
 
 @settings(max_examples=60, deadline=None)
