@@ -258,7 +258,7 @@ class Loader:
             is_pinned=self.pin_memory,
         )
         # Before there are threads that plan: they would keep the disk waiting.
-        reading.ask(0)
+        reading.begin()
         numbers = range(len(reading.steps))
         return prefetched(reading.read, numbers, threads=pace.threads, depth=pace.depth)
 

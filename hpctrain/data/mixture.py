@@ -14,6 +14,7 @@ from torch import Tensor
 from hpctrain.data.format.layout import Field
 from hpctrain.data.orders.order import Order, global_order
 from hpctrain.data.ragged import Ragged
+from hpctrain.data.reading.early import Parts
 from hpctrain.data.samples import Columns, Indices, Samples, Values
 from hpctrain.errors import CorruptError, DataError
 
@@ -126,8 +127,8 @@ class Mixture:
         back = np.argsort(np.concatenate(places))
         return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
 
-    def will_need(self, indices: Indices) -> None:
-        """Tell each source which of its samples are read soon."""
+    def will_need(self, indices: Indices, parts: Parts | None = None) -> None:  # noqa: ARG002
+        """Tell each source which of its samples are read soon; their order is nobody's here."""
         for part in self._parts(np.asarray(indices, np.int64)):
             part.source.will_need(part.samples)
 

@@ -15,6 +15,7 @@ from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.ragged import Values
 from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.early import EarlyCopies, Parts
 from hpctrain.data.reading.gathering import Part, gather, gather_ragged, split
 from hpctrain.data.reading.handles import Handles, Opener
 from hpctrain.data.reading.picked import Picked
@@ -201,23 +202,22 @@ class ShardedDataset:
             batch[name] = torch.from_numpy(out)
         return batch
 
-    def will_need(self, indices: ArrayLike) -> None:
-        """Start to bring samples into memory, and return at once.
-
-        Args:
-            indices: as for ``take``.
+    def will_need(self, indices: ArrayLike, parts: Parts | None = None) -> EarlyCopies | None:
+        """Start to bring samples into memory, and return at once; see ``Samples``.
 
         Raises:
             DataError: an index is out of range.
         """
         handles = self._handles()
-        if not handles.is_in_memory:
-            wanted = self._in_range(indices)
-            handles.bring(
-                split(wanted, self._starts),
-                num_bytes=len(wanted) * self.sample_bytes,
-                whole_blocks=self._verify != "off",
-            )
+        if handles.is_in_memory:
+            return None
+        wanted = self._in_range(indices)
+        return handles.bring(
+            split(wanted, self._starts),
+            num_bytes=len(wanted) * self.sample_bytes,
+            whole_blocks=self._verify != "off",
+            order=parts if self._verify == "first" else None,
+        )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample; slow, ``take`` many at once.

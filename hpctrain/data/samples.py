@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
+from hpctrain.data.reading.early import EarlyCopies, Parts
 
 Indices = NDArray[np.int64]
 Values = Tensor | Ragged
@@ -53,5 +54,13 @@ class Samples(Protocol):
             CorruptError: some of them are damaged; it says which, in the numbers of this object.
         """
 
-    def will_need(self, indices: Indices) -> None:
-        """Start to bring samples into memory, and return at once."""
+    def will_need(self, indices: Indices, parts: Parts | None = None) -> EarlyCopies | None:
+        """Start to bring samples into memory, and return at once.
+
+        Args:
+            indices: of the samples.
+            parts: what will be taken of them, in that order, if nothing is before all has come.
+
+        Returns:
+            Where to take the parts, if they are copied as they come; else None.
+        """

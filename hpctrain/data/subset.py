@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hpctrain.data.format.layout import Field
+from hpctrain.data.reading.early import EarlyCopies, Parts
 from hpctrain.data.samples import Columns, Indices, Samples
 from hpctrain.errors import CorruptError, DataError
 
@@ -99,9 +100,12 @@ class Subset:
             bad = (error.start <= chosen) & (chosen < error.stop)
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
-    def will_need(self, indices: Indices) -> None:
-        """Tell the data set which of its samples are read soon."""
-        self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
+    def will_need(self, indices: Indices, parts: Parts | None = None) -> EarlyCopies | None:
+        """Tell the data set which of its samples are read soon, and in which order."""
+        chosen = self._chosen(np.asarray(indices, np.int64))
+        if parts is None:
+            return self.dataset.will_need(chosen)
+        return self.dataset.will_need(chosen, lambda: [self._chosen(part) for part in parts()])
 
     def _ends(self) -> tuple[int, int]:
         if self._range:

@@ -49,3 +49,14 @@ def test_a_disk_that_cannot_be_asked_is_read_all_the_same():
     line = Line()
     line.join([Piece(lambda: None), Piece(lambda: None, fail), Piece(done.set, fail)])
     assert done.wait(10)
+
+
+def test_sweeps_wait_for_no_other_pieces():
+    swept, held, done = Event(), Event(), Event()
+    line = Line()
+    line.join([Piece(held.wait)] * 4)
+    line.join([Piece(swept.set, is_sweep=True), Piece(done.set)])
+    assert swept.wait(10)
+    assert not done.is_set()
+    held.set()
+    assert done.wait(10)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,13 +11,14 @@ from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Part, Steps
 from hpctrain.data.pool import DecodePool
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Samples, Values
+from hpctrain.data.reading.early import EarlyCopies, Parts
+from hpctrain.data.samples import Columns, Indices, Samples, Values
 from hpctrain.data.transform import Transform, apply
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Reading:
-    """What does not change during a pass."""
+    """How the steps of a pass are read."""
 
     dataset: Samples
     steps: Steps
@@ -28,35 +29,48 @@ class Reading:
     pool: DecodePool | None
     is_padded: bool
     is_pinned: bool
+    _early: EarlyCopies | None = field(default=None, init=False)
+    """Has samples that the data set need not be asked for."""
 
-    def ask(self, number: int) -> None:
-        """Ask for what should be on its way when a part is about to be read."""
+    def begin(self) -> None:
+        """Ask for what should be on its way before the first part is read."""
+        is_plain = self.pool is None and not len(self.skipped)
+        self._ask(0, self.steps.all_parts if self.steps.at_once and is_plain else None)
+
+    def read(self, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it."""
+        part = self.steps.part(number)
+        columns = self._copied(number, part.indices)
+        if number and columns is None:
+            self._ask(number)
+        if len(self.skipped):
+            part = part.without(self.skipped)
+        if len(part.sizes) == 1:
+            return [self._alone(part, columns)]
+        # An error belongs to one step: then they are read one by one.
+        with contextlib.suppress(Exception):
+            return self._batches(part, columns or self.dataset.take(part.indices))
+        return [self._alone(single) for single in part.singles()]
+
+    def _ask(self, number: int, parts: Parts | None = None) -> None:
         if self.dataset.in_memory:
             return
         with contextlib.suppress(Exception):  # told at the step that cannot be read
             if (soon := self.steps.soon(number)).size:
-                self.dataset.will_need(soon)
+                self._early = self.dataset.will_need(soon, parts)
 
-    def read(self, number: int) -> list[Batch | Exception]:
-        """Return the batch of each step of a part, or what prevents it.
+    def _copied(self, number: int, indices: Indices) -> Columns | None:
+        """Return the samples of a part, if they were copied early."""
+        if self._early is None:
+            return None
+        with contextlib.suppress(Exception):  # told by who takes it from the data set
+            return self._early.take(number, lambda gaps: self.dataset.take(indices[gaps]))
+        return None
 
-        The first part must have been asked for.
-        """
-        if number:
-            self.ask(number)
-        part = self.steps.part(number)
-        if len(self.skipped):
-            part = part.without(self.skipped)
-        if len(part.sizes) > 1:
-            # An error belongs to one step: then they are read one by one.
-            with contextlib.suppress(Exception):
-                return self._batches(part, self.dataset.take(part.indices))
-        return [self._alone(single) for single in part.singles()]
-
-    def _alone(self, part: Part) -> Batch | Exception:
+    def _alone(self, part: Part, columns: Columns | None = None) -> Batch | Exception:
         try:
             if self.pool is None:
-                columns = self.dataset.take(part.indices)
+                columns = columns or self.dataset.take(part.indices)
                 fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
             else:
                 fields = self.pool.submit(part.indices, self.epoch, self.seed).result()

@@ -156,8 +156,9 @@ class Steps:
         self._order, self._cut, self._together = order, cut, together
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
-        self._at_once = at_once and _is_soon_all(order, cut)
-        planned = PLANNED_AT_ONCE if self._at_once else PLANNED
+        self.at_once = at_once and _is_soon_all(order, cut)
+        """Whether all is asked for at the start."""
+        planned = PLANNED_AT_ONCE if self.at_once else PLANNED
         self._group = max(1, planned // (cut.global_batch * together))
         self._num_kept = 2 + (num_ahead + self._ahead) // self._group
         self._plans: dict[int, list[Part]] = {}
@@ -177,16 +178,20 @@ class Steps:
                     del self._plans[min(self._plans)]
             return self._plans[group][place]
 
+    def all_parts(self) -> list[Indices]:
+        """Return what this rank reads in each part."""
+        return [self.part(number).indices for number in range(len(self))]
+
     def soon(self, number: int) -> Indices:
         """Return the samples to ask for when a part is about to be read.
 
         Over all parts, each sample or block once. Blocks are asked for a window ahead.
         """
-        if self._at_once and number:
+        if self.at_once and number:
             return np.empty(0, np.int64)
         if isinstance(self._order, WindowOrder):
             return self._blocks_soon(self._order, number)
-        if self._at_once:  # each of a few ranks needs some of nearly every block
+        if self.at_once:  # each of a few ranks needs some of nearly every block
             return np.arange(self._cut.num_samples)
         later = number + self._ahead
         parts = range(1 if number == 0 else later, min(later + 1, len(self)))
@@ -206,7 +211,7 @@ class Steps:
         turns = range(order.turns_needed(start, few), order.turns_needed(stop, few))
         if number == 0:
             begun = order.turns_begun(start)
-            end = order.num_turns if self._at_once else max(begun.stop, turns.stop)
+            end = order.num_turns if self.at_once else max(begun.stop, turns.stop)
             turns = range(begun.start, end)
         blocks = order.blocks(lanes, turns)
         if number == 0:

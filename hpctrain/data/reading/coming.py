@@ -1,5 +1,6 @@
 """What brings blocks of a file into memory: pieces of work for several threads, in order."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,18 +23,26 @@ def pieces_of_old(file: ShardFile, blocks: Array) -> list[Piece]:
     return [Piece(lambda: _ask_for_runs(file, blocks))] if len(blocks) else []
 
 
-def pieces_of_new(file: ShardFile, blocks: Array) -> list[Piece]:
-    """Return what brings and checks blocks; ``blocks`` grow, maybe none."""
+def pieces_of_new(file: ShardFile, blocks: Array, bring: Callable[[Array], None]) -> list[Piece]:
+    """Return what brings and checks blocks.
+
+    Args:
+        file: has them.
+        blocks: growing, maybe none.
+        bring: does so with some of them: ``file.bring``, or what does more.
+    """
     if file.is_swept:
-        return [piece for part in _cut(file, blocks, _SWEPT_BYTES) for piece in _sweep(file, part)]
+        parts = _cut(file, blocks, _SWEPT_BYTES)
+        checks = [Piece(partial(bring, part)) for part in _cut(file, blocks, READ_BYTES)]
+        return [*(Piece(partial(_sweep, file, part), is_sweep=True) for part in parts), *checks]
     # Of blocks that lie apart, the disk has many to find at the same time.
     num_runs = len(runs_of(blocks)[0]) if len(blocks) else 0
     if num_runs * MIB > len(blocks) * file.block_bytes:
         return [
-            Piece(partial(file.bring, part), partial(_ask_for_runs, file, part))
+            Piece(partial(bring, part), partial(_ask_for_runs, file, part))
             for part in _cut(file, blocks, _APART_BYTES)
         ]
-    return [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
+    return [Piece(partial(bring, part)) for part in _cut(file, blocks, READ_BYTES)]
 
 
 def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
@@ -49,10 +58,9 @@ def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
             advise(file.descriptor, begins, ends)
 
 
-def _sweep(file: ShardFile, blocks: Array) -> list[Piece]:
-    """One thread reads on, without a gap, while another one checks what has come."""
-    checks = [Piece(partial(file.bring, part)) for part in _cut(file, blocks, READ_BYTES)]
-    return [Piece(partial(_ask_for_blocks, file, blocks[:1], blocks[-1:] + 1)), *checks]
+def _sweep(file: ShardFile, blocks: Array) -> None:
+    """Read on without a gap, while other threads check what has come."""
+    _ask_for_blocks(file, blocks[:1], blocks[-1:] + 1)
 
 
 def _ask_for_runs(file: ShardFile, blocks: Array) -> None:

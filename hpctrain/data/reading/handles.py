@@ -16,6 +16,7 @@ from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
+from hpctrain.data.reading.early import EarlyCopies, Parts
 from hpctrain.data.reading.line import Line, Piece
 from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardIO
@@ -25,10 +26,12 @@ from hpctrain.errors import DataError
 from hpctrain.units import GIB
 
 _FIRST_TRIES = 64
-_WAIT_BYTES = 2 * GIB
+_WAIT_BYTES = 4 * GIB
 """Up to here, samples are not to be had before all that is read ahead has come, in file order."""
 _ROOM = 2
 """So many times the size of a data set must be free before all of it is kept in memory."""
+_ROOM_TWICE = 3
+"""The same where its samples are copied early: then they are in memory twice."""
 
 
 class ReadableShard(Protocol):
@@ -50,7 +53,14 @@ class ReadableShard(Protocol):
     ) -> None:
         """Copy samples of a ragged field."""
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
+    def coming(
+        self,
+        rows: Array,
+        *,
+        whole_blocks: bool = True,
+        wait: bool = True,
+        early: EarlyCopies | None = None,
+    ) -> list[Piece]:
         """Return what brings samples into memory."""
 
     def close(self) -> None:
@@ -84,8 +94,11 @@ class Handles:
         # HDF5 needs a descriptor of its own, and the program some as well.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
-        self.stay_in_memory = io == "auto" and not self._is_full and _will_stay(manifest)
+        room = 0.0 if self._is_full or io != "auto" else _room_for(manifest)
+        self.stay_in_memory = room >= _ROOM
         """Whether all files do, open, once they were read."""
+        is_ragged = any(field.ragged for field in manifest.fields.values())
+        self._copies_early = room >= _ROOM_TWICE and not is_ragged
         self._io: ShardIO = "keep" if self.stay_in_memory else io
         self._lock = Lock()
         self._line = Line()
@@ -122,27 +135,43 @@ class Handles:
 
     def look_in_memory(self) -> bool:
         """Look whether all shards lie in memory and are mapped; once they do, that is that."""
+        if self.stitched is None:
+            self._stitch()
         if self.stitched is not None and not self.is_in_memory:
             self.is_in_memory = self.stitched.is_in_memory()
         return self.stitched is not None and self.is_in_memory
 
     def bring(
-        self, parts: Iterable[tuple[int, Array, Any]], *, num_bytes: float, whole_blocks: bool
-    ) -> None:
+        self,
+        parts: Iterable[tuple[int, Array, Any]],
+        *,
+        num_bytes: float,
+        whole_blocks: bool,
+        order: Parts | None = None,
+    ) -> EarlyCopies | None:
         """Begin to bring samples into memory, in threads of their own.
 
         Args:
             parts: of some shards, the number, rows in it, and whatever.
             num_bytes: of all these samples, about.
             whole_blocks: as for ``OpenShard.coming``.
+            order: in which they will be taken, if nothing is before all has come.
+
+        Returns:
+            Where to take them, if they are copied as they come.
         """
         # A batch that can be had soon is not kept waiting for gigabytes of others.
-        wait = num_bytes <= _WAIT_BYTES
+        wait, early = num_bytes <= _WAIT_BYTES, None
+        if order is not None and wait and self._copies_early:
+            early = EarlyCopies(self._manifest.fields, self._manifest.num_samples, order)
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
                 shard = self.shard(home)
-                self._line.join(shard.coming(rows, whole_blocks=whole_blocks, wait=wait))
+                self._line.join(
+                    shard.coming(rows, whole_blocks=whole_blocks, wait=wait, early=early)
+                )
+        return early
 
     def _stitch(self) -> None:
         """Join all shards to one array, now and then tried: once all are open and in memory."""
@@ -157,12 +186,12 @@ class Handles:
                 for shard in shards
                 if isinstance(shard, OpenShard) and type(shard).gather is OpenShard.gather
             ]
-            if len(files) == len(shards):
+            if self.stitched is None and len(files) == len(shards):
                 self.stitched = Stitched.of(self._manifest, files)
 
 
-def _will_stay(manifest: Manifest) -> bool:
-    """Return whether the page cache has room for all files, and they are read as they lie."""
+def _room_for(manifest: Manifest) -> float:
+    """Return how many times memory could hold all files, 0 if they are not read as they lie."""
     if is_compressed(manifest.fields):
-        return False
-    return _ROOM * manifest.num_bytes <= (available_bytes() or 0)
+        return 0.0
+    return (available_bytes() or 0) / max(1, manifest.num_bytes)

@@ -22,10 +22,15 @@ class Piece(NamedTuple):
     """Brings them into memory, and handles whatever goes wrong."""
     ask: Callable[[], None] | None = None
     """Tells the disk to find them; None where it does so by itself, as a file is read on."""
+    is_sweep: bool = False
+    """Whether it does no more than wait for the disk, for many bytes."""
 
 
 class Line:
-    """Pieces on their way into memory, in threads of their own. Several threads may add some."""
+    """Pieces on their way into memory, in threads of their own. Several threads may add some.
+
+    Sweeps stand in a line of their own, so that nothing else keeps the disk waiting.
+    """
 
     def __init__(self) -> None:
         """Start no thread yet."""
@@ -33,19 +38,21 @@ class Line:
         self._num_asked = 0
         """Of the first ones that wait."""
         self._lock = Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "hpctrain-ahead")
+        self._sweeping = ThreadPoolExecutor(1, "hpctrain-sweep")
 
     def join(self, pieces: Iterable[Piece]) -> None:
         """Add pieces at the end, and return at once; all of them will be read."""
         for piece in pieces:
-            with self._lock:
-                self._waiting.append(piece)
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_THREADS, "hpctrain-ahead")
+            threads, work = self._sweeping, piece.read
+            if not piece.is_sweep:
+                with self._lock:
+                    self._waiting.append(piece)
+                threads, work = self._threads, self._read_next
             try:
-                self._threads.submit(self._read_next)
+                threads.submit(work)
             except RuntimeError:  # the interpreter ends; still, somebody may wait for it
-                self._read_next()
+                work()
 
     def _read_next(self) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reading.ahead import distinct, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.coming import ask_for, pieces_of_new, pieces_of_old
+from hpctrain.data.reading.early import EarlyCopies
 from hpctrain.data.reading.line import Piece
 from hpctrain.data.reading.shardfile import UNREADABLE, ShardFile, ShardIO
 from hpctrain.data.reading.values import Array
@@ -152,7 +153,14 @@ class OpenShard:
 
         self._read(rows, copy)
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
+    def coming(
+        self,
+        rows: Array,
+        *,
+        whole_blocks: bool = True,
+        wait: bool = True,
+        early: EarlyCopies | None = None,
+    ) -> list[Piece]:
         """Return what brings samples into memory: pieces of work for several threads, in order.
 
         Every piece must be done: from now on, whoever takes samples waits for the blocks.
@@ -162,6 +170,7 @@ class OpenShard:
             whole_blocks: bring the whole of their blocks, and check those that are new. What is
                 wrong is left to whoever takes samples of it.
             wait: for all the blocks; else only for those that are being read.
+            early: copies samples of new blocks as they come, if the file is mapped.
         """
         file, size = self.file, self._manifest.block_size
         if file.in_memory or not len(rows):
@@ -176,7 +185,10 @@ class OpenShard:
         old, new = blocks[~is_new], blocks[is_new]
         if wait:
             file.arrivals.expect(new)
-        return [*pieces_of_old(file, old), *pieces_of_new(file, new)]
+        bring: Callable[[Array], None] = file.bring
+        if early is not None and file.is_mapped and len(new):
+            bring = early.expect(file, self._first, new)
+        return [*pieces_of_old(file, old), *pieces_of_new(file, new, bring)]
 
     def close(self) -> None:
         """Nothing is left to be done: the file is closed when nobody uses it any more."""

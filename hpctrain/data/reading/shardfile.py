@@ -1,6 +1,7 @@
 """The file of one shard, open: its values, its checksums and what has been checked of it."""
 
 import os
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from threading import Event
@@ -121,16 +122,19 @@ class ShardFile:
             wrong.update(block for block in blocks.tolist() if self.problem(block))
         return sorted(wrong)
 
-    def bring(self, blocks: Array) -> None:
+    def bring(self, blocks: Array, then: Callable[[Array], None] | None = None) -> None:
         """Read and check blocks, unless that was done; what is wrong stays unchecked.
 
-        So does a file that was changed: to touch what a map has lost ends the process.
+        So does a file that was changed: to touch what a map has lost ends the process. With what
+        is new and right, ``then`` is called, before whoever waits for the blocks goes on.
         """
         self.arrivals.expect(blocks)
         try:
             new = blocks[~self.checked[blocks]]
             if not self.is_changed():
-                self.found(new, self.wrong_blocks(new))
+                self.found(new, wrong := self.wrong_blocks(new))
+                if then and (right := np.setdiff1d(new, wrong)).size:
+                    then(right)
         finally:
             self.arrivals.arrived(blocks)
 
@@ -268,9 +272,8 @@ class ShardFile:
             return MappedValues(self.space.array(place.offset, shape, field.dtype), place.offset)
         direct = DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
         if field.sample_bytes <= _SMALL_ROW_BYTES and self._is_small(field, chunks):
-            return CachedValues(
-                direct, shape[0], chunk_rows_for(field.shape, direct.dtype), chunks
-            )
+            rows_of_chunk = chunk_rows_for(field.shape, direct.dtype)
+            return CachedValues(direct, shape[0], rows_of_chunk, chunks)
         return direct
 
     def _is_small(self, field: Field, chunks: ChunkCache) -> bool:
@@ -287,10 +290,8 @@ class ShardFile:
             self._hdf5 = open_hdf5(self._path)
         dataset = self._hdf5[what]
         # The checksum covers the values, not what HDF5 says of them.
-        if not isinstance(dataset, h5py.Dataset) or (dataset.shape, dataset.dtype) != (
-            shape,
-            dtype,
-        ):
+        is_dataset = isinstance(dataset, h5py.Dataset)
+        if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
             raise ValueError(f"/{what} is not what the manifest says")
         return dataset
 

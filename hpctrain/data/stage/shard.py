@@ -118,12 +118,10 @@ class PartialShard:
         for shard, here in self._parts(rows):
             shard.gather_ragged(name, rows[here], out, starts[here])
 
-    def coming(self, rows: Array, *, whole_blocks: bool = True, wait: bool = True) -> list[Piece]:
+    def coming(self, rows: Array, **how: Any) -> list[Piece]:
         """Return what brings samples into memory."""
         return [
-            piece
-            for shard, here in self._parts(rows)
-            for piece in shard.coming(rows[here], whole_blocks=whole_blocks, wait=wait)
+            piece for shard, here in self._parts(rows) for piece in shard.coming(rows[here], **how)
         ]
 
     def close(self) -> None:
