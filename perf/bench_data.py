@@ -7,11 +7,11 @@ process. Warm rows read files that are in the page cache; what counts is MB per 
 (user and system, all threads and children), which other work on the machine disturbs little. Cold
 rows read files that were dropped from the page cache, as mincore confirms. The window order has to
 read nearly all before its first batch; what a sequential read and then a copy take has a row of
-its own. Before each cold turn the free memory of the machine is touched: what a virtual machine
-has handed back to its host takes longer to use again than a disk takes to fill it. The ways take
-turns; figures are medians over the rounds, of which cold rows have two more. ``ours / way`` is the
-median of the ratio within a round, above 1 ours is faster: in warm rows MB per cpu-second of the
-second epoch, in cold rows MB per second of the window order.
+its own. Before each cold turn the free memory of the machine is touched, and kept until a virtual
+machine has handed the rest back to its host: to use that again takes longer than a disk takes to
+fill it. The ways take turns; figures are medians over the rounds, cold rows have two more of them.
+``ours / way`` is the median of the ratio within a round, above 1 ours is faster: in warm rows MB
+per cpu-second of the second epoch, in cold rows MB per second of the window order.
 
 Every turn checks the label and a byte on every page of each sample; before that, each way has
 every byte compared. A slow way is stopped after some seconds, and its first moments, which fill
@@ -84,14 +84,19 @@ class Plan:
     """Of an epoch of a slow way."""
     at_least_s: float
     """Of a turn on files in the page cache: as many epochs as that takes."""
+    keep_s: float
+    """From where files were dropped from the page cache to a cold turn, at least.
+
+    A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
+    """
 
     @classmethod
     def of(cls, options: Namespace) -> "Plan":
         """Choose by the options."""
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
-            return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1)
-        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3)
+            return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1, 0)
+        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3, 3)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:
@@ -148,7 +153,7 @@ def cold(ways: Sequence[type[Way]], truth: Truth, folder: Path, plan: Plan, batc
         for name, (path, work) in works.items():
             gc.collect()  # what is still mapped stays in the page cache
             is_cold = evict(path)
-            touch_free_memory(TOUCHED * truth.kind.num_bytes)
+            touch_free_memory(TOUCHED * truth.kind.num_bytes, plan.keep_s)
             turns[name].append(work() if is_cold else None)
     return turns
 
