@@ -85,7 +85,7 @@ class Plan:
     at_least_s: float
     """Of a turn on files in the page cache: as many epochs as that takes."""
     keep_s: float
-    """From where files were dropped from the page cache to a cold turn, at least.
+    """How long before a cold turn the last memory is touched.
 
     A kernel tells its host what is free 2 s after some was freed; within a turn, that halves it.
     """
@@ -96,7 +96,7 @@ class Plan:
         if options.quick:
             kinds = Kind(BIG.name, BIG.shape, 800), Kind(SMALL.name, SMALL.shape, 20_000)
             return cls({kinds[0]: (64,), kinds[1]: (64,)}, {}, 2, 0.35, 0.1, 0)
-        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3, 3)
+        return cls({BIG: (64,), SMALL: (64, 256)}, LONG, options.rounds, 1.8, 0.3, 2.5)
 
 
 def write(kind: Kind, folder: Path, ways: Sequence[type[Way]]) -> Truth:

@@ -57,17 +57,16 @@ def touch_free_memory(num_bytes: int, keep_s: float) -> None:
     """Take so much free memory, at most most of it, and give it back to the system at the end.
 
     A virtual machine hands free memory back to its host, and whoever takes it next waits for the
-    host: half a second per GB and more. Now it is there for whoever comes next. ``keep_s``: how
-    long this call takes at least.
+    host: half a second per GB and more. Now it is there for whoever comes next. It is kept for
+    ``keep_s`` when all has been touched.
     """
-    end = time.perf_counter() + keep_s
     num_bytes = min(num_bytes, int(MOST_OF_FREE * psutil.virtual_memory().available))
     with mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         pages[:] = 1
-        time.sleep(max(0, end - time.perf_counter()))
+        time.sleep(keep_s)
         del pages
 
 
