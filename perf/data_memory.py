@@ -8,12 +8,14 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import psutil
 from data_ways import Way
+
+from hpctrain.data.reading.largepages import large_pages
 
 COLD = 0.01
 """Part of the bytes of a file that may be in memory where it counts as not cached."""
@@ -61,9 +63,7 @@ def touch_free_memory(num_bytes: int, keep_s: float) -> None:
     ``keep_s`` when all has been touched.
     """
     num_bytes = min(num_bytes, int(MOST_OF_FREE * psutil.virtual_memory().available))
-    with mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        with suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with large_pages(num_bytes) as memory:
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         pages[:] = 1
         time.sleep(keep_s)

@@ -1,10 +1,8 @@
 """Batch memory that is used again: the page faults of fresh memory cost more than its copy."""
 
-import mmap
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from threading import Lock
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.reading.mapped import HUGE_BYTES
+from hpctrain.data.reading.largepages import HUGE_BYTES, first_large_page, large_pages
 from hpctrain.units import KIB
 
 _SMALL_BYTES = 64 * KIB
@@ -45,7 +43,7 @@ class Buffers:
         # Sizes are rounded up by an eighth at most, so that ragged batches share buffers.
         step = 1 << (num_bytes.bit_length() - 4)
         memory = self._memory(-(-num_bytes // step) * step)
-        start = -memory.ctypes.data % HUGE_BYTES if len(memory) >= _LARGE_BYTES else 0
+        start = first_large_page(memory) if len(memory) >= _LARGE_BYTES else 0
         # A direct view: only of those does the array that owns the memory keep count.
         return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
@@ -79,12 +77,8 @@ def _new(num_bytes: int) -> NDArray[np.uint8]:
 
     A batch of 10 MB stays in a cache from one step to the next, unless it lies scattered over
     small pages, of which some take the same place in that cache: copies into it then took 1.6
-    times as long. There is room to begin at a large page.
+    times as long.
     """
     if num_bytes < _LARGE_BYTES - HUGE_BYTES:
         return np.empty(num_bytes, np.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    space = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags)
-    with suppress(OSError):
-        space.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(space, np.uint8)
+    return np.frombuffer(large_pages(num_bytes), np.uint8)

@@ -6,7 +6,7 @@ Reading waits for the disk, copying for memory: at the same time, both take as l
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Values
 from hpctrain.data.reading.ahead import runs_of
-from hpctrain.data.reading.arrivals import Arrivals
 from hpctrain.data.reading.parted import PartedArray
 from hpctrain.data.reading.shardfile import ShardFile
 from hpctrain.data.reading.values import Array
@@ -56,8 +55,9 @@ class EarlyCopies:
             parts: what will be taken; called once, while files are read.
         """
         self._fields, self._num_samples, self._parts = fields, num_samples, parts
-        self._coming: list[tuple[Arrivals, Array]] = []
-        """For each file, its blocks on their way."""
+        self._num_coming = 0
+        """Blocks on their way."""
+        self._all_came = Condition()
         self._plan: _Plan | None = None
         self._lock = Lock()
 
@@ -69,15 +69,16 @@ class EarlyCopies:
             first: its first sample in the data set.
             blocks: all of which will be brought, each once.
         """
-        arrivals, copy = Arrivals(len(file.checked)), partial(self._copy, file, first)
-        arrivals.expect(blocks)
-        self._coming.append((arrivals, blocks))
+        with self._all_came:
+            self._num_coming += len(blocks)
 
         def bring(some: Array) -> None:
             try:
-                file.bring(some, then=copy)
+                file.bring(some, then=partial(self._copy, file, first))
             finally:
-                arrivals.arrived(some)
+                with self._all_came:
+                    self._num_coming -= len(some)
+                    self._all_came.notify_all()
 
         return bring
 
@@ -90,15 +91,15 @@ class EarlyCopies:
             number: of the part.
             late: takes those that were not copied.
         """
-        if not self._coming:
+        with self._all_came:
+            self._all_came.wait_for(lambda: not self._num_coming)
+        plan = self._plan
+        if plan is None:
             return None
-        for arrivals, blocks in self._coming:
-            arrivals.wait_for(blocks)
-        plan = self._planned()
         start, stop = plan.edges[number : number + 2]
-        if not plan.is_here[start:stop].any():
-            return None
         gaps = np.flatnonzero(~plan.is_here[start:stop])
+        if len(gaps) == stop - start:
+            return None
         plan.is_here[start:stop] = False
         part = {name: array.part(start, stop) for name, array in plan.arrays.items()}
         for name, values in (late(gaps) if len(gaps) else {}).items():

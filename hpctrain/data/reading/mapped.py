@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.reading.largepages import HUGE_BYTES
+
 PAGE_BYTES = mmap.PAGESIZE
-HUGE_BYTES = 1 << 21
-"""Of a large page, which the system uses where address and place in the file agree so far."""
 
 _MAP_FIXED = 0x10
 _MADV_POPULATE_READ = 22
@@ -85,7 +85,7 @@ class Space:
     def array(self, place: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         """Return the bytes from ``place`` on as a read-only array."""
         assert place + prod(shape) * np.dtype(dtype).itemsize <= self._num_bytes
-        return np.asarray(_View(self, self._start + place, shape, dtype))
+        return np.asarray(View(self, self._start + place, shape, dtype))
 
     def __del__(self) -> None:
         """Give the addresses back."""
@@ -93,14 +93,23 @@ class Space:
             _libc().munmap(ctypes.c_void_p(self._reserved), ctypes.c_size_t(self._num_reserved))
 
 
-class _View:
-    """What numpy asks for memory; an array made of it keeps it, and so the space, alive."""
+class View:
+    """What numpy asks for memory; an array made of it keeps the owner of the memory alive."""
 
-    def __init__(self, space: Space, address: int, shape: tuple[int, ...], dtype: str) -> None:
-        self.space = space
+    def __init__(
+        self,
+        owner: object,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        is_readonly: bool = True,
+    ) -> None:
+        """Show what lies at an address as long as ``owner`` lives; ``dtype`` as ``dtype.str``."""
+        self._owner = owner
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),
+            "data": (address, is_readonly),
             "shape": shape,
             "typestr": dtype,
         }

@@ -2,14 +2,14 @@
 
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.reading.mapped import HUGE_BYTES, PAGE_BYTES
+from hpctrain.data.reading.largepages import first_large_page, large_pages
+from hpctrain.data.reading.mapped import PAGE_BYTES, View
 
 
 class PartedArray:
@@ -18,13 +18,9 @@ class PartedArray:
     def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         """Reserve memory, in large pages where the system has them; it is taken when filled."""
         num_bytes = prod(shape) * dtype.itemsize
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        # There is room to begin at a large page.
-        self._memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags)
-        with suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = large_pages(num_bytes)
         every = np.frombuffer(self._memory, np.uint8)
-        self._begin = -every.ctypes.data % HUGE_BYTES
+        self._begin = first_large_page(every)
         self.values: NDArray[Any] = (
             every[self._begin : self._begin + num_bytes].view(dtype).reshape(shape)
         )
@@ -39,23 +35,17 @@ class PartedArray:
         if not some.nbytes:
             return some
         begin = self._begin + start * some.strides[0]
-        data = np.asarray(_Part(self._memory, begin, begin + some.nbytes))
-        return data.view(some.dtype).reshape(some.shape)
+        owner = _Part(self._memory, begin, begin + some.nbytes)
+        return np.asarray(
+            View(owner, some.ctypes.data, some.shape, some.dtype.str, is_readonly=False)
+        )
 
 
 class _Part:
-    """What numpy asks for memory; an array made of it keeps it alive."""
+    """The bytes ``[begin, end)`` of some memory, while somebody uses them."""
 
     def __init__(self, memory: mmap.mmap, begin: int, end: int) -> None:
-        """Take the bytes ``[begin, end)`` of some memory."""
         self._memory, self._begin, self._end = memory, begin, end
-        first = np.frombuffer(memory, np.uint8, count=1, offset=begin)
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (first.ctypes.data, False),
-            "shape": (end - begin,),
-            "typestr": "|u1",
-        }
 
     def __del__(self) -> None:
         """Give back the pages that hold nothing of other parts."""

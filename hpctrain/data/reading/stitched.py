@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.reading.mapped import HUGE_BYTES, PAGE_BYTES, Space
+from hpctrain.data.reading.largepages import HUGE_BYTES
+from hpctrain.data.reading.mapped import PAGE_BYTES, Space
 from hpctrain.data.reading.residency import in_memory
 from hpctrain.data.reading.shardfile import ShardFile
 from hpctrain.data.reading.values import Array, take_rows
