@@ -1,4 +1,4 @@
-"""Every file has at most 300 lines and every function at most 60; exceptions give a reason."""
+"""Every file has at most 500 lines and every function at most 60; exceptions give a reason."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 EXCEPTIONS = {
@@ -45,7 +45,7 @@ def test_files_and_functions_are_short(name):
 def test_what_is_too_long_is_found():
     function = "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES
     assert len(too_long("f.py", function)) == 1
-    assert len(too_long("f.py", function * 5)) == 6
+    assert len(too_long("f.py", function * 9)) == 10
     assert too_long("f.py", "x = 1\n" * MAX_FILE_LINES) == []
 
 
