@@ -146,8 +146,14 @@ class DistributedMethods:
 
 
 @eager
-def before_step(stepping: Any, *_: object) -> None:
-    """Average what is not averaged yet: torch calls this at the start of ``step()``."""
+def before_step(
+    stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Average what is not averaged yet: torch calls this at the start of ``step()``.
+
+    Returns:
+        The arguments of ``step()``; a closure that makes gradients inside has them averaged, too.
+    """
     if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
         warnings.warn(
             "optimizer.step() called without optimizer.skip_synchronize() after "
@@ -155,7 +161,17 @@ def before_step(stepping: Any, *_: object) -> None:
             "when backward() returns: leave synchronize() out",
             stacklevel=3,
         )
-    stepping._reducer.finish()  # noqa: SLF001
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        stepping._reducer.finish()  # noqa: SLF001
+        return args, kwargs
+
+    def averaging() -> Any:
+        loss = closure()
+        stepping._reducer.finish()  # noqa: SLF001
+        return loss
+
+    return args[:1], kwargs | {"closure": averaging}
 
 
 @eager

@@ -174,7 +174,7 @@ class Reduction:
             today: all parameters, where they are no longer those of ``build``.
         """
         touched = [(s.name, s.parameter) for s in self.slot_of.values() if s.is_touched]
-        touched += [named for named in today or () if self._is_set_by_hand(named[1])]
+        touched += [named for named in today or () if named[1] not in self.slot_of]
         total = 0
         for name, parameter in touched:
             total = crc32(name.encode(), total)
@@ -183,8 +183,13 @@ class Reduction:
                 total = crc32(_bytes_of(parameter.grad), total)
         return fingerprint(total) if touched else None
 
-    def _is_set_by_hand(self, parameter: Tensor) -> bool:
-        return parameter not in self.slot_of and parameter.grad is not None
+    def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
+        """Return the parameters whose gradients the program has put there."""
+        return [
+            p
+            for _, p in today
+            if p.grad is not None and ((slot := self.slot_of.get(p)) is None or slot.is_touched)
+        ]
 
     def complete(
         self,
@@ -212,13 +217,11 @@ class Reduction:
             mine = self._announce(changed is not None, self._has_new_sparse(), by_hand)
             self._clocked(self._run(self._open, mine).wait)
         is_kept = self._opening is not None and self._opening.changed_alike
-        if is_kept:
-            self._keep_changes()
-            if changed is None:
-                return
         if changed is not None:
-            new = [p for _, p in changed if self._is_set_by_hand(p)]
-            self.build(changed, results=new if is_kept else ())
+            self.build(changed, results=self._set_by_hand(changed) if is_kept else ())
+        elif is_kept:
+            self._keep_changes()
+            return
         self._move()
         for slot in self._dense:
             slot.settle()

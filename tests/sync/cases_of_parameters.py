@@ -97,6 +97,14 @@ def single_precision_and_back(side):
     side.step(1)
 
 
+@case()
+def single_precision_between_backward_and_step(side):
+    side.backward()
+    side.net.float()
+    side.optimizer.step()
+    side.step(1)
+
+
 @case("Average")
 def double_while_gradients_exist(side):
     side.net.float()
@@ -246,3 +254,33 @@ def dropped_between_two_passes(side):
     side.net.head.weight.grad = None
     side.backward(1)
     side.optimizer.step()
+
+
+@case()
+def closure_with_one_of_two_passes(side):
+    with_passes(side, 2)
+    for batch in range(2):
+
+        def again(batch=batch):
+            side.optimizer.zero_grad()
+            loss = side.loss(batch)
+            loss.backward()
+            return loss
+
+        side.optimizer.step(again)
+
+
+@case()
+def several_closures_of_one_step(side):
+    side.net = type(side.net)()
+    plain = torch.optim.LBFGS(side.net.parameters(), lr=0.05, max_iter=3)
+    side.optimizer = side.wrap(plain)
+
+    def again():
+        side.optimizer.zero_grad()
+        loss = side.loss(0)
+        loss.backward()
+        return loss
+
+    side.optimizer.step(again)
+    side.step = lambda _: side.optimizer.step(again)
