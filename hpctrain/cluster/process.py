@@ -1,7 +1,9 @@
 """This process: which one it is, in words that mean the same to others, and how it sleeps."""
 
+import builtins
 import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,11 @@ def identity() -> Identity:
     except OSError:
         namespace = ("", os.getpid())
     return Identity(os.getpid(), namespace)
+
+
+def is_interactive() -> bool:
+    """Say whether a person types into this process: a Python prompt or a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
 
 
 def sharpen_sleep() -> None:
