@@ -199,6 +199,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     _report(found)
     if hooks is not None:
         hooks.last_words.append(controllers.timelines.stop)
+        hooks.communicates = controllers.last_call.was_on
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
