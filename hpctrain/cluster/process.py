@@ -2,6 +2,7 @@
 
 import builtins
 import ctypes
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,15 @@ def identity() -> Identity:
 def is_interactive() -> bool:
     """Say whether a person types into this process: a Python prompt or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+
+
+def is_child() -> bool:
+    """Say whether multiprocessing has started this process, or a server for such processes.
+
+    That holds already while it imports the program's main module.
+    """
+    process = multiprocessing.current_process()
+    return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
 
 
 def sharpen_sleep() -> None:

@@ -134,6 +134,13 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
 
 
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
+    if launched is not None and process.is_child():
+        raise LaunchError(
+            f"the ranks of {launched.name} are the processes that it has started, and this one, "
+            "which calls init(), was started by one of them through multiprocessing, such as a "
+            "worker of a DataLoader; workers import the program anew: guard init() and all that "
+            'trains by `if __name__ == "__main__":`'
+        )
     may_be_alone = config.Settings.from_env().alone
     if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
         # MPI might take all of them for the one rank of an outer launcher.
