@@ -30,6 +30,7 @@ from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
+    from hpctrain.comm.finalize import BeforeFinalize
     from hpctrain.comm.joining import MpiComm
     from hpctrain.comm.presence import Presence
     from hpctrain.runtime.process_sets import ProcessSet
@@ -62,6 +63,8 @@ class World:
     """The timeline that this rank records, if any."""
     last_call: LastCall
     """What this rank has communicated last."""
+    before_finalize: "BeforeFinalize | None"
+    """Takes leave where the program ends MPI itself; None in a world of one."""
 
 
 _world: World | None = None
@@ -192,6 +195,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
+        before_finalize=_leave_before_finalize() if ranks else None,
     )
     logs.setup(
         found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
@@ -213,16 +217,27 @@ def _report(found: Connection) -> None:
         logs.warn_merged(notes)
 
 
+def _leave_before_finalize() -> "BeforeFinalize":
+    from hpctrain.comm.finalize import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
+
+    return BeforeFinalize(lambda: _leave(current()))
+
+
 def shutdown() -> None:
     """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
 
     Collective in the end: it waits until every rank has called it or ended. Harmless before
-    ``init`` and when called twice.
+    ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
     """
     global _world
     if _world is None:
         return
     leaving, _world = _world, None
+    if leaving.before_finalize is None or not leaving.before_finalize.is_over:
+        _leave(leaving)
+
+
+def _leave(leaving: World) -> None:
     atexit.unregister(shutdown)
     if isinstance(leaving.comm, ThreadedCommunicator):
         leaving.comm.drain()  # while lost ranks are still looked for
@@ -233,6 +248,8 @@ def shutdown() -> None:
     leaving.sets.close()
     leaving.comm.close()
     leaving.timelines.stop()
+    if leaving.before_finalize is not None:
+        leaving.before_finalize.close()
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
