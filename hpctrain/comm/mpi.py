@@ -26,6 +26,7 @@ from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
 from hpctrain.comm.mail import making
 from hpctrain.comm.meeting import describe, meet
 from hpctrain.comm.ops import Combination, Op, combination, finish
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
@@ -80,6 +81,7 @@ class MpiCommunicator:
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
         self._num_buckets = 0
+        self._owner = Owner()
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -205,6 +207,7 @@ class MpiCommunicator:
         Raises:
             MismatchError: another rank is about to do something else; on every rank.
         """
+        self._owner.check()
         if not self.is_open:
             raise CommError("this communicator was closed; make a new one")
         meet(self._comm, call, self._watch)

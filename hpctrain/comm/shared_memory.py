@@ -18,6 +18,7 @@ from hpctrain.comm.mapping import Segment
 from hpctrain.comm.meeting import disagreement
 from hpctrain.comm.node_memory import NodeMemory
 from hpctrain.comm.ops import Combination
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.semaphore import LINE_BYTES, Semaphore
 from hpctrain.comm.slices import chunks_of, combine, spread
 from hpctrain.comm.waiting import NodeBarrier
@@ -69,6 +70,7 @@ class SharedMemory:
         self.memory_name = memory.name
         self._num_buckets = 0
         self._unusable = ""
+        self._owner = Owner()
         num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
         head_bytes = cell_bytes + num_rounds * LINE_BYTES
@@ -112,7 +114,9 @@ class SharedMemory:
 
         Raises:
             MismatchError: another rank is about to do something else; on every rank.
+            CommError: this is a forked child of a rank.
         """
+        self._owner.check()
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call
         self.barrier()

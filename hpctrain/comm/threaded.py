@@ -12,6 +12,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, ThreadWork, Work
 
@@ -42,6 +43,7 @@ class ThreadedCommunicator:
         self._comm = comm
         self._thread = ThreadPoolExecutor(1, "hpctrain-comm", self._remember)
         self._thread_id: int | None = None
+        self._owner = Owner()
         self._works: list[ThreadWork] = []
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
@@ -156,6 +158,7 @@ class ThreadedCommunicator:
         return self._start(function).result()
 
     def _start(self, function: Callable[[], T]) -> Future[T]:
+        self._owner.check()
         if threading.get_ident() != self._thread_id:
             return self._thread.submit(function)
         done: Future[T] = Future()

@@ -30,8 +30,17 @@ FORWARDED = (
 
 LOOPBACK = "lo"
 
-OUTER = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
+OUTER = (
+    *("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL"),
+    *("TORCHELASTIC_", "CROSS_SIZE"),
+)
 """Prefixes by which a launcher marks its ranks: one inside another would take them for its own."""
+
+INSIDE = (
+    *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
+    *("TORCHELASTIC_RUN_ID", "CROSS_SIZE"),
+)
+"""Variables of which every rank of some launcher has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +124,7 @@ def environment(
         nodes: how many nodes to declare on this host.
     """
     environ = os.environ if environ is None else environ
-    inside = any(name in environ for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    inside = any(name in environ for name in INSIDE)
     kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
     if on_terminal():
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))

@@ -40,7 +40,10 @@ class World(Protocol):
 
 
 def install(world: World, log_dir: Path | None) -> "FailureHooks":
-    """Let an exception that nobody catches, in any thread, end all ranks from now on.
+    """Let an exception that nobody catches end all ranks from now on.
+
+    In a thread that neither computes nor communicates, such as that of a progress bar, it is only
+    told.
 
     Not collective. For worlds of more than one rank: a world of one has nobody to end.
 
@@ -68,6 +71,8 @@ class FailureHooks:
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
         """Called before an error ends all ranks: what writes down what is not on disk yet."""
+        self.communicates: Callable[[int | None], bool] = _nobody
+        """Says whether a thread, by its identifier, communicates with other ranks."""
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         self._previous, self._previous_thread = sys.excepthook, threading.excepthook
@@ -152,7 +157,34 @@ class FailureHooks:
             self._previous_thread(args)
             return
         name = args.thread.name if args.thread else "unknown"
-        self.end(args.exc_value, f"exception in thread {name}\n")
+        where = f"exception in thread {name}\n"
+        ident = args.thread.ident if args.thread else None
+        if computes(args.exc_traceback) or self.communicates(ident):
+            self.end(args.exc_value, where)
+        details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
+        details += "the thread neither computes nor communicates: the ranks go on without it\n"
+        self._write_log(details)
+        with contextlib.suppress(Exception):
+            sys.stderr.write(self._tagged(details))
+            sys.stderr.flush()
+        if self._previous_thread is not threading.__excepthook__:  # the user's own
+            self._previous_thread(args)
+
+
+def computes(trace: TracebackType | None) -> bool:
+    """Say whether an exception comes from code of torch or hpctrain, or from code with tensors.
+
+    Code that holds a model, an optimizer or anything else of the two counts as well.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    names = [str(frame.f_globals.get("__name__")) for frame in frames]
+    values = [value for frame in frames for value in frame.f_locals.values()]
+    names += [str(kind.__module__) for value in values for kind in type(value).__mro__]
+    return any(name.partition(".")[0] in ("torch", "hpctrain") for name in names)
+
+
+def _nobody(_thread: int | None) -> bool:
+    return False
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:

@@ -20,16 +20,26 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 class LastCall:
-    """Remembers the last collective of this process; noting one is an assignment."""
+    """Remembers the last collective of this process, and which threads had one."""
 
-    __slots__ = ("_noted",)
+    __slots__ = ("_noted", "_threads")
 
     def __init__(self) -> None:
         self._noted: tuple[str, str, float] | None = None
+        self._threads: set[int] = set()
+
+    def enter(self) -> None:
+        """Note that this thread communicates."""
+        self._threads.add(threading.get_ident())
 
     def note(self, what: str, name: str = "") -> None:
         """Note one that is over: ``note("allreduce", "allreduce.loss")``."""
         self._noted = (what, name, time.monotonic())
+        self.enter()
+
+    def was_on(self, thread: int | None) -> bool:
+        """Say whether a thread, by its identifier, has communicated."""
+        return thread in self._threads
 
     def describe(self) -> tuple[str, float | None]:
         """Return its name and how many seconds ago it was noted; None if there was none."""

@@ -31,6 +31,7 @@ from hpctrain.runtime.wanted_sets import Wanted
 from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
+    from hpctrain.comm.finalize import BeforeFinalize
     from hpctrain.comm.joining import MpiComm
     from hpctrain.comm.presence import Presence
     from hpctrain.runtime.process_sets import ProcessSet
@@ -76,6 +77,8 @@ class World:
     """What this rank has communicated last."""
     step_headers: MutableMapping[Communicator, StepHeader]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
+    before_finalize: "BeforeFinalize | None"
+    """Takes leave where the program ends MPI itself; None in a world of one."""
 
 
 _world: World | None = None
@@ -207,6 +210,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         timelines=controllers.timelines,
         last_call=controllers.last_call,
         step_headers=WeakKeyDictionary(),
+        before_finalize=_leave_before_finalize() if ranks else None,
     )
     logs.setup(
         found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
@@ -214,6 +218,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     _report(found)
     if hooks is not None:
         hooks.last_words.append(controllers.timelines.stop)
+        hooks.communicates = controllers.last_call.was_on
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
@@ -227,16 +232,27 @@ def _report(found: Connection) -> None:
         logs.warn_merged(notes)
 
 
+def _leave_before_finalize() -> "BeforeFinalize":
+    from hpctrain.comm.finalize import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
+
+    return BeforeFinalize(lambda: _leave(current()))
+
+
 def shutdown() -> None:
     """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
 
     Collective in the end: it waits until every rank has called it or ended. Harmless before
-    ``init`` and when called twice.
+    ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
     """
     global _world
     if _world is None:
         return
     leaving, _world = _world, None
+    if leaving.before_finalize is None or not leaving.before_finalize.is_over:
+        _leave(leaving)
+
+
+def _leave(leaving: World) -> None:
     atexit.unregister(shutdown)
     if isinstance(leaving.comm, ThreadedCommunicator):
         leaving.comm.drain()  # while lost ranks are still looked for
@@ -247,6 +263,8 @@ def shutdown() -> None:
     leaving.sets.close()
     leaving.comm.close()
     leaving.timelines.stop()
+    if leaving.before_finalize is not None:
+        leaving.before_finalize.close()
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 

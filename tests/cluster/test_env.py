@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.cluster.env import job_id, launched, scheduler, tuning
+from hpctrain.cluster.env import job_id, launched, scheduler, tuning, unstarted
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -56,11 +56,26 @@ SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
 }
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host",
+}
+TORCHRUN = TORCH | {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+DEEPSPEED = TORCH | {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
     ("environ", "name", "pmi"),
     [
+        (TORCHRUN, "torchrun", ""),
+        (SRUN | TORCHRUN, "torchrun", ""),
+        (DEEPSPEED, "deepspeed", ""),
+        (SRUN | DEEPSPEED, "deepspeed", ""),
+        (TORCH, "a launcher of torch.distributed", ""),
+        (SRUN | TORCH | {"WORLD_SIZE": "8"}, "srun", ""),
+        (OPENMPI | TORCH | {"WORLD_SIZE": "8"}, "Open MPI mpirun", ""),
         (OPENMPI, "Open MPI mpirun", ""),
         (HYDRA, "MPICH mpirun", ""),
         (JSRUN, "jsrun", ""),
@@ -79,6 +94,7 @@ def test_every_launcher_says_rank_3_of_4(environ, name, pmi):
     assert (found.name, found.rank, found.size, found.local_rank) == (name, 3, 4, 1)
     assert found.pmi == pmi
     assert environ[found.size_variable] == "4"
+    assert found.by_mpi == ("torch" not in name and name != "deepspeed")
 
 
 @pytest.mark.parametrize("mpirun", [OPENMPI, HYDRA])
@@ -91,6 +107,29 @@ def test_mpirun_beats_what_its_ranks_inherit_from_slurm(mpirun, slurm):
 
 def test_slurm_counts_only_inside_a_step():
     assert launched(SLURM_BATCH) is None
+
+
+def test_the_shell_of_an_allocation_is_no_launch():
+    shell = SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+    assert launched(shell) is None
+    assert unstarted(shell).size == 8
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        (SLURM_BATCH, 8),
+        ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, 2),
+        ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}, 1),
+    ],
+)
+def test_a_batch_script_is_told_for_how_many_ranks_its_job_is(environ, size):
+    assert unstarted(environ).size == size
+
+
+@pytest.mark.parametrize("environ", [{}, SRUN, SLURM_BATCH | OPENMPI, SLURM_BATCH | TORCHRUN])
+def test_outside_of_a_job_and_in_a_rank_nothing_is_left_to_be_started(environ):
+    assert unstarted(environ) is None
 
 
 def test_a_step_narrower_than_its_job_counts_its_own_tasks():

@@ -1,13 +1,16 @@
 """The end of a rank is bounded, and only a rank's failure ends ranks."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import hpctrain
+from hpctrain.runtime.abort import computes
 
 PREAMBLE = """
 import ctypes, os, sys, threading
@@ -118,3 +121,36 @@ except ChildProcessError:
         tmp_path,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "no child\n", "")
+
+
+def test_a_users_own_hook_hears_of_a_thread_that_only_helps(tmp_path: Path) -> None:
+    ended = run(
+        """
+threading.excepthook = lambda args: print("heard", args.exc_value)
+install(World(), None)
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start(); thread.join()
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "heard division by zero\n")
+    assert "[rank 7] ZeroDivisionError" in ended.stderr
+
+
+def test_code_that_holds_or_calls_torch_computes_and_other_code_does_not() -> None:
+    def trace(function):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - any
+            function()
+        return caught.value.__traceback__.tb_next
+
+    tensor, model = torch.ones(3), torch.nn.Linear(2, 2)
+    assert computes(trace(lambda: tensor @ torch.ones(4)))
+    assert computes(trace(lambda: Closing(model).work()))
+    assert computes(trace(lambda: torch.load("/nowhere")))
+    assert not computes(trace(lambda: {}["key"]))
+    assert not computes(trace(lambda: json.loads("{")))
+
+
+class Closing:
+    def __init__(self, model):
+        self.work = lambda: (model, 1 / 0)

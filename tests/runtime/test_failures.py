@@ -35,12 +35,22 @@ RAISES = {
         weight.sum().backward()
         train()
     """,
-    "in_a_thread": """
+    "in_a_thread_that_communicates": """
         def work():
+            hvd.barrier(**alone)
+            now()
+            raise ValueError("bad luck")
+        alone = {"process_set": hvd.add_process_set([1])}
+        if rank == 1:
+            threading.Thread(target=work).start()
+        train()
+    """,
+    "in_a_thread_that_computes": """
+        def work(model):
             now()
             raise ValueError("bad luck")
         if rank == 1:
-            threading.Thread(target=work).start()
+            threading.Thread(target=work, args=(torch.nn.Linear(1, 1),)).start()
         train()
     """,
     "in_a_loader_thread": """
@@ -55,6 +65,29 @@ RAISES = {
                 train(steps=1)
     """,
 }
+
+
+def test_an_exception_in_a_thread_that_only_helps_is_told_and_ends_nobody(tmp_path: Path) -> None:
+    outcome = run_ranks(
+        tmp_path,
+        """
+        def show(step):
+            time.sleep(0.1)
+            raise ValueError("no terminal")
+        bar = threading.Thread(target=show, args=(3,), name="bar")
+        if rank == 1:
+            bar.start()
+        train(steps=3)
+        if rank == 1:
+            bar.join()
+        train(steps=3)
+        print("trained")
+        """,
+    )
+    assert (outcome.code, outcome.out) == (0, "trained\ntrained\n"), outcome.err
+    for text in (outcome.err, outcome.logs[1]):
+        assert "[rank 1] exception in thread bar\n[rank 1] Traceback (most" in text
+        assert "[rank 1] ValueError: no terminal" in text
 
 
 def assert_ended(outcome: Outcome, limit_s: float = LIMIT_S) -> None:

@@ -75,13 +75,16 @@ def test_the_plan_is_the_same_on_every_rank(world):
     assert len(set(world.allgather(current().plan))) == 1
 
 
-def init_alone(environ):
-    """Initialise in a process that no launcher started, whatever started this one."""
-    launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    code = "import hpctrain; hpctrain.init(); print('size', hpctrain.size())"
+def unlaunched():
+    """The environment without the words of a launcher, whatever started this process."""
+    launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_", "SLURM_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+
+
+def init_alone(environ, code="import hpctrain; hpctrain.init(); print('size', hpctrain.size())"):
+    """Initialise in a process that no launcher started."""
     return subprocess.run(  # noqa: PLW1510
-        [sys.executable, "-c", code], env={**inherited, **environ}, capture_output=True, text=True
+        [sys.executable, "-c", code], env=unlaunched() | environ, capture_output=True, text=True
     )
 
 
@@ -92,6 +95,46 @@ def test_a_launcher_of_another_mpi_stops_at_init():
     assert re.search(r"srun.* started 4 ranks", done.stderr.replace("\n", " "))
     assert "libmpi" in done.stderr
     assert "--mpi=pm" in done.stderr
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "here"}
+SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+UNCONNECTED = {
+    "torchrun": TORCHRUN | {"LOCAL_WORLD_SIZE": "4"},
+    "torchrun, a rank on each node": TORCHRUN | {"LOCAL_WORLD_SIZE": "1"},
+    "a batch script without srun": SCRIPT,
+}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("name", UNCONNECTED)
+def test_a_rank_of_many_that_nothing_connects_stops_at_init_unless_it_may_be_alone(name):
+    done = init_alone(UNCONNECTED[name])
+    assert done.returncode != 0, done.stdout
+    last = done.stderr.splitlines()[-1]
+    found = "WORLD_SIZE=4" if "torchrun" in name else "SLURM_NTASKS=4"
+    remedies = ("hpctrain launch -n 4", "`srun", "HPCTRAIN_ALONE=1")
+    for text in ("LaunchError", found, "would train alone", *remedies):
+        assert text in last
+    done = init_alone(UNCONNECTED[name] | {"HPCTRAIN_ALONE": "1"})
+    assert done.stdout == "size 1\n", done.stderr
+
+
+@pytest.mark.launches
+def test_a_notebook_in_a_job_of_several_ranks_is_a_world_of_one():
+    code = "import sys; sys.ps1 = '>>> '; import hpctrain; hpctrain.init(); print(hpctrain.size())"
+    assert init_alone(SCRIPT, code).stdout == "1\n"
+
+
+@pytest.mark.launches
+def test_torchrun_stops_with_the_remedy(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("import hpctrain; hpctrain.init(); print('trained')")
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program)]
+    done = subprocess.run(run, env=unlaunched(), capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+    assert "torchrun started 2 ranks (WORLD_SIZE=2)" in done.stderr
 
 
 @pytest.mark.launches

@@ -95,6 +95,21 @@ def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
         assert json.loads(job.output().splitlines()[-1]) == {"size": 4, "nodes": 2}
 
 
+@pytest.mark.parametrize("name", WHEELS)
+def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name):
+    mpi = MPIS[name]
+    program = tmp_path / "world.py"
+    program.write_text("from hpctrain.comm.joining import find_world; print(find_world())")
+    line = f"{mpi.python} {program}"
+    job = slurm.sbatch(*SHAPE, "--wrap", line)
+    alone = slurm.sbatch(*SHAPE, "--wrap", line, environ={"HPCTRAIN_ALONE": "1"})
+    assert job.wait() == "FAILED", job.output()
+    assert "this Slurm job is for 4 ranks (SLURM_NTASKS=4)" in job.output()
+    assert f"srun --mpi={mpi.needs}" in job.output()
+    assert alone.wait() == "COMPLETED", alone.output()
+    assert alone.output() == "None\n"
+
+
 WRONG = [
     pytest.param(*param.values, launch, marks=param.marks)
     for param in WHEELS

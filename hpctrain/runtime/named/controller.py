@@ -1,11 +1,11 @@
 """The named operations of one process set: in any order on any rank, in one order on all."""
 
-import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.eager import eager
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.threads import calls_from_threads
 from hpctrain.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.runtime.named.driver import Driver
@@ -56,19 +56,20 @@ class Controller:
         self.comm = comm
         self._timeout_s = timeout_s
         self._post = comm.mail()
+        self._stalls = stalls or Stalls()
         self._progress = Progress(
             comm,
             self._post,
             fusion_bytes=fusion_bytes,
             timelines=timelines,
-            stalls=stalls or Stalls(),
+            stalls=self._stalls,
         )
         has_thread = comm.size > 1 and calls_from_threads()
         self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
         self._is_open = True
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""
-        self._owner = os.getpid()
+        self._owner = Owner()
         self._recurring: dict[str, Recurring] = {}
 
     @eager
@@ -164,7 +165,7 @@ class Controller:
 
     def close(self) -> None:
         """End; what only some ranks have submitted fails. Collective; no error on any rank."""
-        if self._owner == os.getpid():  # a forked child has no part in it
+        if self._owner.is_here:  # a forked child has no part in it
             self.abandon()
             self.comm.close()
 
@@ -196,6 +197,8 @@ class Controller:
             self._driver.until(lambda: last.is_done, check)
 
     def _enter(self, handle: Handle) -> None:
+        self._owner.check()
+        self._stalls.enter()
         progress = self._progress
         if self._refusal is not None or progress.broken is not None:
             self._check_open(handle)

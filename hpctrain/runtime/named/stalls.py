@@ -34,6 +34,11 @@ class Stalls:
         """
         self._watch, self._last_call, self._end = watch, last_call, end
 
+    def enter(self) -> None:
+        """Remember that this thread communicates."""
+        if self._last_call is not None:
+            self._last_call.enter()
+
     def note(self, handle: "Handle") -> None:
         """Remember an operation that is over."""
         if self._last_call is not None:

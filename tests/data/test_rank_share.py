@@ -1,0 +1,297 @@
+"""``shard``: the ranks see together what one process with the same loader sees."""
+
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+)
+
+import hpctrain
+from hpctrain.errors import ConfigError, MismatchError
+
+RANKS = pytest.mark.ranks(1, 2, 3, 4)
+
+
+class Numbers(Dataset):
+    """Samples 0, 1, 2, ..."""
+
+    def __init__(self, length=22):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return float(index)
+
+
+class Counting(IterableDataset):
+    """The same, one after the other; its workers share them out."""
+
+    def __init__(self, length=22):
+        self.length = length
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (info.id, info.num_workers) if info else (0, 1)
+        return map(float, range(start, self.length, step))
+
+
+class Notes:
+    """Stands where an optimizer does, and keeps what it is told."""
+
+    def __init__(self):
+        self.counts = []
+
+    def set_num_samples(self, num_samples, nominal=1.0):
+        self.counts.append((num_samples, nominal))
+
+
+@pytest.fixture(autouse=True)
+def _world():
+    hpctrain.init()
+    yield
+    hpctrain.shutdown()
+
+
+def shuffled(**settings):
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(Numbers(), batch_size=5, shuffle=True, generator=generator, **settings)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(), batch_size=5),
+    "shuffled": shuffled,
+    "shuffled by workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "drop_last": lambda: shuffled(drop_last=True),
+    "weighted": lambda: DataLoader(
+        Numbers(),
+        batch_size=4,
+        sampler=WeightedRandomSampler(
+            [1.0, 2.0] * 11, 18, generator=torch.Generator().manual_seed(1)
+        ),
+    ),
+    "batches of its own": lambda: DataLoader(
+        Numbers(), batch_sampler=[[3, 1], [0, 2, 4, 6, 8], [5]], collate_fn=tuple
+    ),
+    "iterated": lambda: DataLoader(Counting(), batch_size=5),
+    "iterated by workers": lambda: DataLoader(Counting(), batch_size=5, num_workers=1),
+    "iterated, drop_last": lambda: DataLoader(Counting(), batch_size=5, drop_last=True),
+}
+
+
+def joined(lists):
+    return list(chain.from_iterable(lists))
+
+
+def as_list(batch):
+    return [float(number) for number in batch]
+
+
+@RANKS
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_ranks_see_the_batches_of_one_process_in_every_epoch(world, name):
+    if "workers" in name and world.size > 2:
+        return  # two ranks show it, and processes take long to start
+    plain, notes = LOADERS[name](), Notes()
+    loader = hpctrain.shard(LOADERS[name](), notes)
+    torch.manual_seed(world.rank)  # ranks differ in all that they draw
+    for epoch in range(2):
+        expected = [as_list(batch) for batch in plain] if world.rank == 0 else None
+        expected = world.bcast(expected)
+        if world.rank == 0:
+            torch.manual_seed(0)
+        notes.counts.clear()
+        mine = [as_list(batch) for batch in loader]
+        if world.size == 1:
+            assert mine == expected
+            continue
+        assert len(mine) == len(expected)
+        counts = [count for count, _ in notes.counts]
+        parts = world.allgather([batch[:n] for batch, n in zip(mine, counts, strict=True)])
+        for step, batch in enumerate(expected):
+            together = [part[step] for part in parts]
+            assert sorted(joined(together)) == sorted(batch), (epoch, step)
+            sizes = [len(part) for part in together]
+            assert max(sizes) - min(sizes) <= 1
+    if "iterated" not in name:
+        assert len(loader) == len(plain)
+
+
+@RANKS
+def test_an_order_from_the_global_generator_is_that_of_rank_0_and_new_in_each_epoch(world):
+    torch.manual_seed(3)
+    plain = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    expected = [[as_list(batch) for batch in plain] for _ in range(2)]
+    assert expected[0] != expected[1]
+    torch.manual_seed(3 + world.rank)
+    loader = hpctrain.shard(DataLoader(Numbers(), batch_size=4, shuffle=True))
+    with torch.no_grad():
+        seen = world.allgather([[as_list(batch) for batch in loader] for _ in range(2)])
+    for epoch in range(2):
+        for step, batch in enumerate(expected[epoch]):
+            parts = [each[epoch][step] for each in seen if step < len(each[epoch])]
+            assert sorted(joined(parts)) == sorted(batch)
+
+
+class Regression(Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x, x.sum() ** 2
+
+
+def train(distributed):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(7)
+    loader = DataLoader(Regression(), batch_size=7, shuffle=True, generator=generator)
+    if distributed:
+        optimizer = hpctrain.DistributedOptimizer(optimizer, model.named_parameters())
+        hpctrain.broadcast_parameters(model.state_dict(), root_rank=0)
+        loader = hpctrain.shard(loader, optimizer)
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x.double())[:, 0], y.double()).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@RANKS
+def test_training_by_the_lines_of_the_readme_equals_one_process():
+    """22 = 3 * 7 + 1: neither 7 nor 1 can be divided by 2, 3 or 4, and some ranks get none."""
+    torch.testing.assert_close(train(distributed=True), train(distributed=False))
+
+
+@RANKS
+@pytest.mark.parametrize("make", [Numbers, Counting])
+def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
+    part = hpctrain.shard(make(22))
+    seen = [part[i] for i in range(len(part))] if make is Numbers else list(part)
+    seen = world.allgather([int(number) for number in seen])
+    assert len({len(numbers) for numbers in seen}) == 1
+    whole = 22 if make is Numbers else 22 // world.size * world.size
+    assert set(joined(seen)) == set(range(whole))
+    assert sum(map(len, seen)) - whole < world.size
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_batches_that_a_data_set_makes_are_dealt_in_turn(world):
+    loader = hpctrain.shard(DataLoader(Counting(11), batch_size=None))
+    seen = world.allgather(list(loader))
+    steps = 11 // world.size
+    assert [len(numbers) for numbers in seen] == [steps] * world.size
+    assert sorted(joined(seen)) == list(range(steps * world.size))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_streams_of_unequal_length_end_together(world):
+    loader = hpctrain.shard(DataLoader(Counting(40 - 10 * world.rank), batch_size=12), Notes())
+    assert len(list(loader)) == -(-(40 - 10 * (world.size - 1)) // 12)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("make", [Numbers, Counting])
+def test_uneven_batches_are_refused_where_nothing_weights_them_but_not_in_evaluation(world, make):
+    loader = hpctrain.shard(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
+    with pytest.raises(ConfigError, match=r"got a batch of 1 for .*shard\(loader, optimizer\)"):
+        list(loader)
+    with torch.no_grad():
+        seen = world.allgather(joined(map(as_list, loader)))
+    assert sorted(joined(seen)) == list(range(world.size * 4 + 1))
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        return iter(())
+
+
+NUMBERS = Numbers()
+REFUSED = {
+    "divided": lambda: DataLoader(
+        NUMBERS, batch_size=2, sampler=DistributedSampler(NUMBERS, 2, 0)
+    ),
+    "in batches": lambda: DataLoader(
+        NUMBERS, batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 2, drop_last=False)
+    ),
+    "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
+    "way of its own": lambda: Own(NUMBERS),
+    "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
+    "shard\\(\\) takes": lambda: 3,
+}
+
+
+@RANKS
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_or_need_not_be_divided_is_refused_on_every_rank(world, why):
+    text = "divided among the ranks already" if why in ("in batches", "elastic") else why
+    wrong = world.rank == world.size - 1
+    with pytest.raises(MismatchError, match=text):
+        hpctrain.shard(REFUSED[why]() if wrong else DataLoader(NUMBERS))
+
+
+@RANKS
+def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
+    plain = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    with pytest.raises(MismatchError, match=r"DistributedOptimizer .* got SGD; wrap it"):
+        hpctrain.shard(DataLoader(NUMBERS), plain)
+    if world.size > 1:
+        with pytest.raises(MismatchError, match=r"the same on every rank, got rank"):
+            hpctrain.shard(Numbers(20 + world.rank))
+
+
+class Failing:
+    def __iter__(self):
+        yield [0, 1]
+        raise ValueError("no more")
+
+
+@pytest.mark.ranks(2)
+def test_a_sampler_that_fails_is_told_on_every_rank(world):
+    loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
+    with pytest.raises(hpctrain.errors.DataError, match="fails on rank 0: ValueError: no more"):
+        list(loader)
+    assert world.allgather(0) == [0] * world.size
+
+
+@RANKS
+def test_a_loader_keeps_what_it_was_made_with():
+    def collate(samples):
+        return samples
+
+    def start(_worker):
+        pass
+
+    plain = DataLoader(
+        NUMBERS,
+        batch_size=12,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=collate,
+        worker_init_fn=start,
+        timeout=5,
+        prefetch_factor=4,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+        generator=torch.Generator(),
+    )
+    loader = hpctrain.shard(plain, Notes())
+    for name in ("dataset", "batch_size", "drop_last", "num_workers", "collate_fn", "timeout",
+                 "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory",
+                 "generator", "multiprocessing_context", "sampler"):  # fmt: skip
+        assert getattr(loader, name) is getattr(plain, name) or getattr(loader, name) == getattr(
+            plain, name
+        ), name
+    assert len(loader) == len(plain) == 1

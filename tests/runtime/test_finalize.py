@@ -1,0 +1,53 @@
+"""A program may end MPI itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.launch import mpiexec
+
+pytestmark = pytest.mark.launches
+
+MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
+
+PROGRAM = """
+import sys, time
+import torch
+from mpi4py import MPI
+import hpctrain as hvd
+
+for again in range(2):
+    hvd.shutdown()
+    hvd.init()
+    mean = hvd.allreduce(torch.full((4,), float(hvd.rank())))
+if hvd.rank() == 1:
+    time.sleep(1.2)  # the others are done, and wait
+MPI.Finalize()
+if hvd.rank() == 0:
+    print("mean", mean[0].item(), "of", hvd.size())
+try:
+    hvd.allreduce(mean)
+except hvd.HorovodInternalError as error:
+    assert "shut down" in str(error), error
+else:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(Path(sys.executable), id="this MPI"),
+        pytest.param(MPICH, id="MPICH", marks=pytest.mark.requires("mpich")),
+    ],
+)
+def test_a_program_that_finalizes_mpi_after_its_work_ends_with_0(python, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    line = [python, "-m", "hpctrain", "launch", "-n", "2", "--", python, program]
+    done = subprocess.run(
+        line, env=mpiexec.environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "mean 0.5 of 2\n"), done.stderr

@@ -1,0 +1,76 @@
+"""Processes that a rank starts are no ranks: they neither join nor communicate."""
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.errors import CommError
+from tests.runtime.victims import run_ranks
+
+SPAWNING = """
+    from torch.utils.data import DataLoader
+    loader = DataLoader([1.0, 2.0], num_workers=1, multiprocessing_context="{method}")
+    if __name__ == "__main__":
+        for batch in loader:
+            hvd.allreduce(batch)
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.conformance)]
+)
+def test_a_worker_that_imports_a_program_with_a_bare_init_is_refused(method, tmp_path):
+    outcome = run_ranks(tmp_path, SPAWNING.format(method=method))
+    assert outcome.code != 0
+    assert "was started by one of them through multiprocessing" in outcome.err
+    assert 'guard init() and all that trains by `if __name__ == "__main__":`' in outcome.err
+
+
+COLLECTIVES = {
+    "named": lambda: hpctrain.allreduce(torch.ones(2)),
+    "without an answer": lambda: hpctrain.allreduce_async(torch.ones(2)),
+    "barrier": hpctrain.barrier,
+    "join": hpctrain.join,
+    "object": lambda: hpctrain.broadcast_object(1),
+}
+
+
+class Asking(torch.utils.data.Dataset):
+    """Communicates where a sample is wanted; in a forked worker that is refused."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.weight = optimizer, optimizer.param_groups[0]["params"][0]
+
+    def __len__(self):
+        return len(COLLECTIVES) + 1
+
+    def __getitem__(self, index):
+        calls = [*COLLECTIVES.values(), self._backward]
+        try:
+            calls[index]()
+        except CommError as error:
+            return f"{hpctrain.rank()}: {error}"
+        return "taken"
+
+    def _backward(self):
+        (self.weight.sum()).backward()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", ["thread", "end"])
+def test_a_forked_worker_is_refused_and_its_parent_goes_on(world, overlap, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", overlap)
+    hpctrain.init()
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = hpctrain.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    loader = torch.utils.data.DataLoader(
+        Asking(optimizer), num_workers=1, batch_size=None, multiprocessing_context="fork"
+    )
+    for said in loader:
+        assert said.startswith(f"{world.rank}: ranks communicate by the process"), said
+    mean = hpctrain.allreduce(torch.full((2,), float(world.rank)))
+    assert mean.tolist() == [(world.size - 1) / 2] * 2
+    (weight.sum() * world.rank).backward()
+    assert weight.grad.tolist() == [(world.size - 1) / 2] * 3
+    hpctrain.shutdown()
