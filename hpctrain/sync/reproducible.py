@@ -20,6 +20,7 @@ from hpctrain.logs import logger
 from hpctrain.sync.arithmetic import arithmetic
 from hpctrain.sync.distributed_methods import DistributedMethods
 from hpctrain.sync.fixed_tree import Node, push, sum_over_ranks
+from hpctrain.sync.generators import begin_generators, kept_generators
 from hpctrain.sync.micro_shards import (
     ALIGNMENT,
     aligned_part,
@@ -57,7 +58,8 @@ class Reproducible:
     of the micro-shard at work a rank keeps one for each level of the tree at most, twice as many
     where ranks do not divide micro-shards, and a copy of the buffers.
 
-    Dropout and what else draws from torch's generator is covered, numbers from elsewhere are not.
+    Dropout and what else draws from the global generators of torch, numpy and Python is covered,
+    numbers from elsewhere are not.
     What depends on the samples of a whole batch, such as padding to its longest, must be fixed.
     """
 
@@ -165,7 +167,7 @@ class Reproducible:
         except ConfigError as error:
             work.report.refusal = str(error)
         else:
-            with torch.random.fork_rng(devices=[]):
+            with kept_generators():
                 self._run(work, batch, loss_function, sizes)
         start = time.perf_counter()
         with torch.no_grad():
@@ -206,8 +208,7 @@ class Reproducible:
             taken: list[Tensor | None] = [None] * len(values)
             if size:
                 part = aligned_part(batch, slice(first, first + size))
-                seed = seed_of(self._seed, self.next_step, micro_shard)
-                torch.default_generator.manual_seed(seed)
+                begin_generators(seed_of(self._seed, self.next_step, micro_shard))
                 loss = loss_function(part)
                 loss.backward(torch.full_like(loss, weight))
                 report.losses.append(loss.item() * weight)
