@@ -43,6 +43,9 @@ class DataConfig:
     per_sample changes what it is called with."""
     per_sample: bool = False
     """Whether transform takes one sample at a time."""
+    random: bool = False
+    """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
+    argument. In threads (workers = 0) the global generators are refused: their order is chance."""
     workers: int = 0
     """Processes on each rank that transform; 0 does it in threads."""
     prefetch: int = 4
@@ -56,6 +59,11 @@ class DataConfig:
         """Check the words and the numbers."""
         require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
         require(self.workers >= 0, "data.workers is 0 or more", self.workers)
+        require(
+            self.per_sample or not self.random,
+            "data.random gives each sample a generator: set data.per_sample = true too",
+            self.random,
+        )
         require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
         require(
             self.on_corrupt in ("raise", "skip"),

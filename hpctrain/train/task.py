@@ -284,4 +284,5 @@ def _transform(config: DataConfig) -> Transform | None:
     if not config.transform:
         return None
     function = resolve(config.transform, "data.transform")
-    return PerSample(function) if config.per_sample else function
+    check(function, 2 if config.random else 1, {}, "data.transform")
+    return PerSample(function, random=config.random) if config.per_sample else function

@@ -92,6 +92,17 @@ def unchanged(columns):
     return columns
 
 
+def jittered(sample, generator):
+    """A transform of a sample that takes a generator."""
+    return {**sample, "x": sample["x"] + 0.1 * generator.standard_normal()}
+
+
+def jolted(sample):
+    """A transform of a sample that draws from every generator of its process."""
+    drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
+    return {**sample, "x": sample["x"] + 0.1 * drawn + 0.1 * torch.randn_like(sample["x"])}
+
+
 def distance(output: Tensor, label: Tensor) -> Tensor:
     """A metric with one value per sample."""
     return output.gather(1, label[:, None])[:, 0].abs()
