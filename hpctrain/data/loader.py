@@ -22,7 +22,7 @@ from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.orders.ordering import Ordering, OrderName
 from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.pool import DecodePool
-from hpctrain.data.samples import Samples
+from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.transform import Transform
 from hpctrain.errors import CorruptError, DataError
 
@@ -198,6 +198,15 @@ class Loader:
         if self._pass is current:
             self.epoch, self.consumed = self.epoch + 1, 0
 
+    def delivered(self) -> Indices:
+        """Return the numbers of this rank's samples in the batch that was delivered last.
+
+        Not collective; until the next one is asked for.
+        """
+        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        part = Steps(order, self._cut(self.consumed - self.step_samples), 1, 1).part(0)
+        return part.without(self._skipped).indices
+
     def close(self) -> None:
         """End the worker processes, if there are any; the next pass starts new ones."""
         if self._pool is not None:
@@ -217,15 +226,7 @@ class Loader:
 
         What prevents all further steps is given at the next one, and is the last.
         """
-        cut = Cut(
-            num_samples=len(self.dataset),
-            start=self.consumed,
-            global_batch=self.global_batch,
-            tail=self.tail,
-            rank=self.rank,
-            size=self.size,
-            micro_shards=self.micro_shards,
-        )
+        cut = self._cut(self.consumed)
         if not len(cut):
             return
         try:
@@ -233,6 +234,17 @@ class Loader:
                 yield from chain.from_iterable(self._draws.waited(parts))
         except Exception as error:
             yield error
+
+    def _cut(self, start: int) -> Cut:
+        return Cut(
+            num_samples=len(self.dataset),
+            start=start,
+            global_batch=self.global_batch,
+            tail=self.tail,
+            rank=self.rank,
+            size=self.size,
+            micro_shards=self.micro_shards,
+        )
 
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
