@@ -49,7 +49,7 @@ class RunInDirectory:
             continues: go on from the last checkpoint, if there is any.
 
         Raises:
-            MismatchError: the run directory cannot be written, or no checkpoint read; on all ranks.
+            MismatchError: the run directory cannot be written, or no checkpoint read; on all.
             NotFiniteError: loss, gradients or parameters are not finite; on all ranks.
             ReplicaError: the ranks have parted; on all ranks.
         """
