@@ -42,7 +42,7 @@ def test_replicas_that_are_equal_are_told_apart_by_nothing_but_a_small_message(h
 def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
     model, optimizer = trained
     last = hvd.size() - 1
-    others = "rank 0" if last == 1 else "ranks 0, 1"
+    others = "rank 0" if last == 1 else "ranks 0-1"
     model[2].bias.zero_()
     if hvd.rank() == last:
         match what:
@@ -60,7 +60,7 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
             case "sign":
                 model[2].bias[0] = -0.0
     told = {
-        "parameter": rf"1 of 11 values differ: parameter 2\.weight \({others}: \w+; rank {last}",
+        "parameter": rf"1 of \d+ values differ: parameter 2\.weight \({others}: \w+; rank {last}",
         "state": r"momentum_buffer of 0\.bias",
         "group": "lr of optimizer group 0",
         "buffer": r"buffer 1\.num_batches_tracked",
@@ -68,7 +68,6 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
         "sign": r"parameter 2\.bias",
     }[what]
     buffers = {"buffers": True} if what == "buffer" else {}
-    told = told.replace("1 of 11", r"1 of \d+")
     with pytest.raises(ReplicaError, match=told):
         hvd.check_replicas(model, optimizer, **buffers)
     hvd.check_replicas(model[0])
