@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from hpctrain.sync.local_sgd import LocalSGD
     from hpctrain.sync.optimizer import DistributedOptimizer
     from hpctrain.sync.post_local_sgd import PostLocalSGD
+    from hpctrain.sync.replica_check import check_replicas
     from hpctrain.sync.staged_sgd import StagedSGD
 
 _HOME = {
@@ -174,6 +175,7 @@ _HOME = {
     "hpctrain.sync.local_sgd": ("LocalSGD",),
     "hpctrain.sync.optimizer": ("DistributedOptimizer",),
     "hpctrain.sync.post_local_sgd": ("PostLocalSGD",),
+    "hpctrain.sync.replica_check": ("check_replicas",),
     "hpctrain.sync.staged_sgd": ("StagedSGD",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -215,6 +217,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_replicas",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -33,6 +33,10 @@ class MismatchError(CommError):
     """The ranks disagree about what to do: every one of them raises this."""
 
 
+class ReplicaError(MismatchError):
+    """The replicas of a model differ: every rank raises this, and it names what and where."""
+
+
 class HorovodInternalError(CommError, RuntimeError):
     """A named operation failed, on every rank alike; the ranks are there and can go on.
 

@@ -11,7 +11,8 @@ One thread on every rank, SGD with momentum, float32, 64 samples on every rank. 
 
 The variants run in turn, each on a model of its own; a step's time is that of the slowest rank.
 ``waiting ms`` is what the last step spent on other ranks after its last backward.
-Then the hash of the model and its optimizer, ``state_hash``, by one rank and shared by all.
+Then the hash of the model and its optimizer, ``state_hash``, by one rank and shared by all, and
+``check_replicas``, by which each rank hashes all of it and compares.
 """
 
 from collections.abc import Callable
@@ -124,16 +125,20 @@ def main() -> None:
             if name != "ordinary":
                 ratios[f"{model}, {name} / ordinary"] = median(times) / base
         if model == "wide":
-            ratios |= hashing(jobs["ordinary"].state, options.rounds)
+            ratios |= hashing(jobs["ordinary"], options.rounds)
     report("Reproducible steps", rows, ratios, options.json)
     hvd.shutdown()
 
 
-def hashing(state: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Return GB/s of ``state_hash``."""
-    comm = current().comm
+def hashing(job: Job, rounds: int) -> dict[str, float]:
+    """Return GB/s of ``state_hash`` and ``check_replicas``."""
+    comm, state = current().comm, job.state
     seconds = interleave(
-        {"alone": lambda: state_hash(state), "shared": lambda: state_hash(state, comm)},
+        {
+            "state_hash, alone": lambda: state_hash(state),
+            "state_hash, shared": lambda: state_hash(state, comm),
+            "check_replicas": lambda: hvd.check_replicas(job.model, job.optimizer),
+        },
         rounds=rounds,
     )
     tensors = [
@@ -141,10 +146,7 @@ def hashing(state: dict[str, Any], rounds: int) -> dict[str, float]:
         *(t for each in state["optimizer"]["state"].values() for t in each.values()),
     ]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, Tensor))
-    return {
-        f"state_hash, {name}, GB/s": num_bytes / median(times) / 1e9
-        for name, times in seconds.items()
-    }
+    return {f"{name}, GB/s": num_bytes / median(times) / 1e9 for name, times in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,24 @@ def state_hash(state: Mapping[str, Any], comm: "Communicator | None" = None) -> 
     return whole.hexdigest()[:16]
 
 
+def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the 64-bit hash of each value, as ``state_hash`` makes it, by its name.
+
+    Args:
+        values: tensors, plain values, or containers of them, by name.
+
+    Raises:
+        CheckpointError: there is something else, names where.
+    """
+    found = {}
+    for name, value in values.items():
+        whole = hashlib.sha256()
+        for leaf in _leaves(value, name):
+            whole.update(_digest(*leaf))
+        found[name] = whole.hexdigest()[:16]
+    return found
+
+
 def _gathered(mine: dict[int, bytes], paths: list[str], comm: "Communicator") -> dict[int, bytes]:
     """Join the digests of all ranks. Collective."""
     names = hashlib.sha256(repr(paths).encode()).digest()

@@ -21,7 +21,7 @@ from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.train import train
-from hpctrain.errors import HpctrainError, MismatchError
+from hpctrain.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
 
 USAGE_ERROR = 2
 ROOT_SPEAKS_S = 2.0
@@ -95,7 +95,7 @@ def hpctrain(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line on stderr and exit code 2."""
+    """Run the command line; an error of ours is one line on stderr and exit code 2, or 1."""
     if platform.system() == "Windows":
         sys.stderr.write(
             "hpctrain: Windows itself has no MPI that hpctrain runs on; start it inside WSL: "
@@ -111,7 +111,8 @@ def main() -> None:
 def _stop(error: HpctrainError) -> None:
     """Say once what all ranks met, and stop; what one rank met alone is raised again."""
     rank, is_joined = _rank()
-    if is_joined and not isinstance(error, MismatchError):
+    code = 1 if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
+    if is_joined and not isinstance(error, MismatchError | NotFiniteError):
         raise error  # the hooks of the world tag it with the rank and end all others
     if rank and not is_joined:
         # Rank 0 has most likely met the same, and its end is the end of this process too.
@@ -119,7 +120,7 @@ def _stop(error: HpctrainError) -> None:
         sys.stderr.write(f"hpctrain: rank {rank}: {error}\n")
     elif not rank:
         sys.stderr.write(f"hpctrain: {error}\n")
-    sys.exit(USAGE_ERROR)
+    sys.exit(code)
 
 
 def _rank() -> tuple[int, bool]:

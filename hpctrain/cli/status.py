@@ -15,8 +15,8 @@ def status(
     """Tell whether a run is finished, by its own last record.
 
     The exit code is 0 for a finished run, 85 for one that has stopped and wants to go on, and 1
-    for one that is still at work, was ended without a word, or is not there. A launcher's own
-    exit code says less: it may be 0 after a node was lost.
+    for one that has failed, is still at work, was ended without a word, or is not there. A
+    launcher's own exit code says less: it may be 0 after a node was lost.
 
     For instance:
 

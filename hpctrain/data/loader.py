@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.draws import ThreadDraws
 from hpctrain.data.loading.arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.batches import Reading
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
@@ -21,7 +22,7 @@ from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.orders.ordering import Ordering, OrderName
 from hpctrain.data.orders.window_shape import WindowShape
 from hpctrain.data.pool import DecodePool
-from hpctrain.data.samples import Samples
+from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.transform import Transform
 from hpctrain.errors import CorruptError, DataError
 
@@ -69,7 +70,8 @@ class Loader:
     start of the epoch: ``wrap``, where ``num_repeated`` of a batch tells how many."""
     transform: Transform | None = None
     """Makes the values of a batch from those of the data set; runs while reading. ``PerSample``
-    makes one of a function of a sample."""
+    makes one of a function of a sample, which may take a random generator: in threads the global
+    ones are refused."""
     threads: int = 4
     """How many steps are read at the same time."""
     prefetch: int = 4
@@ -93,6 +95,7 @@ class Loader:
     """Samples of the step that was delivered last, on all ranks together, repeated ones apart."""
     _ordering: Ordering = field(init=False, repr=False)
     _skipped: Skipped = field(init=False, repr=False)
+    _draws: ThreadDraws = field(init=False, repr=False)
     _pool: DecodePool | None = field(default=None, init=False, repr=False)
     _pass: object = field(default=None, init=False, repr=False)
 
@@ -121,7 +124,7 @@ class Loader:
         if self.pin_memory and not torch.cuda.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
             self.pin_memory = False
-        self._skipped = Skipped()
+        self._skipped, self._draws = Skipped(), ThreadDraws()
         self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, self.window)
 
     def __len__(self) -> int:
@@ -195,6 +198,15 @@ class Loader:
         if self._pass is current:
             self.epoch, self.consumed = self.epoch + 1, 0
 
+    def delivered(self) -> Indices:
+        """Return the numbers of this rank's samples in the batch that was delivered last.
+
+        Not collective; until the next one is asked for.
+        """
+        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        part = Steps(order, self._cut(self.consumed - self.step_samples), 1, 1).part(0)
+        return part.without(self._skipped).indices
+
     def close(self) -> None:
         """End the worker processes, if there are any; the next pass starts new ones."""
         if self._pool is not None:
@@ -214,22 +226,25 @@ class Loader:
 
         What prevents all further steps is given at the next one, and is the last.
         """
-        cut = Cut(
+        cut = self._cut(self.consumed)
+        if not len(cut):
+            return
+        try:
+            with self._reading(cut) as parts:
+                yield from chain.from_iterable(self._draws.waited(parts))
+        except Exception as error:
+            yield error
+
+    def _cut(self, start: int) -> Cut:
+        return Cut(
             num_samples=len(self.dataset),
-            start=self.consumed,
+            start=start,
             global_batch=self.global_batch,
             tail=self.tail,
             rank=self.rank,
             size=self.size,
             micro_shards=self.micro_shards,
         )
-        if not len(cut):
-            return
-        try:
-            with self._reading(cut) as parts:
-                yield from chain.from_iterable(parts)
-        except Exception as error:
-            yield error
 
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
@@ -244,7 +259,12 @@ class Loader:
         )
         pace = pace.of_copies() if at_once and not (self.transform or self.workers) else pace
         if self.workers:
-            self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
+            self._pool = self._pool or DecodePool(
+                self.dataset,
+                self.transform,
+                self.workers,
+                any_ranks=self.micro_shards is not None,
+            )
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(
             dataset=self.dataset,
@@ -256,6 +276,7 @@ class Loader:
             pool=self._pool,
             is_padded=self.ragged == "padded",
             is_pinned=self.pin_memory,
+            draws=self._draws,
         )
         # Before there are threads that plan: they would keep the disk waiting.
         reading.begin()

@@ -9,6 +9,7 @@ import queue
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import nullcontext
 from multiprocessing import reduction
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -19,7 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.data.decode.parcel import Inbox, Parcel
 from hpctrain.data.decode.processes import Processes
-from hpctrain.data.transform import Transform, apply
+from hpctrain.data.draws import refused_draws
+from hpctrain.data.transform import PerSample, Transform, apply
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class DecodePool:
         dataset: "Samples",
         transform: Transform | None,
         num_workers: int,
+        *,
+        any_ranks: bool = False,
     ) -> None:
         """Start the processes and return; they load while this process goes on.
 
@@ -50,13 +54,15 @@ class DecodePool:
             dataset: what to read; each worker opens it for itself.
             transform: makes the batch from what ``dataset.take`` returns; None for that itself.
             num_workers: processes, each with one thread of torch.
+            any_ranks: refuse a transform whose random numbers depend on the number of ranks: one
+                of whole batches that draws from a global generator.
 
         Raises:
             DataError: data set or transform cannot be pickled, or no process can be started.
         """
         if num_workers < 1:
             raise DataError(f"a decode pool has at least 1 worker, got {num_workers}")
-        task = _pickled(_Task(dataset, transform))
+        task = _pickled(_Task(dataset, transform, any_ranks))
         self._tasks: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._processes = Processes(num_workers)
@@ -129,9 +135,15 @@ class _Task(NamedTuple):
 
     dataset: "Samples"
     transform: Transform | None
+    any_ranks: bool = False
 
     def __call__(self, indices: NDArray[np.int64], epoch: int, seed: int) -> Any:
-        return apply(self.transform, self.dataset.take(indices), indices, epoch, seed)
+        columns = self.dataset.take(indices)
+        if isinstance(self.transform, PerSample):
+            return self.transform.at(columns, indices, epoch, seed, begins_anew=True)
+        part = "whose numbers would be others on another number of ranks"
+        with refused_draws(part) if self.any_ranks else nullcontext():
+            return apply(self.transform, columns, indices, epoch, seed)
 
 
 def _drive(

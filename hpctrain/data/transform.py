@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.data.draws import begin_generators
 from hpctrain.data.orders.feistel import key_of
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Values
@@ -45,18 +46,35 @@ class PerSample:
             )
         return _joined([self.function(sample) for sample in _samples(columns)], columns)
 
-    def at(self, columns: Columns, indices: Indices, epoch: int, seed: int) -> dict[str, Values]:
-        """Transform the samples ``indices`` of the data set."""
-        if not self.random:
+    def at(
+        self,
+        columns: Columns,
+        indices: Indices,
+        epoch: int,
+        seed: int,
+        *,
+        begins_anew: bool = False,
+    ) -> dict[str, Values]:
+        """Transform the samples ``indices`` of the data set.
+
+        Args:
+            columns: their values.
+            indices: ``(num_samples,)``.
+            epoch: with ``seed`` and the sample, where its random numbers begin.
+            seed: of the run.
+            begins_anew: let the global generators begin anew with each sample too: in a process
+                that does nothing else.
+        """
+        if not (self.random or begins_anew):
             return self(columns)
         pass_key = key_of(seed, epoch)
-        return _joined(
-            [
-                self.function(sample, _generator(pass_key, index))
-                for sample, index in zip(_samples(columns), indices.tolist(), strict=True)
-            ],
-            columns,
-        )
+        made = []
+        for number, sample in enumerate(_samples(columns)):
+            if begins_anew:
+                begin_generators(indices[number : number + 1], epoch, seed)
+            own = [_generator(pass_key, int(indices[number]))] if self.random else []
+            made.append(self.function(sample, *own))
+        return _joined(made, columns)
 
 
 def apply(

@@ -1,8 +1,19 @@
 """What the bits of a calculation depend on beside the program and its inputs."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 from hpctrain.comm.planning import machine
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; NaN where it has none, as of two infinities or beyond all."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:

@@ -47,6 +47,12 @@ class BufferStates:
                 self.put(entry, start)
         return changed
 
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give all buffers what they held at the start of the step."""
+        for entry, start in enumerate(self._start):
+            self.put(entry, start)
+
     def put(self, entry: int, value: Tensor) -> None:
         """Give a buffer a value; a pass may have put another tensor into its place."""
         module, name, buffer = self._places[entry]

@@ -182,6 +182,20 @@ class LocalMethod:
             return self.rounds.flags & ~SWITCH
         return self.rounds.raised_flags & ~SWITCH
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all ranks take the present step together, by averaged gradients."""
+        return self._gradients.is_synchronous
+
+    @property
+    def gradient_flags(self) -> int:
+        """Bits that any of the ranks had raised whose gradients are averaged in this step.
+
+        Known after ``backward``, or after ``synchronize`` in its place; those of this rank alone
+        where it takes a step of its own.
+        """
+        return (self._gradients.raised_flags | self._flags) & ~SWITCH
+
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when the ranks meet.
 

@@ -1,7 +1,6 @@
 """Training steps whose bits do not depend on the number of ranks."""
 
 import functools
-import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,10 @@ from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import ConfigError, MismatchError
 from hpctrain.logs import logger
-from hpctrain.sync.arithmetic import arithmetic
+from hpctrain.sync.arithmetic import arithmetic, exact_sum
 from hpctrain.sync.distributed_methods import DistributedMethods
 from hpctrain.sync.fixed_tree import Node, push, sum_over_ranks
+from hpctrain.sync.generators import begin_generators, kept_generators
 from hpctrain.sync.micro_shards import (
     ALIGNMENT,
     aligned_part,
@@ -57,7 +57,8 @@ class Reproducible:
     of the micro-shard at work a rank keeps one for each level of the tree at most, twice as many
     where ranks do not divide micro-shards, and a copy of the buffers.
 
-    Dropout and what else draws from torch's generator is covered, numbers from elsewhere are not.
+    Dropout and what else draws from the global generators of torch, numpy and Python is covered,
+    numbers from elsewhere are not.
     What depends on the samples of a whole batch, such as padding to its longest, must be fixed.
     """
 
@@ -100,6 +101,8 @@ class Reproducible:
         """Time that the last step spent on other ranks, waiting for them included."""
         self.raised_flags = 0
         """Bits that any rank had raised for the last step; the same on every rank."""
+        self.own_loss = 0.0
+        """What the samples of this rank have added to the loss of the last step."""
         self._model, self._optimizer, self._comm = model, optimizer, comm
         self._num_micro_shards, self._seed, self._num_threads = num_micro_shards, seed, num_threads
         self._ranges = [
@@ -165,8 +168,9 @@ class Reproducible:
         except ConfigError as error:
             work.report.refusal = str(error)
         else:
-            with torch.random.fork_rng(devices=[]):
+            with kept_generators():
                 self._run(work, batch, loss_function, sizes)
+        self.own_loss = exact_sum(work.report.losses) / self._num_micro_shards
         start = time.perf_counter()
         with torch.no_grad():
             loss = self._combine(work)
@@ -206,8 +210,7 @@ class Reproducible:
             taken: list[Tensor | None] = [None] * len(values)
             if size:
                 part = aligned_part(batch, slice(first, first + size))
-                seed = seed_of(self._seed, self.next_step, micro_shard)
-                torch.default_generator.manual_seed(seed)
+                begin_generators(seed_of(self._seed, self.next_step, micro_shard))
                 loss = loss_function(part)
                 loss.backward(torch.full_like(loss, weight))
                 report.losses.append(loss.item() * weight)
@@ -239,7 +242,7 @@ class Reproducible:
         sums = sum_over_ranks(self._comm, self._ranges, work.pending, present, work.values.absent)
         counters = next((r.counters for r in reports if r.counters is not None), {})
         work.values.settle(sums, scale, counters)
-        return math.fsum(loss for report in reports for loss in report.losses) * scale
+        return exact_sum(loss for report in reports for loss in report.losses) * scale
 
     def _sizes(self, batch: Any, num_samples: int | None) -> list[tuple[int, float]]:
         """Return samples and weight of each micro-shard of this rank."""

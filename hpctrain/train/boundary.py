@@ -11,9 +11,10 @@ from hpctrain.errors import CheckpointError
 from hpctrain.logs import logger
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.replicas import require_finite_weights
 from hpctrain.train.state import RunState
 
-STOP, SAVE = 1, 2
+STOP, SAVE, NOT_FINITE = 1, 2, 4
 """Bits that ride in the opening message of a step."""
 
 RETRY_S = 60.0
@@ -68,7 +69,11 @@ class Boundary:
         return self._manager is not None and self._manager.due(step)
 
     def save(self, state: RunState, *, score: float | None = None) -> None:
-        """Save while training goes on; a disk that refuses is a warning. Collective."""
+        """Save while training goes on; a disk that refuses is a warning. Collective.
+
+        Raises:
+            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
+        """
         if self._manager is None:
             return
         try:
@@ -85,6 +90,7 @@ class Boundary:
 
         Raises:
             CheckpointError: the state cannot be written; on every rank.
+            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
         """
         reasons = self._comm.allgather_object(self._requests.reason)
         if self._manager is not None:
@@ -94,6 +100,7 @@ class Boundary:
     def _write(
         self, manager: Manager, state: RunState, *, wait: bool, score: float | None
     ) -> None:
+        require_finite_weights(state.task, self._comm)
         self._metrics.sync()
         state.num_records = self._comm.broadcast_object(self._metrics.num_records)
         manager.save(

@@ -43,6 +43,9 @@ class DataConfig:
     per_sample changes what it is called with."""
     per_sample: bool = False
     """Whether transform takes one sample at a time."""
+    random: bool = False
+    """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
+    argument. In threads (workers = 0) the global generators are refused: their order is chance."""
     workers: int = 0
     """Processes on each rank that transform; 0 does it in threads."""
     prefetch: int = 4
@@ -56,6 +59,11 @@ class DataConfig:
         """Check the words and the numbers."""
         require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
         require(self.workers >= 0, "data.workers is 0 or more", self.workers)
+        require(
+            self.per_sample or not self.random,
+            "data.random gives each sample a generator: set data.per_sample = true too",
+            self.random,
+        )
         require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
         require(
             self.on_corrupt in ("raise", "skip"),
@@ -120,6 +128,12 @@ class TrainingConfig:
     """Samples of one step, over all ranks: the same training on any number of ranks."""
     clip_norm: float = 0.0
     """Largest norm of the averaged gradient; 0 does not clip."""
+    on_non_finite: str = "stop"
+    """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
+    nobody looks (ignore). Gradients by a finite loss are looked at with skip or clip_norm."""
+    check_replicas: str | int = "test"
+    """Whether all ranks have the same weights is looked at before each test, after so many steps
+    too, or never; with a local sync.method only where they have just averaged."""
     reproducible: bool = False
     """The same bits on any number of ranks, on processors of one type: slower, as each rank takes
     its micro-shards one after the other, on one thread."""
@@ -133,6 +147,17 @@ class TrainingConfig:
         require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
         require(self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch)
         require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
+        require(
+            self.on_non_finite in ("stop", "skip", "ignore"),
+            "train.on_non_finite is stop, skip or ignore",
+            self.on_non_finite,
+        )
+        every = self.check_replicas
+        require(
+            every in ("test", "never") or (isinstance(every, int) and every >= 1),
+            "train.check_replicas is test, a number of steps from 1, or never",
+            every,
+        )
         require(
             self.micro_shards >= 0 and self.micro_shards & (self.micro_shards - 1) == 0,
             "train.micro_shards is a power of two, or 0",

@@ -1,6 +1,5 @@
 """How good the model is, exactly, on any number of ranks."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.sync.arithmetic import exact_sum
 from hpctrain.sync.micro_shards import aligned_parts
 from hpctrain.train.task import Task
 
@@ -45,7 +45,7 @@ def evaluate(task: Task, comm: Communicator) -> Scores:
         rows = [row for each in comm.allgather_object(rows) for row in each]
     # Rounded once at the end, so that the order of the terms does not count.
     sums = torch.tensor(
-        [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * 3, dtype=torch.float64
+        [exact_sum(column) for column in zip(*rows, strict=True)] or [0.0] * 3, dtype=torch.float64
     )
     if task.steps is None:
         comm.allreduce_(sums).wait()

@@ -14,8 +14,10 @@ from hpctrain.data.batch import Batch
 from hpctrain.sync.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.evaluate import Scores, evaluate
+from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
+from hpctrain.train.replicas import check_replicas
 from hpctrain.train.state import RunState
 from hpctrain.train.sync_method import figures, has_decided
 from hpctrain.train.tally import Interval
@@ -50,13 +52,19 @@ def train(
     progress: Progress,
     boundary: Boundary,
 ) -> Outcome | Stopped:
-    """Train from where ``state`` is to the last epoch, or until a stop; collective."""
+    """Train from where ``state`` is to the last epoch, or until a stop; collective.
+
+    Raises:
+        NotFiniteError: loss, gradients or parameters are not finite; on every rank.
+        ReplicaError: the ranks have parted; on every rank.
+    """
     task = state.task
     loader, last_epoch = task.train, task.config.train.epochs
+    guard = StepGuard(task, comm, metrics)
     while loader.epoch < last_epoch:
         epoch, wishes = loader.epoch + 1, 0
         for batch in state.tally.inputs(loader):
-            wishes = _step(state, batch, epoch, comm, metrics, progress, boundary)
+            wishes = _step(state, batch, epoch, comm, metrics, progress, boundary, guard)
             if wishes & STOP:
                 return Stopped(reason=boundary.stop(state), step=state.step)
             if wishes & SAVE and loader.consumed < task.num_train_samples:
@@ -65,6 +73,8 @@ def train(
         # The loader is at the start of the next epoch now.
         _end_epoch(state, comm, is_last=epoch == last_epoch)
         if is_tested := epoch % task.config.test.every_epochs == 0 or epoch == last_epoch:
+            if task.config.train.check_replicas != "never":
+                check_replicas(task, comm)
             with task.sync.averaged() if task.sync is not None else nullcontext():
                 state.scores = evaluate(task, comm)
             metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
@@ -99,33 +109,43 @@ def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
     metrics: Metrics,
     progress: Progress,
     boundary: Boundary,
+    guard: StepGuard,
 ) -> int:
     """Take one step, record it where that is due, and return the ranks' wishes."""
     task, exchange = state.task, state.task.exchange
     lr = task.config.optimizer.lr * task.schedule(state.step)
     for group in task.optimizer.param_groups:
         group["lr"] = lr
-    exchange.raise_flags(boundary.wishes(state.step + 1))
+    guard.begin(state.step + 1, lr, boundary.wishes(state.step + 1))
     if task.sync is not None:
         task.sync.rounds.must_meet = _must_meet(task, boundary, state.step + 1)
     start = perf_counter()
-    loss, num_samples = train_step(task, batch, comm)
+    loss, num_samples, is_taken = train_step(task, batch, comm, guard)
+    counts = not is_taken and (task.sync is not None or comm.rank == 0)
     state.tally.add(
         loss=loss,
         num_samples=num_samples,
         work_s=perf_counter() - start,
         communication_s=exchange.communication_seconds,
+        num_skipped=int(counts),
     )
+    guard.end()
     if task.observer is not None:
         state.epoch_tally.add(loss=loss, num_samples=num_samples, work_s=0.0, communication_s=0.0)
     state.step += 1
     if is_recorded(task, state.step, state.tally.num_steps):
         interval = state.tally.take(comm)
         state.training_s += interval.num_steps * interval.step_s
+        state.num_skipped += interval.num_skipped
         more = {} if task.sync is None else figures(task.sync)
         _record(metrics, epoch, state.step, lr, interval, more)
         progress.advance(state.step, interval, more)
+        if interval.num_skipped:
+            progress.tell(left_out(interval.num_skipped))
         _tell_pace(state, metrics, progress)
+    every = task.config.train.check_replicas
+    if isinstance(every, int) and state.step - state.checked_step >= every:
+        state.checked_step = state.step if check_replicas(task, comm) else state.checked_step
     every = task.config.log.hash_every
     if every and state.step % every == 0:
         metrics.write("hash", step=state.step, state_hash=hash_of(task, comm))
@@ -208,51 +228,70 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
     return last * num_intervals // epoch_steps > (last - since) * num_intervals // epoch_steps
 
 
-def train_step(task: Task, batch: Batch, comm: Communicator) -> tuple[float, int]:
+def train_step(
+    task: Task, batch: Batch, comm: Communicator, guard: StepGuard | None = None
+) -> tuple[float, int, bool]:
     """Learn from one global batch, of which this rank holds its part.
 
     Collective. Parts are weighted by their samples, so the step is that of the global batch. A
     rank whose part of a short last batch is empty computes nothing and still takes the step.
 
+    Args:
+        task: the run.
+        batch: this rank's part.
+        comm: all ranks.
+        guard: decides whether the step is taken, after its ``begin``; None for another one.
+
     Returns:
         A mean loss, and the number of samples that it is the mean of: over all ranks each sample
-        is in one of them.
+        is in one of them. Then whether the step was taken; if not, no sample counts.
     """
     config, optimizer = task.config.train, task.optimizer
+    guard = guard or StepGuard(task, comm)
     if task.steps is not None:
-        done = _reproducible_backward(task, task.steps, batch, comm)
+        loss, num_samples = _reproducible_backward(task, task.steps, batch), batch.num_samples
     else:
-        done = _backward(task, batch, nominal=config.global_batch / comm.size)
-        if config.clip_norm and not batch.num_samples:
+        loss, num_samples = _backward(task, batch, config.global_batch / comm.size, guard)
+        if not num_samples:
             task.exchange.synchronize()  # in place of backward
+    norm = None
     if config.clip_norm:
-        nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm)
+        norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm))
+    if not guard.may_step(loss, norm):
+        guard.leave_out()
+        return 0.0, 0, False
     optimizer.step()
-    return done
+    if task.steps is not None:
+        # The loss of the whole batch is rank 0's: a sum over ranks would round it otherwise.
+        return (loss, task.train.step_samples, True) if comm.rank == 0 else (0.0, 0, True)
+    return loss, num_samples, True
 
 
-def _backward(task: Task, batch: Batch, *, nominal: float) -> tuple[float, int]:
+def left_out(num_steps: int) -> str:
+    """Say for people that steps were left out."""
+    steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
+    return f"{steps} left out: loss or gradients were not finite"
+
+
+def _backward(task: Task, batch: Batch, nominal: float, guard: StepGuard) -> tuple[float, int]:
     task.optimizer.zero_grad()
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
     if not batch.num_samples:
         return 0.0, 0
     inputs, labels = (aligned(values) for values in task.split(batch))
     loss = task.loss(task.model(inputs), labels)
+    value = loss.item()
+    guard.see_loss(value)
     loss.backward()
-    return loss.item(), batch.num_samples
+    return value, batch.num_samples
 
 
-def _reproducible_backward(
-    task: Task, steps: Reproducible, batch: Batch, comm: Communicator
-) -> tuple[float, int]:
-    """Give the loss of the whole batch to rank 0: a sum over ranks would round it otherwise."""
-    num_samples = task.train.step_samples
-    loss = steps.backward(
+def _reproducible_backward(task: Task, steps: Reproducible, batch: Batch) -> float:
+    return steps.backward(
         task.split(batch),
         lambda part: task.loss(task.model(part[0]), part[1]),
-        num_samples=num_samples,
+        num_samples=task.train.step_samples,
     )
-    return (loss, num_samples) if comm.rank == 0 else (0.0, 0)
 
 
 def aligned(values: Tensor) -> Tensor:
@@ -282,5 +321,6 @@ def _record(
         compute_s=interval.compute_s,
         communication_s=interval.communication_s,
         input_s=interval.input_s,
+        **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
         **more,
     )

@@ -10,6 +10,9 @@ from hpctrain.launch.slurm import restart_count
 KILLED = "killed"
 """How a part has ended that left no word: a crash, a lost node, a limit that came too early."""
 
+FAILED = "an error of all ranks"
+"""How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
@@ -32,7 +35,8 @@ class Part:
         if not parts:
             return cls(job=job, restarts=restarts)
         last = records[-1]
-        ended_by = last["reason"] if last["event"] == "stopped" else KILLED
+        known = {"stopped": last.get("reason", KILLED), "failed": FAILED}
+        ended_by = known.get(last["event"], KILLED)
         return cls(part=parts[-1] + 1, ended_by=ended_by, job=job, restarts=restarts)
 
     def describe(self) -> str:

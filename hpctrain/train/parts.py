@@ -1,5 +1,7 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -9,17 +11,17 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.checkpoint.plain import save_on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan_file import StoredPlan
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, NotFiniteError, ReplicaError
 from hpctrain.logs import logger
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.agreed import agreed
 from hpctrain.train.boundary import Boundary
-from hpctrain.train.loop import Outcome, Stopped, hash_of, train
+from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.part import Part
 from hpctrain.train.progress import Progress
-from hpctrain.train.replicas import shared_optimizer
+from hpctrain.train.replicas import require_finite_weights, shared_optimizer
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.state import RunState
 from hpctrain.train.sync_method import figures, summary
@@ -47,8 +49,9 @@ class RunInDirectory:
             continues: go on from the last checkpoint, if there is any.
 
         Raises:
-            MismatchError: the run directory cannot be written, or no checkpoint be read; on all
-                ranks.
+            MismatchError: the run directory cannot be written, or no checkpoint read; on all.
+            NotFiniteError: loss, gradients or parameters are not finite; on all ranks.
+            ReplicaError: the ranks have parted; on all ranks.
         """
         here, comm, directory = world.current(), self._comm, self._directory
         plan = {
@@ -87,7 +90,8 @@ class RunInDirectory:
                 **self._facts(),
             }
             boundary = Boundary(comm, requests, manager, metrics, told)
-            outcome = self._train(metrics, boundary)
+            with self._told_failure(metrics, manager):
+                outcome = self._train(metrics, boundary)
             self._close(manager)
             if self._task.sync is not None:
                 self._task.sync.close()
@@ -142,6 +146,7 @@ class RunInDirectory:
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
+        require_finite_weights(task, comm)
         final = {
             "model": task.model.state_dict(),
             "optimizer": shared_optimizer(task, comm),
@@ -159,9 +164,24 @@ class RunInDirectory:
             training_s=outcome.training_s,
             samples_per_s=task.num_samples / outcome.training_s,
             **(figures(task.sync) if task.sync is not None else {}),
+            **({"skipped": state.num_skipped} if state.num_skipped else {}),
             state_hash=hash_of(task, comm),
         )
+        if state.num_skipped:
+            self._console.print(left_out(state.num_skipped))
         return outcome
+
+    @contextmanager
+    def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
+        """Record what all ranks raise together, and let the last checkpoint get to the disk."""
+        try:
+            yield
+        except (NotFiniteError, ReplicaError) as error:
+            self._close(manager)
+            metrics.write("failed", step=self._state.step, reason=str(error))
+            metrics.sync()
+            self._comm.barrier()
+            raise
 
     def _close(self, manager: Manager) -> None:
         try:

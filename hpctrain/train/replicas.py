@@ -1,6 +1,6 @@
 """What checkpoints hold of a model and its optimizer, also where each rank has its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, NotFiniteError
 from hpctrain.sync.local_method import LocalMethod
+from hpctrain.sync.replica_check import require_equal_replicas
 from hpctrain.train.sync_config import SYNCHRONOUS
 from hpctrain.train.task import Task
 
@@ -21,6 +23,20 @@ def agree(task: Task, comm: Communicator) -> bool:
     if sync is None or comm.size == 1:
         return True
     return sync.rounds.agrees and sync.facts.get("phase") == SYNCHRONOUS
+
+
+def check_replicas(task: Task, comm: Communicator) -> bool:
+    """Return whether all ranks should have one model now, after a look at it. Collective.
+
+    Raises:
+        ReplicaError: they have not; on every rank.
+    """
+    if task.sync is not None and not task.sync.rounds.agrees:
+        return False
+    optimizer = task.optimizer if agree(task, comm) else None
+    buffers = True if task.steps is not None else None
+    require_equal_replicas(comm, task.model, optimizer, buffers=buffers)
+    return True
 
 
 def shared_replica(task: Task, comm: Communicator) -> dict[str, Any]:
@@ -55,6 +71,24 @@ def shared_optimizer(task: Task, comm: Communicator) -> dict[str, Any]:
     if len(set(comm.allgather_object(names))) > 1:
         return {**state, "state": {}}
     return task.sync.replica.mean_state()
+
+
+def require_finite_weights(task: Task, comm: Communicator) -> None:
+    """Return if the parameters of all ranks are finite, so that they may be kept. Collective.
+
+    Raises:
+        NotFiniteError: they are not; on every rank. Not with ``train.on_non_finite = "ignore"``.
+    """
+    if task.config.train.on_non_finite == "ignore":
+        return
+    names = [n for n, p in task.model.named_parameters() if not bool(p.isfinite().all())]
+    found: Sequence[str | None] = comm.allgather_object(", ".join(names[:3]) or None)
+    if any(found):
+        raise NotFiniteError(
+            f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
+            f"written; go on from the last checkpoint by --resume, with a smaller optimizer.lr or "
+            f"with train.clip_norm (and --force)"
+        )
 
 
 def own_replica(task: Task, comm: Communicator) -> dict[str, Any] | None:

@@ -18,7 +18,13 @@ from hpctrain.train.toml import dumps
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
 """Tables whose keys decide what is learnt."""
-_NOT_MATHEMATICS = ("data.workers", "data.prefetch", "data.stage")
+_NOT_MATHEMATICS = (
+    "data.workers",
+    "data.prefetch",
+    "data.stage",
+    "train.on_non_finite",
+    "train.check_replicas",
+)
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:

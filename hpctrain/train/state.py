@@ -31,6 +31,10 @@ class RunState:
     """Of the last test."""
     num_records: int = 0
     """Lines of ``metrics.jsonl`` when the state was saved."""
+    num_skipped: int = 0
+    """Steps that were left out, as far as they were recorded."""
+    checked_step: int = 0
+    """Step after which replicas were compared last, in this part."""
     pace_told: bool = False
     """Whether the number of steps that ``auto`` has chosen was told."""
     tally: Tally = field(default_factory=Tally)
@@ -64,6 +68,7 @@ class RunState:
             "tally": self.tally.shared(comm),
             "epoch_tally": self.epoch_tally.shared(comm) if self.task.observer else None,
             "pace_told": self.pace_told,
+            "num_skipped": self.num_skipped,
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
             "num_records": self.num_records,
@@ -110,6 +115,7 @@ class RunState:
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
         self.pace_told = shared.get("pace_told", False)
+        self.num_skipped = shared.get("num_skipped", 0)
         if task.steps is not None and shared.get("steps"):
             task.steps.load_state_dict(shared["steps"])
         elif task.steps is not None:

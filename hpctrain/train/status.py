@@ -16,7 +16,7 @@ FAILED = 1
 class Status:
     """How it stands with a run."""
 
-    state: Literal["finished", "stopped", "unfinished", "missing"]
+    state: Literal["finished", "stopped", "failed", "unfinished", "missing"]
     what: str
     """In one line, for people."""
 
@@ -48,6 +48,10 @@ def status(path: Path) -> Status:
             "stopped",
             f"{path} was stopped by {record['reason']} after step {record['step']}; "
             f"the same command with --resume goes on",
+        )
+    if event == "failed":
+        return Status(
+            "failed", f"{path} has failed after step {record['step']}: {record['reason']}"
         )
     where = f"after step {record['step']}" if "step" in record else "before its first step"
     return Status(

@@ -26,6 +26,8 @@ class Interval:
     communication_s: float
     """Only what computing did not hide."""
     input_s: float
+    num_skipped: int = 0
+    """Steps that were left out; where ranks take steps of their own, of all ranks."""
 
     @property
     def step_s(self) -> float:
@@ -50,19 +52,28 @@ def joined(intervals: Sequence[Interval]) -> Interval:
     return Interval(
         num_steps=num_steps,
         num_samples=num_samples,
-        loss=sum(each.loss * each.num_samples for each in intervals) / num_samples,
+        loss=_mean(
+            sum(each.loss * each.num_samples for each in intervals if each.num_samples),
+            num_samples,
+        ),
         compute_s=sum(each.compute_s * each.num_steps for each in intervals) / num_steps,
         communication_s=sum(each.communication_s * each.num_steps for each in intervals)
         / num_steps,
         input_s=sum(each.input_s * each.num_steps for each in intervals) / num_steps,
+        num_skipped=sum(each.num_skipped for each in intervals),
     )
+
+
+def _mean(total: float, number: float) -> float:
+    """NaN of nothing: all steps were left out."""
+    return total / number if number else math.nan
 
 
 class Tally:
     """Adds up this rank's steps until ``take`` sums them over all ranks."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(5, dtype=torch.float64)
+        self._sums = torch.zeros(6, dtype=torch.float64)
         self._num_steps = 0
         self._input_s = 0.0
 
@@ -77,21 +88,22 @@ class Tally:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._sums.copy_(state["sums"])
+        sums = state["sums"]  # of five in checkpoints of before steps could be left out
+        self._sums.zero_()[: len(sums)] = sums
         self._num_steps = state["num_steps"]
 
     def shared(self, comm: Communicator) -> dict[str, Any]:
         """Return what all ranks have added since the last ``take``, as of one; collective."""
         sums = self._sums.clone()
         comm.allreduce_(sums).wait()
-        sums[2:] /= comm.size
+        sums[2:5] /= comm.size
         return {"sums": sums, "num_steps": self._num_steps}
 
     def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
         """Go on from a state of another number of ranks: rank 0 has the samples of all."""
         self.load_state_dict(state)
         if rank:
-            self._sums[:2] = 0.0
+            self._sums[:2] = self._sums[5] = 0.0
 
     def inputs(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield ``batches`` and note how long each let us wait."""
@@ -105,7 +117,15 @@ class Tally:
             self._input_s = perf_counter() - start
             yield batch
 
-    def add(self, *, loss: float, num_samples: int, work_s: float, communication_s: float) -> None:
+    def add(
+        self,
+        *,
+        loss: float,
+        num_samples: int,
+        work_s: float,
+        communication_s: float,
+        num_skipped: int = 0,
+    ) -> None:
         """Add one step; ``work_s`` is all its time but the wait for its batch."""
         self._sums += torch.tensor(
             (
@@ -114,6 +134,7 @@ class Tally:
                 work_s - communication_s,
                 communication_s,
                 self._input_s,
+                num_skipped,
             ),
             dtype=torch.float64,
         )
@@ -122,17 +143,18 @@ class Tally:
     def take(self, comm: Communicator) -> Interval:
         """Return what was added on all ranks since the last call; collective."""
         comm.allreduce_(self._sums).wait()
-        loss, num_samples, *times = self._sums.tolist()
+        loss, num_samples, *times, num_skipped = self._sums.tolist()
         compute_s, communication_s, input_s = (
             seconds / (self._num_steps * comm.size) for seconds in times
         )
         interval = Interval(
             num_steps=self._num_steps,
             num_samples=int(num_samples),
-            loss=loss / num_samples if num_samples else math.nan,
+            loss=_mean(loss, num_samples),
             compute_s=compute_s,
             communication_s=communication_s,
             input_s=input_s,
+            num_skipped=int(num_skipped),
         )
         self._sums.zero_()
         self._num_steps = 0

@@ -67,6 +67,12 @@ class Task:
         return self.sync or self.steps or self.optimizer
 
     @property
+    def step_flags(self) -> int:
+        """Bits that any of the ranks had raised which average gradients; after ``backward``."""
+        flags: int = self.exchange.raised_flags if self.sync is None else self.sync.gradient_flags
+        return flags
+
+    @property
     def observer(self) -> StagedSGD | None:
         """Who is told the mean training loss of each epoch."""
         return self.sync if isinstance(self.sync, StagedSGD) else None
@@ -284,4 +290,5 @@ def _transform(config: DataConfig) -> Transform | None:
     if not config.transform:
         return None
     function = resolve(config.transform, "data.transform")
-    return PerSample(function) if config.per_sample else function
+    check(function, 2 if config.random else 1, {}, "data.transform")
+    return PerSample(function, random=config.random) if config.per_sample else function

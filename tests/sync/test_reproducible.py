@@ -1,7 +1,10 @@
 """Reproducible steps have the same bits on any number of ranks."""
 
+import pickle
+import random
 from collections.abc import Generator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,23 +153,40 @@ def test_what_only_some_micro_shards_use_has_the_same_bits(comm):
     assert set(comm.allgather_object(odd(comm))) == {odd(SerialCommunicator())}
 
 
+def global_states():
+    states = torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    return pickle.dumps(states)
+
+
+DRAWS = {
+    "torch": lambda: torch.rand(1).item(),
+    "numpy": np.random.random,
+    "random": random.random,
+}
+
+
 @EVERY_SIZE
 @ONE_NODE
-def test_random_numbers_differ_by_micro_shard_and_step_and_leave_those_of_others_alone(comm):
-    drawn = []
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_depend_on_micro_shard_and_step_and_leave_those_of_others_alone(comm, name):
+    def numbers(comm):
+        drawn = []
 
-    def draw(part):
-        drawn.append(torch.rand(1).item())
-        return model(part[0]).sum()
+        def draw(part):
+            drawn.append(DRAWS[name]())
+            return model(part[0]).sum()
 
-    model, _, steps = make("mlp", comm, 4)
-    before = torch.get_rng_state()
-    for _ in range(2):
-        samples = range(steps.own.start, steps.own.stop)
-        steps.backward(batch_of("mlp", 0, samples), draw)
-    assert torch.equal(torch.get_rng_state(), before)
-    everywhere = [number for each in comm.allgather_object(drawn) for number in each]
+        model, _, steps = make("mlp", comm, 4)
+        before = global_states()
+        for _ in range(2):
+            samples = range(steps.own.start, steps.own.stop)
+            steps.backward(batch_of("mlp", 0, samples), draw)
+        assert global_states() == before
+        return drawn
+
+    everywhere = [number for each in comm.allgather_object(numbers(comm)) for number in each]
     assert len(set(everywhere)) == len(everywhere) == 8
+    assert set(everywhere) == set(numbers(SerialCommunicator()))
 
 
 @EVERY_SIZE

@@ -28,13 +28,14 @@ class Job:
     def __init__(self, here, configure, folder: Path, *overrides: str) -> None:
         self.here = here
         self.directory = RunDirectory(folder)
-        self.config = configure(
+        self.overrides = [
             "train.epochs=4",
             "train.global_batch=9",  # 6 steps per epoch, the last one of 8 samples
             "log.every_steps=2",
             "optimizer.args.momentum=0.9",
             *overrides,
-        )
+        ]
+        self.config = configure(*self.overrides)
 
     def part(
         self,

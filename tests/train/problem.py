@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import hpctrain
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
@@ -45,6 +46,58 @@ class Noise(nn.Module):
             return x
         drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
         return x * (1 + 0.01 * drawn) + 0.01 * torch.randn_like(x)
+
+
+class _Flawed(torch.autograd.Function):
+    """Passes inputs on, with infinite gradients."""
+
+    @staticmethod
+    def forward(_, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return torch.full_like(gradient, torch.inf)
+
+
+class Flaw(nn.Module):
+    """A network that one sample breaks while training: its loss becomes NaN, or the gradient of
+    its batch infinite."""
+
+    def __init__(self, network: nn.Module, sample: int, *, in_loss: bool) -> None:
+        super().__init__()
+        self.network, self.in_loss = network, in_loss
+        self.value = samples()["x"][sample, 0].item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Break where the sample is."""
+        hit = x[:, :1] == self.value
+        if not self.training or not hit.any():
+            return self.network(x)
+        if self.in_loss:
+            return self.network(torch.where(hit, torch.nan, x))
+        return _Flawed.apply(self.network(x))
+
+
+def flawed_model(sample: int = 13, *, in_loss: bool = True, norm: bool = True) -> nn.Module:
+    """A network with buffers that one sample breaks."""
+    return Flaw(model(norm=norm), sample, in_loss=in_loss)
+
+
+class Parting(nn.Module):
+    """A network of which the last rank changes one weight in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.passes = model(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change the weight when it is time."""
+        self.passes += self.training
+        if self.training and self.passes == 3 and hpctrain.rank() == hpctrain.size() - 1:
+            with torch.no_grad():
+                self.network[4].weight[0, 0] += 1e-9
+        return self.network(x)
 
 
 def noisy_model(width: int = 8, *, single: bool = False) -> nn.Sequential:
@@ -90,6 +143,17 @@ def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 def unchanged(columns):
     """A transform that changes nothing."""
     return columns
+
+
+def jittered(sample, generator):
+    """A transform of a sample that takes a generator."""
+    return {**sample, "x": sample["x"] + 0.1 * generator.standard_normal()}
+
+
+def jolted(sample):
+    """A transform of a sample that draws from every generator of its process."""
+    drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
+    return {**sample, "x": sample["x"] + 0.1 * drawn + 0.1 * torch.randn_like(sample["x"])}
 
 
 def distance(output: Tensor, label: Tensor) -> Tensor:

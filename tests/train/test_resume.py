@@ -1,9 +1,12 @@
 """A run that was stopped and goes on is the run that was never stopped, bit for bit."""
 
+import random
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import hpctrain
 from hpctrain.errors import ConfigError
@@ -12,6 +15,8 @@ from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
+from hpctrain.train.state import RunState
+from hpctrain.train.task import build
 from tests.train.job import WAYS, Job, assert_same_run
 from tests.train.starting import start
 
@@ -101,6 +106,33 @@ def test_what_changes_the_mathematics_is_refused(here, configure, shared):
     assert "log.every_steps" not in str(refused.value)
     assert len(check_same(job.directory, other, force=True)) == 3
     assert check_same(job.directory, job.config, force=False) == []
+
+
+def test_another_seed_makes_it_another_run(here, configure, shared):
+    job = Job(here, configure, shared / "run", *PLAIN)
+    job.part(stop="SIGTERM", after=1)
+    with pytest.raises(ConfigError, match=r"config\.toml says: seed was 0, is 1; set"):
+        check_same(job.directory, configure(*job.overrides, "seed=1"), force=False)
+
+
+def drawn() -> list[float]:
+    """The next number of each generator."""
+    return [torch.rand(()).item(), np.random.random(), random.random()]  # noqa: NPY002
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_draw_numbers_of_their_own_after_a_resume_on_another_number_of_ranks(
+    here, configure
+):
+    state = RunState(task=build(configure(), here.comm))
+    seen = [drawn()]  # of the first step
+    for step in (7, 8):
+        state.step = step
+        state.restore(state.shared(here.comm), None)
+        seen.append(drawn())
+    everywhere = [numbers for each in here.comm.allgather_object(seen) for numbers in each]
+    for numbers in zip(*everywhere, strict=True):
+        assert len(set(numbers)) == len(numbers) == 3 * here.comm.size
 
 
 def test_a_run_goes_on_only_where_one_is_and_where_that_is_wanted(here, configure, shared):

@@ -8,7 +8,6 @@ a world that it is no part of. Workers are forks of the server, so that torch is
 import contextlib
 import os
 import pickle
-import random
 import signal
 import threading
 import time
@@ -18,11 +17,10 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import torch
 
-from hpctrain.checksum import crc32
 from hpctrain.data.decode.parcel import Outbox
+from hpctrain.data.draws import begin_generators
 
 GRACE_S = 1.0
 """How long a worker may go on after the rank has closed the pool, or is dead."""
@@ -97,7 +95,8 @@ def _work(rank: "Connection[Any, Any]") -> None:
         offered, surplus, indices, epoch, seed = rank.recv()
         outbox.forget(surplus)
         try:
-            _start_generators(indices, epoch, seed)
+            # Random numbers depend on the samples, not on which worker happened to get them.
+            begin_generators(indices, epoch, seed)
             parcel, descriptor = outbox.pack(task(indices, epoch, seed), offered)
         except Exception as error:  # the rank raises it
             rank.send(failure(error))
@@ -106,14 +105,6 @@ def _work(rank: "Connection[Any, Any]") -> None:
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)
             os.close(descriptor)
-
-
-def _start_generators(indices: Any, epoch: int, seed: int) -> None:
-    """Let random numbers depend on the samples, not on which worker happened to get them."""
-    start = crc32(np.ascontiguousarray(indices).data, crc32(f"{seed} {epoch}".encode()))
-    random.seed(start)
-    np.random.seed(start)  # noqa: NPY002 - transforms use it all the same
-    torch.manual_seed(start)
 
 
 def failure(error: BaseException) -> tuple[bytes | None, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hpctrain.data.batch import Batch, padded, pinned
+from hpctrain.data.draws import ThreadDraws
 from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Part, Steps
 from hpctrain.data.pool import DecodePool
@@ -29,6 +30,7 @@ class Reading:
     pool: DecodePool | None
     is_padded: bool
     is_pinned: bool
+    draws: ThreadDraws
     _early: EarlyCopies | None = field(default=None, init=False)
     """Has samples that the data set need not be asked for."""
 
@@ -71,7 +73,8 @@ class Reading:
         try:
             if self.pool is None:
                 columns = columns or self.dataset.take(part.indices)
-                fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
+                with self.draws.watched() if self.transform else contextlib.nullcontext():
+                    fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
             else:
                 fields = self.pool.submit(part.indices, self.epoch, self.seed).result()
             return self._finished(fields, part.sizes[0], part.num_repeated[0])

@@ -1,0 +1,170 @@
+"""Steps whose loss or gradients are not finite: they stop the run, or are left out."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
+from hpctrain.errors import NotFiniteError
+from hpctrain.sync.buffer_states import BufferStates
+from hpctrain.train.boundary import NOT_FINITE
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.task import Task
+
+_MOST_SAMPLES = 16
+"""Numbers of samples in a message; the record has all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a rank saw in a step that must not be taken."""
+
+    step: int
+    epoch: int
+    lr: float
+    loss: float
+    """Of this rank's samples."""
+    norm: float
+    """Of the gradients, averaged where ranks average them."""
+    samples: list[int]
+    """Numbers of this rank's samples in the data set."""
+
+    def describe(self) -> str:
+        """Say it for people."""
+        shown = ", ".join(map(str, self.samples[:_MOST_SAMPLES])) or "none"
+        more = len(self.samples) - _MOST_SAMPLES
+        return (
+            f"loss {self.loss:g} and gradient norm {self.norm:g} in step {self.step} (epoch "
+            f"{self.epoch}, learning rate {self.lr:g}), samples {shown}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """Return it for ``metrics.jsonl``, which has no numbers that are not finite."""
+        figures = {"loss": str(self.loss), "gradient_norm": str(self.norm)}
+        place = {"step": self.step, "epoch": self.epoch, "lr": self.lr}
+        return {"rank": rank, **place, **figures, "samples": self.samples}
+
+
+class StepGuard:
+    """Decides between backward and the optimizer whether a step is taken.
+
+    A rank knows its loss before gradients travel, and tells the others by a flag in the message
+    that opens their reduction: all ranks that average gradients decide alike, before any parameter
+    has changed, and no step costs a message more. Where a rank takes steps of its own it leaves
+    out its own, and the others learn of it when the ranks meet next.
+
+    Gradients that are not finite by a finite loss are found where their norm is known: with
+    ``train.clip_norm``, and always where steps are left out.
+    """
+
+    def __init__(self, task: Task, comm: Communicator, metrics: Metrics | None = None) -> None:
+        self._task, self._comm, self._metrics = task, comm, metrics
+        self._mode = task.config.train.on_non_finite
+        self._flags, self._lr, self._step = 0, 0.0, 0
+        self._buffers: BufferStates | None = None
+        self._finding: Finding | None = None
+
+    def begin(self, step: int, lr: float, flags: int) -> None:
+        """Begin a step.
+
+        Args:
+            step: its number.
+            lr: its learning rate.
+            flags: what else this rank wants to be known.
+        """
+        self._step, self._lr = step, lr
+        self._flags = flags | (NOT_FINITE if self._finding else 0)
+        self._task.exchange.raise_flags(self._flags)
+        if self._mode == "skip":
+            self._buffers = BufferStates(self._task.model)
+
+    def see_loss(self, loss: float) -> None:
+        """Tell the other ranks of a loss that is not finite, before its gradients travel."""
+        if self._mode != "ignore" and not math.isfinite(loss):
+            self._task.exchange.raise_flags(self._flags | NOT_FINITE)
+
+    def may_step(self, loss: float, norm: float | None) -> bool:
+        """Say whether the step is taken; if not, note what this rank has seen.
+
+        The same on all ranks whose gradients are averaged.
+
+        Args:
+            loss: of this rank, or of all.
+            norm: of the gradients; None where nobody has asked for it.
+        """
+        if self._mode == "ignore":
+            return True
+        flagged = self._task.step_flags & NOT_FINITE or not math.isfinite(loss)
+        if norm is None and (flagged or self._mode == "skip"):
+            norm = gradient_norm(self._task)
+        if not flagged and (norm is None or math.isfinite(norm)):
+            return True
+        if self._finding is None:
+            self._finding = Finding(
+                step=self._step,
+                epoch=self._task.train.epoch + 1,
+                lr=self._lr,
+                loss=loss if self._task.steps is None else self._task.steps.own_loss,
+                norm=math.nan if norm is None else norm,
+                samples=self._task.train.delivered().tolist(),
+            )
+        return False
+
+    @torch.no_grad()
+    def leave_out(self) -> None:
+        """Stand in the place of the optimizer's step. Collective where that is.
+
+        Parameters and optimizer state are as before, and so are the buffers where training goes
+        on. Random numbers that were drawn, and what forward has changed elsewhere, stay.
+
+        Raises:
+            NotFiniteError: the run stops; on every rank.
+        """
+        task = self._task
+        all_know = task.sync is None or task.sync.is_synchronous
+        if task.sync is not None:
+            task.exchange.raise_flags(self._flags | NOT_FINITE)
+            task.sync.skip_step()
+        task.optimizer.zero_grad()
+        if self._buffers is not None:
+            self._buffers.put_back()
+            self._finding = None
+        elif all_know:
+            self._stop()
+
+    def end(self) -> None:
+        """Stop where another rank's step, that it took by itself, was not finite. Collective then.
+
+        Raises:
+            NotFiniteError: there was one; on every rank.
+        """
+        if self._mode == "stop" and self._task.exchange.raised_flags & NOT_FINITE:
+            self._stop()
+
+    def _stop(self) -> None:
+        findings = self._comm.allgather_object(self._finding)
+        own = [f is not None and not math.isfinite(f.loss) for f in findings]
+        shown = [
+            f.describe() if f is not None and (is_own or not any(own)) else None
+            for f, is_own in zip(findings, own, strict=True)
+        ]
+        if self._metrics is not None:
+            records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
+            self._metrics.write("not_finite", step=self._step, ranks=records)
+        raise NotFiniteError(
+            f"loss and gradients must be finite, {by_rank(shown)}; the step was not taken: look "
+            f"at these samples, and go on from the last checkpoint by --resume, with a smaller "
+            f"optimizer.lr or with train.clip_norm (and --force), or with "
+            f'train.on_non_finite = "skip", which leaves such steps out'
+        )
+
+
+def gradient_norm(task: Task) -> float:
+    """Return the norm of all gradients of this rank."""
+    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0

@@ -1,0 +1,214 @@
+"""A loss or gradient that is not finite stops all ranks, or all leave out the step."""
+
+from itertools import pairwise
+
+import pytest
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.errors import ConfigError, NotFiniteError
+from hpctrain.train.loop import Outcome
+from hpctrain.train.metrics import read
+from hpctrain.train.part import Part
+from hpctrain.train.resume import check_same
+from hpctrain.train.status import status
+from tests.train.job import Job, assert_same_bits
+from tests.train.starting import start
+
+FLAWED = [
+    "model.target=tests.train.problem:flawed_model",
+    "log.hash_every=1",
+    "checkpoint.every=1",
+    "checkpoint.background=false",
+    "train.epochs=2",
+    "schedule.name=constant",  # the hash has the learning rate too
+]
+GRADIENT = "model.args.in_loss=false"
+SKIP = "train.on_non_finite=skip"
+FIXED = ["train.reproducible=true", "train.micro_shards=4"]
+ANY = pytest.mark.ranks(1, 2, 3)
+TWO = pytest.mark.ranks(2)
+
+
+def last_checkpoint(here, job: Job):
+    manager = Manager(job.directory.checkpoints, here.comm)
+    loaded = manager.load_latest()
+    manager.close()
+    return loaded
+
+
+def assert_finite(state) -> None:
+    for tensor in state.values():
+        assert bool(tensor.isfinite().all())
+
+
+def hashes(job: Job) -> list[str]:
+    job.here.comm.barrier()
+    return [r["state_hash"] for r in read(job.directory.metrics) if r["event"] == "hash"]
+
+
+@ANY
+@pytest.mark.parametrize(
+    "overrides",
+    [[], FIXED, [GRADIENT, "train.clip_norm=1"], [*FIXED, GRADIENT, "train.clip_norm=1"]],
+    ids=["loss", "reproducible", "gradient", "reproducible gradient"],
+)
+def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
+    here, configure, shared, overrides
+):
+    job = Job(here, configure, shared / "run", *FLAWED, *overrides)
+    loss = r"loss [\d.]+" if GRADIENT in overrides else "loss nan"
+    with pytest.raises(NotFiniteError, match=rf"{loss} and gradient norm (nan|inf)") as caught:
+        job.part()
+    here.comm.barrier()
+    told = read(job.directory.metrics)
+    (record,) = [r for r in told if r["event"] == "not_finite"]
+    assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": str(caught.value)}
+    culprits = [r["rank"] for r in record["ranks"] if 13 in r["samples"]]
+    assert len(culprits) == 1
+    assert f"rank {culprits[0]}: " in str(caught.value) or GRADIENT in overrides
+    assert f"step {record['step']} (epoch 1, learning rate 0.0" in str(caught.value)
+    batch = [sample for each in record["ranks"] for sample in each["samples"]]
+    assert len(set(batch)) == len(batch) == (8 if record["step"] == 6 else 9)
+    kept = last_checkpoint(here, job)
+    assert kept.step == record["step"] - 1 == len(hashes(job))
+    assert_finite(kept.state["model"])
+    found = status(job.directory.path)
+    assert (found.state, found.code) == ("failed", 1)
+    assert Part.after(told).ended_by == "an error of all ranks"
+
+
+@ANY
+@pytest.mark.parametrize(
+    "overrides",
+    [[], FIXED, [GRADIENT], [*FIXED, GRADIENT]],
+    ids=["loss", "reproducible", "gradient", "reproducible gradient"],
+)
+def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, shared, overrides):
+    job = Job(here, configure, shared / "run", *FLAWED, SKIP, "log.every_steps=1", *overrides)
+    assert isinstance(job.part(), Outcome)
+    here.comm.barrier()
+    same = [number for number, (a, b) in enumerate(pairwise(hashes(job)), 2) if a == b]
+    records = read(job.directory.metrics)
+    skipped = [r["step"] for r in records if r["event"] == "step" and "skipped" in r]
+    assert set(same) == set(skipped) - {1}
+    assert [step > 6 for step in skipped] == [False, True]
+    assert records[-1]["skipped"] == 2
+    assert_finite(job.final()["model"])
+    assert int(job.final()["model"]["network.0.num_batches_tracked"]) == 12 - 2
+    losses = [r["loss"] for r in records if r["event"] == "step"]
+    assert [number for number, loss in enumerate(losses, 1) if loss is None] == skipped
+
+
+@TWO
+def test_looking_costs_no_byte(here, configure, shared):
+    def sent(mode: str) -> list[int]:
+        totals: list[int] = []
+        look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
+        job = Job(here, configure, shared / mode, "checkpoint.every=none", "train.epochs=1")
+        job.config = configure(*job.overrides, f"train.on_non_finite={mode}")
+        job.part(at=dict.fromkeys(range(1, 7), look))
+        return [later - earlier for earlier, later in pairwise(totals)]
+
+    assert sent("stop") == sent("skip") == sent("ignore")
+
+
+@TWO
+def test_weights_that_are_not_finite_are_never_kept(here, configure, shared):
+    """Nobody looks at the gradient, and the weights are infinite after the step."""
+    job = Job(here, configure, shared / "run", *FLAWED, GRADIENT)
+    with pytest.raises(NotFiniteError, match=r"parameters that are kept must be finite, ranks? 0"):
+        job.part()
+    assert_finite(last_checkpoint(here, job).state["model"])
+    late = Job(here, configure, shared / "late", *FLAWED, GRADIENT, "train.epochs=1")
+    late.config = configure(*late.overrides, "checkpoint.every=none", "train.global_batch=53")
+    with pytest.raises(NotFiniteError, match="parameters that are kept must be finite"):
+        late.part()
+    here.comm.barrier()
+    assert not (late.directory.checkpoints / "final.pt").exists()
+
+
+LOCAL = [
+    pytest.param(["sync.method=local_sgd"], id="local"),
+    pytest.param(["sync.method=post_local_sgd", "sync.args.start=20"], id="post, synchronous"),
+    pytest.param(["sync.method=diloco", "sync.steps=50"], id="diloco, a long round"),
+    pytest.param(["sync.method=hierarchical_local_sgd"], id="nodes"),
+    pytest.param([GRADIENT, "train.clip_norm=1", "sync.method=local_sgd"], id="gradient"),
+]
+
+
+@TWO
+@pytest.mark.parametrize("overrides", LOCAL)
+def test_ranks_that_take_steps_of_their_own_stop_when_they_meet(
+    here, configure, shared, overrides
+):
+    job = Job(here, configure, shared / "run", *FLAWED, *overrides)
+    with pytest.raises(NotFiniteError, match=r"learning rate 0.0.*samples [\d, ]*13"):
+        job.part()
+    here.comm.barrier()
+    (record,) = [r for r in read(job.directory.metrics) if r["event"] == "not_finite"]
+    assert min(r["step"] for r in record["ranks"]) <= record["step"] <= 6
+    assert_finite(last_checkpoint(here, job).state["model"])
+
+
+@TWO
+@pytest.mark.parametrize("overrides", LOCAL)
+def test_a_rank_that_takes_steps_of_its_own_leaves_out_its_own(here, configure, shared, overrides):
+    job = Job(here, configure, shared / "run", *FLAWED, SKIP, *overrides)
+    assert isinstance(job.part(), Outcome)
+    here.comm.barrier()
+    together = 2 if job.config.sync.method in ("post_local_sgd", "hierarchical_local_sgd") else 1
+    assert read(job.directory.metrics)[-1]["skipped"] == 2 * together
+    assert_finite(job.final()["model"])
+
+
+@TWO
+def test_a_run_that_failed_goes_on_by_leaving_the_step_out(here, configure, shared):
+    whole = Job(here, configure, shared / "whole", *FLAWED, SKIP)
+    whole.part()
+    parts = Job(here, configure, shared / "parts", *FLAWED)
+    with pytest.raises(NotFiniteError):
+        parts.part()
+    changes = check_same(parts.directory, whole.config, force=False)
+    assert changes == ['train.on_non_finite was "stop", is "skip"']
+    parts.config = whole.config
+    assert isinstance(parts.part(), Outcome)
+    assert_same_bits(dict(whole.final()["model"]), dict(parts.final()["model"]))
+
+
+@TWO
+def test_who_does_not_look_trains_on(here, configure, shared):
+    ignoring = [*FLAWED, "train.on_non_finite=ignore", "train.epochs=1"]
+    job = Job(here, configure, shared / "run", *ignoring)
+    job.config = configure(*job.overrides, "train.epochs=1")
+    assert isinstance(job.part(), Outcome)
+    assert not job.final()["model"]["network.1.weight"].isfinite().any()
+
+
+@pytest.mark.usefixtures("here")
+def test_other_words_are_refused(configure):
+    with pytest.raises(
+        ConfigError, match=r"train\.on_non_finite is stop, skip or ignore, got 'no'"
+    ):
+        configure("train.on_non_finite=no")
+
+
+CONFIG = """
+name = "small"
+[model]
+target = "tests.train.problem:flawed_model"
+[data]
+target = "tests.train.problem:data"
+args = { folder = "d" }
+[train]
+epochs = 3
+global_batch = 16
+"""
+
+
+@pytest.mark.launches
+def test_a_launch_says_it_once_and_ends_with_1(tmp_path):
+    (tmp_path / "small.toml").write_text(CONFIG)
+    done = start("-m", "hpctrain", "train", "small.toml", num_ranks=2, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("hpctrain: loss and gradients must be finite, rank ") == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,49 @@
+"""Ranks that have parted end the run at the next look."""
+
+import pytest
+
+from hpctrain.errors import ConfigError, ReplicaError
+from hpctrain.train.loop import Outcome
+from hpctrain.train.metrics import read
+from tests.train.job import Job
+
+SHORT = ["train.epochs=1", "checkpoint.every=none"]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("every", "step"), [("test", 6), ("2", 4), ("never", None)])
+def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shared, every, step):
+    parting = ["model.target=tests.train.problem:Parting", f"train.check_replicas={every}"]
+    job = Job(here, configure, shared / "run", *SHORT, *parting)
+    if step is None:
+        assert isinstance(job.part(), Outcome)
+        return
+    last = here.comm.size - 1
+    with pytest.raises(ReplicaError, match=rf"network\.4\.weight \(ranks? 0.*; rank {last}: "):
+        job.part()
+    here.comm.barrier()
+    record = read(job.directory.metrics)[-1]
+    assert (record["event"], record["step"]) == ("failed", step)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.args={dropout = 0.3, norm = true}"],
+        ["train.reproducible=true", "model.args.norm=true"],
+        ["sync.method=local_sgd", "sync.steps=3"],
+        ["sync.method=post_local_sgd", "sync.steps=2", "sync.args.start=2"],
+        ["sync.method=diloco", "sync.steps=4"],
+    ],
+    ids=["plain", "reproducible", "local", "post", "diloco"],
+)
+def test_runs_whose_ranks_agree_go_on(here, configure, shared, overrides):
+    job = Job(here, configure, shared / "run", *SHORT, *overrides, "train.check_replicas=1")
+    assert isinstance(job.part(), Outcome)
+
+
+@pytest.mark.usefixtures("here")
+def test_other_words_are_refused(configure):
+    with pytest.raises(ConfigError, match=r"train\.check_replicas is test, a number of steps"):
+        configure("train.check_replicas=0")
