@@ -40,6 +40,10 @@ class Shelf:
         """Return the directory of the checkpoint after ``step`` steps."""
         return self.root / name_of(step)
 
+    def is_there(self, step: int) -> bool:
+        """Say whether there is a checkpoint of that step, damaged or not."""
+        return self.path(step).exists()
+
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, also damaged ones, newest first.
 
@@ -59,16 +63,18 @@ class Shelf:
             CheckpointError: as ``steps``.
         """
         faults: dict[int, str] = {}
-        for step in self.steps():
-            if step in passed_over:
-                continue
+        gone: dict[int, str] = {}  # removed by another job: what is there is listed again
+        while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
             try:
-                Manifest.read(self.path(step))
+                Manifest.read(self.path(steps[0]))
             except CheckpointError as error:
-                faults[step] = str(error)
+                found = faults if self.is_there(steps[0]) else gone
+                found[steps[0]] = str(error)
             else:
-                return step, faults
-        return None, faults
+                return steps[0], faults
+        # Some file systems list for a while what is gone: that is no run without checkpoints.
+        listed = self.steps() if gone else []
+        return None, faults | {step: why for step, why in gone.items() if step in listed}
 
     def tidy(
         self, newest: int, *, keep: int, keep_best: int = 0, damaged: Collection[int] = ()
