@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.errors import CheckpointError
-from hpctrain.files import publishing, reason_of
+from hpctrain.files import make_folder, publishing, reason_of
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -25,7 +25,7 @@ def save(path: Path | str, state: dict[str, Any]) -> None:
     """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with publishing(path) as part:
             with part.open("wb") as file:
                 torch.save(state, file)

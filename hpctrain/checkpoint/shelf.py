@@ -17,7 +17,7 @@ from hpctrain.checkpoint.retention import (
     step_of,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.files import PART, reason_of
+from hpctrain.files import PART, reason_of, sync
 
 SCORE = "score"
 """Among the facts of a checkpoint: how good its model is."""
@@ -81,9 +81,9 @@ class Shelf:
     ) -> None:
         """Remove what need not stay, after ``newest`` was written; and warn where that fails.
 
-        A removal is a change of name first: a kill in between leaves a leftover, not a damaged
-        checkpoint. Checkpoints of later steps are of a course that the run went back behind. They
-        get another name, as a restart would take them for the newest.
+        A removal is a change of name first, on disk: a kill or a loss of power in between leaves a
+        leftover, not a damaged checkpoint. Checkpoints of later steps are of a course that the
+        run went back behind. They get another name, as a restart would take them for the newest.
 
         Args:
             newest: the step that stays in any case.
@@ -97,10 +97,13 @@ class Shelf:
             if step > newest:
                 self._try(partial(self._set_aside, step))
         present = [self._kept(step, damaged) for step in steps if step <= newest]
-        for step in expendable(present, keep=keep, keep_best=keep_best, protected={newest}):
+        going = expendable(present, keep=keep, keep_best=keep_best, protected={newest})
+        for step in going:
             self._known.pop(step, None)
             gone = self.path(step).with_name(f"{name_of(step)}.gone{PART}")
             self._try(partial(self.path(step).rename, gone))
+        if going or len(present) < len(steps):
+            self._try(partial(sync, self.root))
         self._sweep()
 
     def _sweep(self) -> None:
