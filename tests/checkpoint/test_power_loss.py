@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.checkpoint import appearance, plain, store
+from hpctrain.checkpoint import appearance, store
 from hpctrain.checkpoint.export import export
 from hpctrain.checkpoint.prune import prune
 from hpctrain.comm.serial import SerialCommunicator
@@ -25,12 +25,6 @@ def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
     monkeypatch.setattr(appearance, "_exchange", lambda *_: False)
     for value in (1, 2):
         store.save(disk.root / "a", state(value), SerialCommunicator(), step=1)
-        assert not disk.lost()
-
-
-def test_one_file_is_on_disk_when_it_is_saved(disk):
-    for value in (1, 2):
-        plain.save(disk.root / "new" / "folder" / "final.pt", state(value))
         assert not disk.lost()
 
 

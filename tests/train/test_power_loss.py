@@ -24,9 +24,10 @@ def test_a_run_is_on_disk_as_far_as_its_checkpoints_count_on_it(disk, here, conf
         room = target.with_name(target.name + PART)
         records = store.load(room, SerialCommunicator()).state["num_records"]
         metrics = job.directory.metrics
-        assert disk.has_name(metrics)
-        assert disk.kept(metrics).count(b"\n") >= records
-        assert not disk.lost(*OTHERS, below=job.directory.path)
+        # On the thread that writes checkpoints: nobody sees what is raised there.
+        if not disk.has_name(metrics) or disk.kept(metrics).count(b"\n") < records:
+            disk.faults.append(f"records when {target} got its name")
+        disk.faults.extend(disk.lost(*OTHERS, below=job.directory.path))
         num_seen.append(records)
 
     disk.root = job.directory.path  # beside it the test writes its data
