@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, also when the machine stops in between."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,21 @@ def publishing(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory where there is none, and its parents; return when their names are on disk.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:

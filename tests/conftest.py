@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain import config
 
-pytest_plugins = ["tests.harness.plugin"]
+pytest_plugins = ["tests.harness.plugin", "tests.power_loss"]
 
 # What tests start, and what they connect by ``hpctrain.init``, does not measure: quick, the same
 # on every machine, and without a word in the user's cache.

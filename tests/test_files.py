@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from hpctrain.files import PART, crc32_of, publishing
+from hpctrain.files import PART, crc32_of, make_folder, publishing
 
 
 def test_a_published_file_replaces_the_old_one(tmp_path):
@@ -39,6 +39,19 @@ def test_a_failure_leaves_the_old_file_alone(tmp_path, error):
         fail_half_way()
     assert path.read_text() == "old"
     assert [path] == list(tmp_path.iterdir())
+
+
+def test_a_published_file_is_on_disk(disk):
+    for text in ("old", "new"):
+        with publishing(disk.root / "file") as part:
+            part.write_text(text)
+        assert not disk.lost()
+
+
+def test_a_folder_that_was_made_is_on_disk_with_its_parents(disk):
+    for name in ("a/b/c", "a/b/d", "a/b/d"):
+        make_folder(disk.root / name)
+        assert not disk.lost()
 
 
 def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):

@@ -1,30 +1,29 @@
 """Directories of ``torch.distributed.checkpoint``, read without running code from them.
 
-Their index, ``.metadata``, is a pickle: only the classes that torch writes there are let in.
+Their index, ``.metadata``, is a pickle. It names classes and functions of torch: each becomes a
+stand-in that keeps what it is given, so that no class or function of this process is called,
+made or changed.
 """
 
 import io
 import math
+import os
 import pickle
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
 
 from hpctrain.checkpoint.export import DCP_INDEX
+from hpctrain.checkpoint.tensor_file import open_regular
 from hpctrain.errors import CheckpointError
 from hpctrain.files import reason_of
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-_CLASSES = {
-    ("collections", "OrderedDict"),
+_NAMES = {
+    ("builtins", "getattr"),  # Python 3.11.2 pickles the member of an enumeration so
     ("pathlib", "PosixPath"),
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -66,66 +65,120 @@ def read(directory: Path) -> dict[str, Any]:
         ) from error
 
 
+class _StandIn:
+    """What a pickle makes in place of an object: the arguments and the state that it gives."""
+
+    arguments: tuple[Any, ...] = ()
+    state: object = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        # Of the class itself it is a call without an object, so a pickle cannot set attributes
+        # there, as it can of any class that lacks this method.
+        self.state = state
+
+
 class _Unpickler(pickle.Unpickler):
+    """Gives out stand-ins, of its own for every pickle, and dtypes, which cannot be changed."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kinds: dict[str, type[_StandIn]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _CLASSES:
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"{DCP_INDEX} names {module}.{name}")
-        return super().find_class(module, name)
+        return self._kinds.setdefault(name, type(name, (_StandIn,), {}))
 
 
-def _member(kind: object, name: str) -> Enum:
-    """Return a member of an enumeration: Python 3.11.2 pickles one as a call of getattr."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"{DCP_INDEX} asks for {name!r} of {kind!r}")
-    return kind[name]
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What the index says, as plain dicts of attributes."""
+
+    values: dict[str, Any]
+    """By name: stand-ins of tensors and of other values."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    places: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]]
+    """By name, and for a part of a tensor its offset."""
 
 
-def _index(directory: Path) -> dcp.Metadata:
-    index = _Unpickler(io.BytesIO((directory / DCP_INDEX).read_bytes())).load()
-    if not isinstance(index, dcp.Metadata):
+def _index(directory: Path) -> _Index:
+    told = _Unpickler(_bytes_of(directory / DCP_INDEX)).load()
+    if not _is(told, "Metadata"):
         raise CheckpointError(f"{directory / DCP_INDEX} is no index of a checkpoint; use another")
-    return index
+    index = _attributes(told)
+    places = {}
+    for key, place in index["storage_data"].items():
+        part = _attributes(key)
+        offset = part.get("offset")
+        places[part["fqn"], None if offset is None else _numbers(offset)] = _attributes(place)
+    return _Index(index["state_dict_metadata"], index.get("planner_data") or {}, places)
+
+
+def _is(value: object, kind: str) -> bool:
+    return isinstance(value, _StandIn) and type(value).__name__ == kind
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that a pickle gives to an object."""
+    state = value.state
+    if not isinstance(state, dict):
+        raise TypeError(f"attributes are a dict, got {type(state).__name__}")
+    return state
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """Return the numbers of a ``torch.Size``."""
+    (numbers,) = size.arguments
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a size has a number that is none")
+    return tuple(numbers)
+
+
+def _bytes_of(path: Path, start: int = 0, length: int = -1) -> bytes:
+    """Read a file that is no link: a link may lead out of the directory."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(start)
+        return file.read(length)
 
 
 class _Reader:
-    def __init__(self, directory: Path, index: dcp.Metadata) -> None:
+    def __init__(self, directory: Path, index: _Index) -> None:
         self._directory = directory
         self._index = index
-        self._places: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {
-            (key.fqn, None if key.offset is None else tuple(key.offset)): place
-            for key, place in index.storage_data.items()
-        }
         self._num_bytes = sum(file.stat().st_size for file in directory.glob("*.distcp"))
 
     def state(self) -> dict[str, Any]:
         tree: dict[Any, Any] = {}
-        paths: Mapping[str, tuple[str | int, ...]] = self._index.planner_data or {}
-        for name, about in self._index.state_dict_metadata.items():
-            value = (
-                self._tensor(name, about)
-                if isinstance(about, dcp.TensorStorageMetadata)
-                else self._load(name, None)
-            )
-            _place(tree, paths.get(name, (name,)), value)
+        for name, about in self._index.values.items():
+            is_tensor = _is(about, "TensorStorageMetadata")
+            value = self._tensor(name, _attributes(about)) if is_tensor else self._load(name, None)
+            _place(tree, self._index.paths.get(name, (name,)), value)
         state = _lists(tree)
         if not isinstance(state, dict):
             raise CheckpointError(f"{self._directory} holds no dict of values; use another one")
         return state
 
-    def _tensor(self, name: str, about: dcp.TensorStorageMetadata) -> Tensor:
-        shape, dtype = tuple(about.size), about.properties.dtype
-        covered = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+    def _tensor(self, name: str, about: dict[str, Any]) -> Tensor:
+        shape, dtype = _numbers(about["size"]), about["properties"].state[0]
+        chunks = [
+            (_numbers(chunk["offsets"]), _numbers(chunk["sizes"]))
+            for chunk in map(_attributes, about["chunks"])
+        ]
+        covered = sum(math.prod(sizes) for _, sizes in chunks)
         if covered != math.prod(shape) or covered * dtype.itemsize > self._num_bytes:
             raise CheckpointError(
                 f"{self._directory}: tensor {name} of shape {shape} is not wholly there; use "
                 f"another checkpoint"
             )
         whole = torch.empty(shape, dtype=dtype)
-        for chunk in about.chunks:
-            start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        for start, sizes in chunks:
             part = self._load(name, start)
             target = whole[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
             is_right = isinstance(part, Tensor) and part.dtype == dtype
@@ -138,20 +191,19 @@ class _Reader:
         return whole
 
     def _load(self, name: str, offset: tuple[int, ...] | None) -> Any:
-        place = self._places[name, offset]
-        if Path(place.relative_path).name != place.relative_path:
+        place = self._index.places[name, offset]
+        file = place["relative_path"]
+        if Path(file).name != file:
             raise CheckpointError(
-                f"{self._directory}: {name} would be read from {place.relative_path!r}, files "
-                f"lie in the directory itself; use another checkpoint"
+                f"{self._directory}: {name} would be read from {file!r}, files lie in the "
+                f"directory itself; use another checkpoint"
             )
-        if place.transform_descriptors:
+        if extensions := place.get("transform_descriptors"):
             raise CheckpointError(
-                f"{self._directory}: {name} is written with {place.transform_descriptors}; write "
-                f"it without extensions"
+                f"{self._directory}: {name} is written with {extensions}; write it without "
+                f"extensions"
             )
-        with (self._directory / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            data = file.read(place.length)
+        data = _bytes_of(self._directory / file, place["offset"], place["length"])
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 

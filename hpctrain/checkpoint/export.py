@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hpctrain.checkpoint.appearance import appear
 from hpctrain.checkpoint.tree import component, flatten
 from hpctrain.errors import CheckpointError
-from hpctrain.files import PART, publishing, reason_of, sync
+from hpctrain.files import PART, make_folder, publishing, reason_of, sync
 
 Kind = Literal["pt", "safetensors", "dcp"]
 
@@ -93,7 +94,7 @@ def export(
         )
     state = _own(state, set())
     try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.absolute().parent)
         if kind == "dcp":
             _write_dcp(path, state)
             return
@@ -148,11 +149,10 @@ def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
             # Without a process group torch says that it saves alone, which is what is asked for.
             warnings.simplefilter("ignore")
             save(dict(state), storage_writer=FileSystemWriter(part), no_dist=True)
-        sync(part)
-        if path.exists():
-            shutil.rmtree(path)
-        part.rename(path)
-        sync(path.absolute().parent)
+        # torch syncs its index before it has written it out of its buffer (seen with 2.13).
+        for file in (*part.iterdir(), part):
+            sync(file)
+        appear(part, path)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(

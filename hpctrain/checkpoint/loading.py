@@ -1,7 +1,7 @@
 """Reading a checkpoint on any number of ranks; every byte is checked, nothing is executed."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,19 +86,29 @@ def load(
 
 
 def check(directory: Path | str) -> list[str]:
-    """Read all of a checkpoint; return what is wrong with it. Not collective."""
+    """Read all of a checkpoint; return what is wrong with it. Not collective.
+
+    What ``load`` refuses on any number of ranks is a fault.
+    """
     directory = Path(directory)
     message, manifest = attempt(f"read checkpoint {directory}", lambda: Manifest.read(directory))
     if manifest is None:
         return [message or ""]
-    faults = []
-    for rank, parts in sorted(_by_rank(manifest).items()):
-        message, _ = attempt(
-            f"read checkpoint {directory}",
-            partial(_check_file, directory / file_name(rank), parts),
-        )
-        faults += [message] if message else []
-    return faults
+    checks: list[Callable[[], object]] = [
+        partial(_check_file, directory / file_name(rank), parts)
+        for rank, parts in sorted(_by_rank(manifest).items())
+    ]
+    # Not even a whole file helps if what is built of its tensors cannot be.
+    checks.append(
+        partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
+    )
+    checks += [
+        partial(_private_tree, directory, of, dict.fromkeys(of))
+        for of in manifest.private.values()
+        if PRIVATE in of
+    ]
+    tried = (attempt(f"read checkpoint {directory}", action) for action in checks)
+    return list(dict.fromkeys(message for message, _ in tried if message))
 
 
 class Privates(Mapping[int, Any]):
@@ -131,17 +141,28 @@ class Privates(Mapping[int, Any]):
         return len(self._records)
 
     def _tree(self, records: Mapping[str, Record]) -> Any:
-        targets = {name: _whole(record) for name, record in records.items()}
-        _fill(self._directory, targets)
-        tensors = {name: target.tensor for name, target in targets.items()}
-        try:
-            skeleton = json.loads(bytes(bytes_of(tensors[PRIVATE])))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"checkpoint {self._directory} is damaged: what a rank had of its own is no "
-                f"JSON, {error}; use another checkpoint"
-            ) from error
-        return _assembled(self._directory, skeleton, tensors, f"{PRIVATE}/")
+        return _private_tree(self._directory, records, _read(self._directory, records))
+
+
+def _private_tree(
+    directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
+) -> Any:
+    """Return what a rank had of its own, with these ``tensors`` in it."""
+    text = _read(directory, {PRIVATE: records[PRIVATE]})[PRIVATE]
+    try:
+        skeleton = json.loads(bytes(bytes_of(text)))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: what a rank had of its own is no JSON, {error}; "
+            f"use another checkpoint"
+        ) from error
+    return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
+
+
+def _read(directory: Path, records: Mapping[str, Record]) -> dict[str, Tensor]:
+    targets = {name: _whole(record) for name, record in records.items()}
+    _fill(directory, targets)
+    return {name: target.tensor for name, target in targets.items()}
 
 
 def _read_state(manifest: Manifest, directory: Path, into: Mapping[str, Shard], rank: int) -> Any:

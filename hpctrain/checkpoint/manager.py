@@ -177,7 +177,8 @@ class Manager:
     def load_latest(self, *, into: Mapping[str, Any] | None = None) -> store.Loaded | None:
         """Read the newest checkpoint that can be read; None where there is none at all.
 
-        Collective. Damaged ones are told and passed over, as by ``latest``.
+        Collective. Damaged ones are told and passed over, as by ``latest``; where one goes away
+        while it is read, as another job prunes, the directory is listed again.
 
         Args:
             into: the pieces that this rank wants; see ``store.load``.
@@ -190,7 +191,9 @@ class Manager:
             try:
                 loaded = _on_every(self._comm, load)
             except CheckpointError as error:
-                self._pass_over(step, str(error))
+                # What another job removed meanwhile is not damaged: others may be there now.
+                if self._comm.broadcast_object(self._shelf.is_there(step)):
+                    self._pass_over(step, str(error))
                 continue
             self._step = step
             self._schedule.taken(step, time.monotonic())

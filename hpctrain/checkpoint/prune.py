@@ -10,7 +10,7 @@ from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.retention import Kept, check_keep, expendable, step_of
 from hpctrain.checkpoint.shelf import SCORE
 from hpctrain.errors import CheckpointError
-from hpctrain.files import PART, reason_of
+from hpctrain.files import PART, reason_of, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,13 @@ def _kept(step: int, place: Path) -> Kept:
 
 
 def _remove(place: Path) -> None:
-    """Give it a name that nothing reads, then remove it: a kill in between damages none."""
+    """Give it a name that nothing reads, then remove it: no kill or loss of power damages it."""
     gone = place.with_name(f"{place.name}.gone{PART}")
     try:
         if gone.exists():
             shutil.rmtree(gone)
         place.rename(gone)
+        sync(place.parent)
         shutil.rmtree(gone)
     except OSError as error:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.tree import flatten, lines
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.arguments import name_of
 from hpctrain.errors import CheckpointError, MismatchError
-from hpctrain.files import PART, sync
+from hpctrain.files import PART, make_folder, sync
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -243,7 +243,8 @@ def _own_records(rank: int, written: _Written) -> dict[str, Record]:
 def _make_room(room: Path) -> None:
     if room.exists():
         shutil.rmtree(room)
-    room.mkdir(parents=True)
+    make_folder(room.parent)
+    room.mkdir()
 
 
 def _publish(manifest: Manifest, room: Path, directory: Path) -> None:

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.retention import (
     step_of,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.files import PART, reason_of
+from hpctrain.files import PART, reason_of, sync
 
 SCORE = "score"
 """Among the facts of a checkpoint: how good its model is."""
@@ -40,6 +40,10 @@ class Shelf:
         """Return the directory of the checkpoint after ``step`` steps."""
         return self.root / name_of(step)
 
+    def is_there(self, step: int) -> bool:
+        """Say whether there is a checkpoint of that step, damaged or not."""
+        return self.path(step).exists()
+
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, also damaged ones, newest first.
 
@@ -59,25 +63,27 @@ class Shelf:
             CheckpointError: as ``steps``.
         """
         faults: dict[int, str] = {}
-        for step in self.steps():
-            if step in passed_over:
-                continue
+        gone: dict[int, str] = {}  # removed by another job: what is there is listed again
+        while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
             try:
-                Manifest.read(self.path(step))
+                Manifest.read(self.path(steps[0]))
             except CheckpointError as error:
-                faults[step] = str(error)
+                found = faults if self.is_there(steps[0]) else gone
+                found[steps[0]] = str(error)
             else:
-                return step, faults
-        return None, faults
+                return steps[0], faults
+        # Some file systems list for a while what is gone: that is no run without checkpoints.
+        listed = self.steps() if gone else []
+        return None, faults | {step: why for step, why in gone.items() if step in listed}
 
     def tidy(
         self, newest: int, *, keep: int, keep_best: int = 0, damaged: Collection[int] = ()
     ) -> None:
         """Remove what need not stay, after ``newest`` was written; and warn where that fails.
 
-        A removal is a change of name first: a kill in between leaves a leftover, not a damaged
-        checkpoint. Checkpoints of later steps are of a course that the run went back behind. They
-        get another name, as a restart would take them for the newest.
+        A removal is a change of name first, on disk: a kill or a loss of power in between leaves a
+        leftover, not a damaged checkpoint. Checkpoints of later steps are of a course that the
+        run went back behind. They get another name, as a restart would take them for the newest.
 
         Args:
             newest: the step that stays in any case.
@@ -91,10 +97,13 @@ class Shelf:
             if step > newest:
                 self._try(partial(self._set_aside, step))
         present = [self._kept(step, damaged) for step in steps if step <= newest]
-        for step in expendable(present, keep=keep, keep_best=keep_best, protected={newest}):
+        going = expendable(present, keep=keep, keep_best=keep_best, protected={newest})
+        for step in going:
             self._known.pop(step, None)
             gone = self.path(step).with_name(f"{name_of(step)}.gone{PART}")
             self._try(partial(self.path(step).rename, gone))
+        if going or len(present) < len(steps):
+            self._try(partial(sync, self.root))
         self._sweep()
 
     def _sweep(self) -> None:

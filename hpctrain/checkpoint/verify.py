@@ -52,13 +52,19 @@ def verify(path: Path | str) -> Iterator[Checked]:
         path: of a checkpoint, of a run directory, or of its folder of checkpoints.
 
     Yields:
-        Each checkpoint, oldest first, as soon as it is read.
+        Each checkpoint, oldest first, as soon as it is read; none that its run removed meanwhile.
 
     Raises:
         CheckpointError: there is none.
     """
+    has_checked = False
     for directory in checkpoints_in(path):
-        yield _check(directory)
+        report = _check(directory)
+        if report.is_whole or directory.exists() or directory == Path(path):
+            has_checked = True
+            yield report
+    if not has_checked:  # all were removed: there are others now, or none
+        yield from verify(path)
 
 
 def _check(directory: Path) -> Checked:

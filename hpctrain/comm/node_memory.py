@@ -59,12 +59,16 @@ class Memfd:
         try:
             descriptor = self.reserve(num_bytes)
         except OSError as error:
-            refusal = f"cannot reserve {format_bytes(num_bytes)} of node memory: {error}"
+            refusal = (
+                f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of node memory: "
+                f"{error}; give the job more memory, let its container call memfd_create and "
+                f"fallocate, or set HPCTRAIN_SHARED_MEMORY=off"
+            )
         try:
-            offers = node.allgather(None if refusal else _offer(descriptor))
-            given = [offer for offer in offers if offer is not None]
-            if refusal or len(given) < len(offers):
-                raise NodeMemoryError(refusal or "a rank of this node could not reserve memory")
+            answers = node.allgather(refusal or _offer(descriptor))
+            given = [answer for answer in answers if isinstance(answer, _Offer)]
+            if len(given) < len(answers):
+                raise NodeMemoryError(next(text for text in answers if isinstance(text, str)))
             return self._map(node, descriptor, given, num_bytes)
         finally:
             if descriptor >= 0:

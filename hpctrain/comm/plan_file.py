@@ -14,7 +14,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.choice import BETWEEN_NODES, BY_HOROVOD, ON_A_NODE
 from hpctrain.comm.plan import Plan, has_equal_nodes
 from hpctrain.errors import ConfigError
-from hpctrain.files import reason_of
+from hpctrain.files import reason_of, sync
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ def store_cached(key: str, stored: StoredPlan) -> None:
             "w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False
         ) as file:
             json.dump(stored.as_dict(), file, indent=1)
+        sync(Path(file.name))
         Path(file.name).replace(path)
     except OSError as error:
         _LOG.debug("the plan is not remembered in %s: %s", path, reason_of(error))

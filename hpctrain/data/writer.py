@@ -27,7 +27,7 @@ from hpctrain.data.format.rows import Samples, checked_rows, count, cut
 from hpctrain.data.format.together import explained, tell, together
 from hpctrain.data.ragged import Ragged
 from hpctrain.errors import DataError
-from hpctrain.files import PART
+from hpctrain.files import PART, make_folder
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -202,7 +202,7 @@ class ShardWriter:
         found = None
         with together(self._comm), explained(self._directory):
             if self._comm.rank == 0:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                make_folder(self._directory)
                 self._check_split()
                 found = self._journal and self._journal.uuid()
                 if found and names_shards_of(self._directory, found):

@@ -85,6 +85,15 @@ class Boundary:
             return
         self._metrics.write("checkpoint", step=state.step, **_figures(self._manager))
 
+    def finish(self, state: RunState, *, score: float | None) -> None:
+        """Save what the run has led to, unless that is done. Collective.
+
+        Raises:
+            CheckpointError: the state cannot be written; on every rank.
+        """
+        if self._manager is not None:
+            self._write(self._manager, state, wait=True, score=score)
+
     def stop(self, state: RunState) -> str:
         """Save, and return who wanted the stop, for people. Collective.
 

@@ -26,7 +26,7 @@ class CheckpointConfig:
 
     every: str | int = "10min"
     """Steps between two checkpoints, a time such as "10min", auto by their cost and mtbf, or none:
-    then only a stop saves."""
+    then only a stop and the end of the run save."""
     keep: int = 2
     """Newest checkpoints that stay."""
     keep_best: int = 0

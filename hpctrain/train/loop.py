@@ -83,6 +83,7 @@ def train(
             boundary.save(state, score=_score(task, state.scores) if is_tested else None)
         _resume_clock(task)
     assert state.scores is not None
+    boundary.finish(state, score=_score(task, state.scores))
     return Outcome(scores=state.scores, training_s=state.training_s)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain.files import publishing
+from hpctrain.files import publishing, sync
 
 
 class Metrics:
@@ -17,7 +17,10 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("a", encoding="utf-8")
+        self._file = None
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8")
+            sync(path.parent)
         self.num_records = 0 if path is None else len(read(path))
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
 

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.checkpoint.plain import save_on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan_file import StoredPlan
 from hpctrain.errors import CheckpointError, NotFiniteError, ReplicaError
@@ -21,7 +20,6 @@ from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.part import Part
 from hpctrain.train.progress import Progress
-from hpctrain.train.replicas import require_finite_weights, shared_optimizer
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.state import RunState
 from hpctrain.train.sync_method import figures, summary
@@ -138,7 +136,7 @@ class RunInDirectory:
             )
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
-        """Train, save the result, and write the last record."""
+        """Train, and write the last record."""
         task, state, comm = self._task, self._state, self._comm
         epochs = task.config.train.epochs
         with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
@@ -146,15 +144,6 @@ class RunInDirectory:
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
-        require_finite_weights(task, comm)
-        final = {
-            "model": task.model.state_dict(),
-            "optimizer": shared_optimizer(task, comm),
-            "epoch": epochs,
-            "step": state.step,
-        }
-        with agreed(comm):
-            save_on_root(self._directory.checkpoints / "final.pt", final, comm)
         metrics.write(
             "finished",
             step=state.step,

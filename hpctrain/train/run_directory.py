@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.errors import ConfigError
-from hpctrain.files import publishing
+from hpctrain.files import make_folder, publishing
 from hpctrain.train.metrics import cut
 
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
@@ -89,7 +89,7 @@ class RunDirectory:
             ConfigError: it cannot be made.
         """
         with self._explained():
-            self.logs.mkdir(parents=True, exist_ok=True)
+            make_folder(self.logs)
 
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
@@ -102,9 +102,9 @@ class RunDirectory:
         with self._explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            self.config.write_text(config, encoding="utf-8")
-            self.environment.write_text(json.dumps(environment, indent=2) + "\n")
-            self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+            self._write(self.environment, json.dumps(environment, indent=2) + "\n")
+            self._write(self.plan, json.dumps(plan, indent=2) + "\n")
+            self._write(self.config, config)
 
     def go_on(self, config: str, plan: dict[str, Any], num_records: int) -> None:
         """Let another part of the run begin behind the first records; not collective.
@@ -121,13 +121,14 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             cut(self.metrics, num_records)
-            for path, text in (
-                (self.config, config),
-                (self.plan, json.dumps(plan, indent=2) + "\n"),
-            ):
-                with publishing(path) as part:
-                    part.write_text(text, encoding="utf-8")
+            self._write(self.config, config)
+            self._write(self.plan, json.dumps(plan, indent=2) + "\n")
             self.stop.unlink(missing_ok=True)
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        with publishing(path) as part:
+            part.write_text(text, encoding="utf-8")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

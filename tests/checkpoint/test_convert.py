@@ -1,9 +1,11 @@
 """What others wrote is read, or told in one line; nothing of it is run."""
 
+import importlib
 import os
 import pickle
 import shutil
 from collections import OrderedDict
+from contextlib import suppress
 
 import pytest
 import torch
@@ -103,13 +105,53 @@ def test_a_hostile_index_of_dcp_is_an_error(tmp_path, change):
         read_foreign(out)
 
 
-def test_an_index_of_dcp_reaches_no_attribute_but_members_of_enumerations(tmp_path):
+def test_an_index_of_dcp_calls_nothing(tmp_path):
     out = tmp_path / "x"
     export({"w": torch.zeros(4)}, out, "dcp")
     here = b"torch.distributed.checkpoint.metadata"
     call = b"cbuiltins\ngetattr\n(c" + here + b"\nMetadata\nV__init__\ntR."
     (out / ".metadata").write_bytes(call)
-    with pytest.raises(CheckpointError, match="asks for '__init__'"):
+    with pytest.raises(CheckpointError, match="use another"):
+        read_foreign(out)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "PosixPath"),
+        ("builtins", "getattr"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("collections", "OrderedDict"),
+    ],
+)
+def test_an_index_of_dcp_changes_no_class_and_no_function(tmp_path, module, name):
+    out = tmp_path / "x"
+    export({"w": torch.zeros(4)}, out, "dcp")
+    good = (out / ".metadata").read_bytes()
+    named = f"c{module}\n{name}\n".encode()
+    real = getattr(importlib.import_module(module), name)
+    for state in (b"N}(Vmark\nI1\nu\x86", b"}(Vmark\nI1\nu"):  # by setattr, and by __dict__
+        (out / ".metadata").write_bytes(named + state + b"b0" + good)
+        try:
+            with pytest.raises(CheckpointError, match="use another"):
+                read_foreign(out)
+            assert not hasattr(real, "mark")
+        finally:
+            with suppress(AttributeError, TypeError):
+                del real.mark
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_no_file_of_dcp_leads_out_of_its_directory(tmp_path, name):
+    out = tmp_path / "x"
+    export({"w": torch.zeros(4)}, out, "dcp")
+    (out / name).rename(tmp_path / "secret")
+    (out / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="use another"):
         read_foreign(out)
 
 

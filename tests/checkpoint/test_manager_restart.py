@@ -1,9 +1,11 @@
 """What a restart takes: the newest whole one; what is damaged is told, what is old goes."""
 
+import pkgutil
 import shutil
 
 import pytest
 
+from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.errors import CheckpointError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 
@@ -86,6 +88,34 @@ def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(comm, ro
             manager.load_latest()
         with pytest.raises(CheckpointError, match="none of 2"):
             manager.latest()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("when", ["shelf.Manifest.read", "manager.store.load"])
+def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, monkeypatch):
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1, wait=True)
+    module, _, name = when.rpartition(".")
+    owner = pkgutil.resolve_name(f"hpctrain.checkpoint.{module.replace('.', ':', 1)}")
+    read, has_begun = getattr(owner, name), []
+
+    def read_later(*args, **options):
+        """Let the other job finish a checkpoint just before this one reads what it has found."""
+        if not has_begun:
+            has_begun.append(True)
+            if comm.rank == 0:
+                with managed(root, SerialCommunicator(), keep=1) as other:
+                    other.save(state(2), 2, wait=True)
+            if name == "load":  # which every rank calls
+                comm.barrier()
+        return read(*args, **options)
+
+    monkeypatch.setattr(owner, name, read_later)
+    with managed(root, comm) as manager:
+        assert loaded_value(manager) == 2
+    assert has_begun or comm.rank
+    assert steps_in(root) == [2]
+    assert not caplog.records
 
 
 @pytest.mark.ranks(1, 2)

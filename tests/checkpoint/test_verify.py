@@ -81,6 +81,15 @@ def test_every_fault_names_its_file(run, harm, name):
     assert "not whole" in next(damaged.lines())
 
 
+def test_what_a_run_removes_meanwhile_is_not_damaged(run):
+    found = verify(run)
+    assert next(found).step == 1
+    shutil.rmtree(file_of(run, 2).parent)
+    assert [(report.step, report.is_whole) for report in found] == [(3, True), (4, True)]
+    (gone,) = verify(file_of(run, 2).parent)
+    assert not gone.is_whole
+
+
 def test_a_directory_without_checkpoints_is_told(run, tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         list(verify(tmp_path))

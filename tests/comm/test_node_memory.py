@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from hpctrain.comm.mapping import map_shared, take_pages
 from hpctrain.comm.node_memory import SHM, Memfd, Window
 from hpctrain.errors import NodeMemoryError
 from hpctrain.units import MIB
+from tests.comm.test_node_memory_jobs import launch
+from tests.full_disk import largest_file
 
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -144,6 +146,54 @@ def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeyp
     with Path(os.devnull).open() as file, pytest.raises(OSError, match=r"timed out|within"):
         descriptors.exchange(world, file.fileno())
     world.Barrier()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_what_one_rank_cannot_reserve_all_are_told_with_the_way_out(world):
+    before = descriptors_open()
+    with largest_file(MIB) if world.rank == world.size - 1 else nullcontext():
+        told = refusals(world, Memfd(), 2 * MIB)
+    assert len(set(told)) == 1
+    assert f"local rank {world.size - 1} cannot reserve 2.0 MiB of node memory: " in told[0]
+    assert "File too large; give the job more memory" in told[0]
+    assert descriptors_open() == before
+    check_shared(world, Memfd().allocate(world, 2 * MIB))
+
+
+REFUSED = """
+import torch, hpctrain as hvd
+from hpctrain.errors import NodeMemoryError
+from hpctrain.runtime.world import current
+from tests.launch.doctor.refuse import install
+hvd.init()
+said = []
+for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
+    if hvd.rank() == 1:
+        install("fallocate", answer)
+    try:
+        bucket = current().comm.new_bucket(1 << 18, torch.float32)
+    except NodeMemoryError as error:
+        said.append(str(error))
+        continue
+    bucket.flat.fill_(1)
+    current().comm.allreduce_(bucket).wait()
+    said.append(str(bucket.flat.unique().tolist()))
+print("<" + "|".join([str(hvd.rank()), *said]) + ">", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.launches
+def test_memory_that_the_system_does_not_give_is_an_error_on_all_ranks(tmp_path):
+    (tmp_path / "refused.py").write_text(REFUSED)
+    said, done = launch(tmp_path / "refused.py", HPCTRAIN_SHARED_MEMORY="memfd")
+    assert [words[0] for words in said] == ["0", "1"], done
+    for _, full, refused, without in said:
+        for text, why in ((full, "No space left on device"), (refused, "Invalid argument")):
+            assert "local rank 1 cannot reserve 1.0 MiB of node memory: [Errno" in text
+            assert why in text
+            assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
+        assert without == "[2.0]"  # libc takes the pages by storing to each
 
 
 @pytest.mark.ranks(2, 4)

@@ -93,6 +93,12 @@ def test_what_is_remembered_is_found_again():
     assert file.suffix == ".json"
 
 
+def test_what_is_remembered_has_its_name_when_it_is_on_disk(disk, monkeypatch):
+    monkeypatch.setattr(config, "cache_folder", lambda: disk.root)
+    store_cached("something", STORED)
+    assert disk.kept(disk.root / "plans" / "something.json")
+
+
 def test_a_damaged_memory_counts_as_none(caplog):
     store_cached("damaged", STORED)
     (config.cache_folder() / "plans" / "damaged.json").write_text("{")

@@ -1,5 +1,8 @@
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from hpctrain.cli.main import app
 from hpctrain.train.metrics import read
 from tests.train.starting import ROOT, last_line, start
 
@@ -20,4 +23,7 @@ def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     assert record["path"] == "memfd"
     assert record["rails"] >= 1
     assert last_line(done.stdout) == f"test accuracy {record['metric']:.4f}"
-    assert (tmp_path / "out/checkpoints/final.pt").exists()
+    for words in (["info"], ["verify"], ["export", tmp_path / "model.pt", "--only", "model"]):
+        line = ["checkpoint", words[0], tmp_path / "out", *words[1:]]
+        assert CliRunner().invoke(app, [*map(str, line)]).exit_code == 0
+    assert torch.load(tmp_path / "model.pt", weights_only=True)

@@ -62,6 +62,24 @@ def test_every_line_of_a_traceback_is_tagged_on_stderr_and_in_the_log(tmp_path: 
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
 
 
+def test_the_log_is_on_disk_before_all_ranks_are_ended(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    run(
+        """
+import pytest
+from tests.power_loss import Disk
+Disk(LOG, LOG / "record", pytest.MonkeyPatch())
+install(World(), LOG)
+raise ValueError("bad luck")
+""",
+        tmp_path,
+    )
+    log = tmp_path / "rank-7.log"
+    kept = (record / str(log.stat().st_ino)).read_text()
+    assert "ValueError: bad luck" in kept
+    assert kept == log.read_text()
+
+
 @pytest.mark.parametrize(
     ("statement", "code", "words"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.plain import load
+from hpctrain.checkpoint.compare import newest_state
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.console import make_console
 from hpctrain.train.metrics import read
@@ -96,7 +96,13 @@ class Job:
         ]
 
     def final(self):
-        return load(self.directory.checkpoints / "final.pt")
+        return newest_model(self.directory.path)
+
+
+def newest_model(run: Path) -> dict[str, object]:
+    """Return what a run has learnt, of its newest checkpoint."""
+    _, state = newest_state(run)
+    return {name: state[name] for name in ("model", "optimizer", "epoch", "step")}
 
 
 def _fail() -> None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.files import sync
 from hpctrain.launch.doctor.trial import file_system_of
 
 _VALUE = b"hpctrain doctor"
@@ -73,6 +74,7 @@ def _write(directory: Path) -> Path:
             file.flush()
             os.fsync(file.fileno())
         (folder / "part").replace(folder / "lock")
+        sync(folder)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -193,12 +193,20 @@ def _has_ranks(script: BatchScript) -> bool:
 
 def _gpus_per_node(script: BatchScript) -> int | None:
     if (text := script.options.get("gpus-per-node")) is not None:
-        return _last_number(text)
-    for resource in script.options.get("gres", "").split(","):
-        if re.match(r"(gres[:/])?gpu\b", resource):
-            return _last_number(resource) if re.search(r":\d+$", resource) else 1
-    whole, nodes = _last_number(script.options.get("gpus", "")), script.number("nodes")
-    return whole // nodes if whole and nodes and whole % nodes == 0 else None
+        return _num_gpus(text.split(","))
+    asked = script.options.get("gres", "").split(",")
+    if gpus := [each for each in asked if re.match(r"(gres[:/])?gpu\b", each)]:
+        return _num_gpus(gpus)
+    whole, nodes = _num_gpus(script.options.get("gpus", "").split(",")), script.number("nodes")
+    return whole // nodes if nodes and whole % nodes == 0 else None
+
+
+def _num_gpus(kinds: list[str]) -> int:
+    """Sum up GPUs such as ``4``, ``a100:4`` or ``gpu:a100``, which is one; 0 if not known."""
+    if any("$" in kind for kind in kinds):
+        return 0
+    counts = (re.search(r"(?:^|:)(\d+)$", kind) for kind in kinds if kind)
+    return sum(int(match[1]) if match else 1 for match in counts)
 
 
 def _tasks_per_node(script: BatchScript) -> int | None:
@@ -236,8 +244,3 @@ def _own_tasks_per_node(options: dict[str, str | None], nodes: int) -> int | Non
     text = options["ntasks"] or ""
     whole = int(text) if text.isdigit() else 1
     return whole // nodes if text.isdigit() and whole % nodes == 0 else None
-
-
-def _last_number(text: str) -> int | None:
-    match = re.search(r"(\d+)$", text)
-    return int(match[1]) if match else None

@@ -13,8 +13,20 @@ import subprocess
 import sys
 
 NUMBERS = {
-    "x86_64": {"flock": 73, "memfd_create": 319, "process_vm_readv": 310, "seccomp": 317},
-    "aarch64": {"flock": 32, "memfd_create": 279, "process_vm_readv": 270, "seccomp": 277},
+    "x86_64": {
+        "fallocate": 285,
+        "flock": 73,
+        "memfd_create": 319,
+        "process_vm_readv": 310,
+        "seccomp": 317,
+    },
+    "aarch64": {
+        "fallocate": 47,
+        "flock": 32,
+        "memfd_create": 279,
+        "process_vm_readv": 270,
+        "seccomp": 277,
+    },
 }[platform.machine()]
 
 ALLOW, FAIL, ASK = 0x7FFF0000, 0x00050000, 0x7FC00000

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpctrain.launch.doctor import trial
+from hpctrain.launch.doctor import trial, trial_steps
 from hpctrain.launch.doctor.directory import check
 from hpctrain.launch.doctor.facts import DirectoryFacts
 from hpctrain.launch.doctor.trial import facts_of, file_system_of, try_directory
@@ -50,6 +50,13 @@ def test_a_good_directory_is_ok_and_left_as_it_was(tmp_path):
     assert facts.hung == ""
     assert facts.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trial_of_a_directory_syncs_as_a_checkpoint_does(disk, capsys):
+    trial_steps.main(disk.root)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["end", ""] in told
+    assert not list(disk.root.iterdir())
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path):

@@ -93,6 +93,44 @@ def test_a_fault_is_found_and_nothing_else(check, level, old, new):
     assert wrong(HEALTHY.replace(old, new)) == {(check, level)}
 
 
+ALIKE = ["--gpus=16", "-G 16", "--gpus=a100:16", "--gpus=a100:8,h100:8", "--gpus=18"]
+
+
+@pytest.mark.parametrize("gpus", [*ALIKE, "--gres=gpu:a100:2,gpu:h100:2", "--gpus-per-node=a:3,b"])
+def test_as_many_gpus_as_tasks_are_right_however_they_are_asked_for(gpus):
+    """4 nodes of 4 tasks; 18 GPUs are no equal number on each node."""
+    assert wrong(HEALTHY.replace("--gpus-per-node=4", gpus)) == set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node"),
+    [
+        ("--gpus=8", 2),
+        ("-G 32", 8),
+        ("--gpus=a100:4", 1),
+        ("--gpus=a100:4,h100:4", 2),
+        ("--gres=gpu:a100:2,gpu:h100", 3),
+        ("--gpus-per-node=a100:1,h100:1", 2),
+    ],
+)
+def test_gpus_of_the_whole_job_are_divided_among_its_nodes(gpus, per_node):
+    (found,) = lint(HEALTHY.replace("--gpus-per-node=4", gpus), facts=FACTS)
+    assert found.check == "tasks and GPUs"
+    assert f"#SBATCH --ntasks-per-node={per_node}" in found.do
+    counted = f"{abs(4 - per_node)} would be idle" if per_node > 4 else f"share {per_node} GPU"
+    assert counted in found.what
+
+
+def test_gpus_that_a_variable_counts_are_not_counted():
+    script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-node=$GPUS")
+    assert wrong(script) == {("script", "warning")}
+
+
+def test_gpus_of_a_job_whose_nodes_are_not_known_are_no_finding():
+    script = HEALTHY.replace("--gpus-per-node=4", "--gpus=8")
+    assert wrong(script.replace("#SBATCH --nodes=4\n", "")) == set()
+
+
 def test_lines_that_end_as_in_dos_are_found():
     assert ("script", "error") in wrong(HEALTHY.replace("\n", "\r\n"))
 

@@ -1,0 +1,53 @@
+"""A checkpoint counts on records and files of its run: they are on disk before it is."""
+
+import pytest
+
+from hpctrain.checkpoint import store
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.files import PART
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.run_directory import RunDirectory
+from tests.train.job import Job
+
+OTHERS = ("checkpoints", "log", "metrics.jsonl", "plots")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.usefixtures("world")
+def test_a_run_is_on_disk_as_far_as_its_checkpoints_count_on_it(disk, here, configure, shared):
+    job = Job(here, configure, shared / "run", "checkpoint.every=4", "train.epochs=2")
+    num_seen = []
+
+    def watch(target):
+        if not target.name.startswith("step-") or target.name.endswith(PART):
+            return
+        room = target.with_name(target.name + PART)
+        records = store.load(room, SerialCommunicator()).state["num_records"]
+        metrics = job.directory.metrics
+        # On the thread that writes checkpoints: nobody sees what is raised there.
+        if not disk.has_name(metrics) or disk.kept(metrics).count(b"\n") < records:
+            disk.faults.append(f"records when {target} got its name")
+        disk.faults.extend(disk.lost(*OTHERS, below=job.directory.path))
+        num_seen.append(records)
+
+    disk.root = job.directory.path  # beside it the test writes its data
+    disk.watchers.append(watch)
+    job.part(stop="SIGTERM", after=5)
+    assert not disk.lost("log", "plots")
+    job.part()
+    assert not disk.lost("log", "plots")
+    if here.comm.rank == 0:
+        assert len(num_seen) >= 4
+        assert num_seen == sorted(num_seen)
+
+
+def test_a_run_directory_is_on_disk_before_its_first_step(disk):
+    directory = RunDirectory(disk.root / "runs" / "a")
+    directory.create("seed = 1\n", {"torch": "2"}, {"rails": 1})
+    with Metrics(directory.metrics) as metrics:
+        assert disk.has_name(directory.metrics)
+        metrics.write("started")
+        metrics.sync()
+    assert not disk.lost()
+    directory.go_on("seed = 2\n", {"rails": 2}, 1)
+    assert not disk.lost()
