@@ -53,8 +53,8 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_rounds = Rounds(node)
         self._samples.append(Samples())
         self._node_averagings = [
-            self._exchange.averages(self.replica.parameters, node),
-            *self._exchange.averages_buffers(node),
+            self._exchange.averages_parameters(node),
+            self._exchange.averages_buffers(node),
         ]
 
     def take_part(self, *, takes_part: bool) -> None:

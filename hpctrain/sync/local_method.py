@@ -35,6 +35,9 @@ class LocalMethod:
     round ends with the block, so that all ranks have one model after it, and the hooks are gone.
     Where an error leads some ranks out of the block, those that wait in it raise within seconds.
 
+    What is averaged are the parameters that are trained when the ranks meet, and those that have
+    changed before, by name. All ranks freeze, unfreeze and add parameters after the same step.
+
     A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
     """
 
@@ -75,6 +78,7 @@ class LocalMethod:
         self._samples = [Samples()]
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
+        self.replica.all_agree()
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
             optimizer.register_step_post_hook(lambda *_: self._end_step()),
@@ -239,6 +243,7 @@ class LocalMethod:
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks. Collective."""
         self.rounds.load_shared_state(state)
+        self.replica.all_agree()
         for samples in self._samples:
             samples.clear()
         self._exchange.load_state(state["exchange"])
@@ -248,6 +253,7 @@ class LocalMethod:
         return {
             **self.rounds.own_state(),
             "samples": [samples.state() for samples in self._samples],
+            "changed": self.replica.changed(),
             "wants_switch": self._wants_switch,
         }
 
@@ -256,6 +262,7 @@ class LocalMethod:
         self.rounds.load_own_state(state)
         for samples, own in zip(self._samples, state["samples"], strict=True):
             samples.load_state(own)
+        self.replica.load_changed(state["changed"])
         self._wants_switch = state["wants_switch"]
         self._raise()
 
@@ -286,6 +293,7 @@ class LocalMethod:
         if synchronous:  # looked at here, as the phase may end with this step
             self.rounds.raised_flags = self._gradients.raised_flags
         self.rounds.count_step(synchronous=synchronous)
+        self.replica.roster.note_step()
         self.communication_seconds, num_bytes = self._gradients.end_step()
         self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()
