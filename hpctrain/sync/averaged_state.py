@@ -101,10 +101,7 @@ class State(Tensors):
 
     def _fill(self, state: dict[str, Any], keys: dict[str, Any], plain: dict[str, Any]) -> None:
         for key, spec in keys.items():
-            if key not in state:
-                state[key] = (
-                    plain.get(key) if spec is None else torch.zeros(spec[0], dtype=spec[1])
-                )
+            state[key] = plain.get(key) if spec is None else torch.zeros(spec[0], dtype=spec[1])
 
     def _own_layout(self) -> Layout:
         return {

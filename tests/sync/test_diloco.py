@@ -251,7 +251,7 @@ def test_a_round_that_is_too_short_for_its_fragments_is_refused(hvd_nodes):
 
 
 @MANY
-@pytest.mark.parametrize("num_steps", [12, 14])
+@pytest.mark.parametrize("num_steps", [12, 13])
 @pytest.mark.parametrize(
     ("fragments", "delay", "keep"),
     [(1, 0, 0.0), (1, 0, 0.5), (2, 0, 0.0), (1, 2, 0.5), (3, 2, 0.5)],
