@@ -100,7 +100,7 @@ class Presence:
     def leave(self, number: int, error: BaseException | None) -> None:
         """Leave a block; with an error, the ranks that stay in it will know. Not collective."""
         name = self._blocks.pop(number)
-        if error is None or not self._open:
+        if error is None or not self._open or os.getpid() != self._owner:
             return
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
         text = f"{number} {reason}".encode()[:_REASON_BYTES]

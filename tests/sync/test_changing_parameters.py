@@ -109,6 +109,8 @@ def shadow(model: Layers, _: torch.optim.SGD) -> None:
         model.shadow.lerp_(model.layers[3].bias, 0.5)
 
 
+LAST = ["layers.2.weight", "layers.2.bias", "layers.3.weight", "layers.3.bias"]
+
 CHANGES = (
     unfreeze,
     freeze,
@@ -348,3 +350,59 @@ def test_a_stop_after_a_change_goes_on_bitwise(hvd_nodes, name):
             for number in range(stop, 11):
                 step(model, optimizer, number, hvd.rank(), hvd.size())
         assert bits(model) == whole, (stop, changes_late)
+
+
+@RANKS
+def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
+    model, optimizer = make()
+    with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
+        for number in range(4):
+            step(model, optimizer, number, world.rank, world.size)
+        optimizer.param_groups[0]["fused"] = True
+        step(model, optimizer, 4, world.rank, world.size)
+        freeze(model, optimizer)
+        assert method.replica.changed() == [["layers.0.weight", "layers.0.bias", *LAST]]
+    assert len(set(world.allgather(bits(model)))) == 1
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_the_mean_in_the_middle_of_a_round_is_one_model_too(world, hvd_nodes, name):
+    model, optimizer = make()
+    with METHODS[name](hvd_nodes, model, optimizer) as method:
+        for number in range(7):
+            if number == 6:
+                exchange_layers(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+        before = bits(model)
+        with method.averaged():
+            assert len(set(world.allgather(bits(model)))) == 1
+        assert bits(model) == before
+
+
+@RANKS
+def test_a_parameter_that_is_not_in_the_model_is_refused(hvd_nodes):
+    model, optimizer = make()
+    scale = nn.Parameter(torch.ones(()).double())
+    optimizer.add_param_group({"params": [scale]})
+    method = hvd_nodes.LocalSGD(model, optimizer, 2)
+    images, labels = part_of(global_batch(0), hvd_nodes.rank(), hvd_nodes.size())
+    cross_entropy(model(images) * scale, labels).backward()
+    optimizer.step()
+    with pytest.raises(MismatchError, match="1 that are not in it"):
+        optimizer.step()
+    method.close()
+
+
+@pytest.mark.ranks(2)
+def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_nodes):
+    model, optimizer = make()
+    with hvd_nodes.PostLocalSGD(model, optimizer, 2, start=2) as method:
+        for number in range(4):
+            if number == 1:
+                freeze(model, optimizer)
+            before = method.facts["bytes_sent"]
+            step(model, optimizer, number, world.rank, world.size)
+        travelled = method.facts["bytes_sent"] - before
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert trained <= travelled < trained + 64 * 4
