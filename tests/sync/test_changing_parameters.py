@@ -406,3 +406,17 @@ def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_n
         travelled = method.facts["bytes_sent"] - before
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         assert trained <= travelled < trained + 64 * 4
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_frozen_travels_once_more_and_no_further(world, hvd_nodes, name):
+    model, optimizer = make()
+    with METHODS[name](hvd_nodes, model, optimizer) as method:
+        for number in range(17):
+            if number == 5:
+                freeze(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+        roster = method.replica.roster
+        for one in (roster, *roster.inner):
+            assert not {"layers.2.weight", "layers.2.bias"} & {*one.names(), *one.changed()}
