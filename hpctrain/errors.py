@@ -26,7 +26,7 @@ class NodeMemoryError(CommError):
 
 
 class RankLostError(CommError):
-    """Another rank died or left the program while this rank waited for it."""
+    """Another rank died, or left the program or a block, while this rank waited for it."""
 
 
 class MismatchError(CommError):

@@ -22,7 +22,12 @@ def raise_if_any(refusals: Sequence[str | None]) -> None:
         raise MismatchError(by_rank(refusals))
 
 
-def require_equal(comm: "Communicator", lines: Sequence[str], what: str) -> None:
+def require_equal(
+    comm: "Communicator",
+    lines: Sequence[str],
+    what: str,
+    way_out: str = "build the same model on every rank",
+) -> None:
     """Return if every rank gives the same lines. Collective; sends a digest while all is well.
 
     Raises:
@@ -36,7 +41,7 @@ def require_equal(comm: "Communicator", lines: Sequence[str], what: str) -> None
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(
         f"{what} must be the same on every rank, number {number} differs: {by_rank(seen)}; "
-        f"build the same model on every rank"
+        f"{way_out}"
     )
 
 

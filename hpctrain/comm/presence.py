@@ -20,7 +20,11 @@ PEERS_PER_LOOK = 16
 NEAR_SIZE = 64
 """Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
 
-_LEFT = 1
+BREAK_S = 2.0
+"""How long the others wait for the program to end after an error has led a rank out of a block."""
+
+_LEFT, _BROKE_OFF = 1, 2
+_REASON_BYTES = 400
 _NAP_S = (50e-6, 20e-3)
 
 
@@ -47,6 +51,12 @@ class Presence:
         self._to_look: list[int] = []
         self._next_look = 0.0
         self._left: set[int] = set()
+        self._num_blocks = 0
+        self._blocks: dict[int, str] = {}
+        """What blocks this rank is in, by number."""
+        self._broken: dict[int, tuple[float, str]] = {}
+        """When this rank heard that another has left a block by an error, and which."""
+        self._told: list[MPI.Request] = []
         self._open = True
 
     def check(self, partners: Collection[int] | None = None) -> None:
@@ -57,18 +67,44 @@ class Presence:
                 left concerns nobody who waits for these; that it died always does.
 
         Raises:
-            RankLostError: a rank of this node died, or a rank that is waited for left.
+            RankLostError: a rank of this node died, a rank that is waited for left, or one has
+                left by an error a block that this one is in.
         """
         if not self._open:
             return
         self._raise_if_dead()
         self._hear()
+        self._raise_if_broken()
         if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
                 f"{format_ranks(left)} left the program while rank {self.rank} waits for "
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
+
+    def enter(self, name: str) -> int:
+        """Enter a block of the program that all ranks leave together.
+
+        Not collective, but all ranks enter the same blocks in the same order.
+
+        Args:
+            name: of the block, for messages.
+
+        Returns:
+            The number of the block.
+        """
+        self._num_blocks += 1
+        self._blocks[self._num_blocks] = name
+        return self._num_blocks
+
+    def leave(self, number: int, error: BaseException | None) -> None:
+        """Leave a block; with an error, the ranks that stay in it will know. Not collective."""
+        name = self._blocks.pop(number)
+        if error is None or not self._open or os.getpid() != self._owner:
+            return
+        reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
+        text = f"{number} {reason}".encode()[:_REASON_BYTES]
+        self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
 
     def farewell(self) -> None:
         """Return when every rank of the world has come here; ranks with work left may take long.
@@ -87,11 +123,12 @@ class Presence:
         if not self._open or os.getpid() != self._owner:
             return
         self._open = False
-        notices: list[MPI.Request] = []
+        notices, has_announced = self._told, False
         everyone_came = self._control.Ibarrier()
         for waited_s in self._naps_until(everyone_came.Test):
-            if waited_s > GRACE_S and not notices:
-                notices = self._announce()
+            if waited_s > GRACE_S and not has_announced:
+                has_announced = True
+                notices += [self._control.Issend(array("b"), r, _LEFT) for r in self._to_tell()]
             self._raise_if_dead()
         for _ in self._naps_until(lambda: all(notice.Test() for notice in notices)):
             self._raise_if_dead()
@@ -111,18 +148,30 @@ class Presence:
             self._hear()
             yield time.monotonic() - start
 
-    def _announce(self) -> list[MPI.Request]:
+    def _to_tell(self) -> list[int]:
+        """Return the ranks that hear something from this one."""
         size = self._control.size
         distances: set[int] = set(range(1, size))
         if size > NEAR_SIZE:
             distances = {s << k for k in range(size.bit_length()) for s in (1, -1)}
-        others = {(self.rank + distance) % size for distance in distances} - {self.rank}
-        return [self._control.Issend(array("b"), other, _LEFT) for other in sorted(others)]
+        return sorted({(self.rank + distance) % size for distance in distances} - {self.rank})
 
     def _hear(self) -> None:
         # A matched probe: two threads of this rank may wait, and look, at the same time.
         while notice := self._control.Improbe(tag=_LEFT):
-            self._left.add(_receive(notice))
+            self._left.add(_receive(notice)[0])
+        while notice := self._control.Improbe(tag=_BROKE_OFF):
+            number, reason = _receive(notice)[1].split(" ", 1)
+            self._broken.setdefault(int(number), (time.monotonic(), reason))
+
+    def _raise_if_broken(self) -> None:
+        for number, (since, reason) in list(self._broken.items()):
+            # An error that nobody catches ends all ranks meanwhile, and says more.
+            if number in self._blocks and time.monotonic() - since > BREAK_S:
+                raise RankLostError(
+                    f"{reason}; rank {self.rank} waits in it: all ranks leave it together, so "
+                    f"catch errors inside of it, or end the program"
+                )
 
     def _raise_if_dead(self) -> None:
         now = time.monotonic()
@@ -152,7 +201,9 @@ def _birth(pid: int) -> int | None:
     return None if state in ("Z", "X") else int(fields[18])
 
 
-def _receive(notice: MPI.Message) -> int:
-    status = MPI.Status()
-    notice.Recv(array("b"), status)
-    return status.Get_source()
+def _receive(notice: MPI.Message) -> tuple[int, str]:
+    """Return who has sent a message, and its text."""
+    status, buffer = MPI.Status(), bytearray(_REASON_BYTES)
+    notice.Recv([buffer, MPI.BYTE], status)
+    text = bytes(buffer[: status.Get_count(MPI.BYTE)])
+    return status.Get_source(), text.decode(errors="replace")

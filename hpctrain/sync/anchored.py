@@ -1,6 +1,6 @@
 """Means of what has changed since an anchor, which is held once per node."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.codec import Codec
-from hpctrain.sync.averaging import Averaging, NamedTensors
+from hpctrain.sync.averaged_tensors import NamedTensors, Tensors
+from hpctrain.sync.averaging import Averaging, Load
 from hpctrain.sync.node_vector import NodeVector
 
 
@@ -33,7 +34,7 @@ class AnchoredAveraging(Averaging):
         self,
         comm: Communicator,
         codec: Codec,
-        tensors: Callable[[], NamedTensors],
+        tensors: Tensors,
         bucket_bytes: int,
         node: Communicator,
         outer: Outer,
@@ -52,23 +53,26 @@ class AnchoredAveraging(Averaging):
         super().__init__(comm, codec, tensors, bucket_bytes)
 
     @torch.no_grad()
-    def build(self) -> None:
-        """Lay the buckets out, and put the anchor where rank 0's tensors are. Collective."""
-        super().build()
-        tensors = self._tensors()
-        flats = [load.bucket.flat for load in self._loads]
-        self._anchors = [NodeVector(self._node, flat.numel(), flat.dtype) for flat in flats]
-        self._momenta = (
-            [NodeVector(self._node, flat.numel(), flat.dtype) for flat in flats]
-            if self._outer.momentum
-            else []
-        )
-        self._moves: list[Tensor] = []
-        for number, (flat, anchor) in enumerate(zip(flats, self._anchors, strict=True)):
-            super()._fill(number, tensors)
-            self._comm.broadcast_(flat).wait()
-            anchor.own.copy_(flat[anchor.bounds])
-        self._node.barrier()
+    def build(self, weight: float, scale: float) -> None:
+        """Lay the buckets out for the tensors of today. Collective.
+
+        Anchors and momenta stay. What has none yet gets one where its weighted mean is.
+        """
+        before = self.state() if self._loads else {"momentum": {}, "anchor": {}}
+        super().build(weight, scale)
+        found, known = self._tensors.find(), before["anchor"]
+        new = {n for n, shape, _ in self._specs if n not in known or known[n].shape != shape}
+        anchors, momenta = {**known}, {**before["momentum"]}
+        for number, load in enumerate(self._loads):
+            places = [pair for pair in self._pairs(number, found) if pair[0] in new]
+            load.bucket.flat.zero_()
+            for _, tensor, place in places if weight else ():
+                torch.mul(tensor, weight, out=place)
+            if places:
+                self._comm.allreduce_(load.bucket, scale=scale).wait()
+            for name, _, place in places:
+                anchors[name], momenta[name] = place.clone(), torch.zeros_like(place)
+        self._put(anchors, momenta)
 
     def anchor(self) -> dict[str, Tensor]:
         """Return copies of the anchor's tensors, by name. Collective."""
@@ -84,13 +88,31 @@ class AnchoredAveraging(Averaging):
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state`` returned, on any number of ranks. Collective."""
-        self._load(self._anchors, state["anchor"])
-        if self._momenta:
-            self._load(self._momenta, state["momentum"])
-        self._node.barrier()
+        self._lay_out_for(state["anchor"])
+        self._put(state["anchor"], state["momentum"])
 
-    def _fill(self, number: int, tensors: NamedTensors) -> None:
-        super()._fill(number, tensors)
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """Let this rank's tensors be the anchor. Not collective, but all ranks do it."""
+        found = self._tensors.find()
+        for number in range(len(self._loads)):
+            self._read_result(number)
+            for _, tensor, place in self._pairs(number, found):
+                tensor.copy_(place)
+        self._tensors.became_equal({*self.names})
+
+    def _lay_out(self, today: NamedTensors) -> None:
+        super()._lay_out(today)
+        self._anchors = [self._vector_for(load) for load in self._loads]
+        self._momenta = [self._vector_for(load) for load in self._loads if self._outer.momentum]
+        self._moves: list[Tensor] = []
+
+    def _vector_for(self, load: Load) -> NodeVector:
+        flat = load.bucket.flat
+        return NodeVector(self._node, flat.numel(), flat.dtype)
+
+    def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
+        super()._fill(number, found)
         self._subtract_from_anchor(number)
 
     def _restore_mean(self, number: int) -> None:
@@ -130,9 +152,12 @@ class AnchoredAveraging(Averaging):
             found |= {self._specs[member][0]: place for member, place in load.places_in(flat)}
         return found
 
-    def _load(self, vectors: Sequence[NodeVector], tensors: Mapping[str, Tensor]) -> None:
-        for load, vector in zip(self._loads, vectors, strict=True):
-            flat = torch.zeros_like(load.bucket.flat)
-            for member, place in load.places_in(flat):
-                place.copy_(tensors[self._specs[member][0]])
-            vector.own.copy_(flat[vector.bounds])
+    def _put(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> None:
+        """Let each rank write its slices. Collective over the node."""
+        for vectors, tensors in ((self._anchors, anchors), (self._momenta, momenta)):
+            for load, vector in zip(self._loads, vectors, strict=bool(vectors)):
+                flat = torch.zeros_like(load.bucket.flat)
+                for member, place in load.places_in(flat):
+                    place.copy_(tensors[self._specs[member][0]])
+                vector.own.copy_(flat[vector.bounds])
+        self._node.barrier()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,10 @@ from torch.optim import Optimizer
 from hpctrain.compress.compressor import Compressor
 from hpctrain.errors import ConfigError
 from hpctrain.sync.anchored import Outer
-from hpctrain.sync.averaging import NamedTensors
+from hpctrain.sync.averaged_tensors import NamedTensors
 from hpctrain.sync.local_method import LocalMethod
 from hpctrain.sync.pace import Pace, Steps
-from hpctrain.sync.rounds import Samples
+from hpctrain.sync.rounds import Opening, Samples
 
 
 class DiLoCo(LocalMethod):
@@ -24,6 +25,10 @@ class DiLoCo(LocalMethod):
     outer momentum are held once per node. With ``fragments`` a part of the model at a time is
     exchanged, evenly spread over the round, which cuts the peak of traffic; with ``delay`` it
     travels while training goes on, and is taken over so many steps later.
+
+    ``finish()`` takes over what travels, then lets all that has been stepped since it was sent
+    take an outer step, and gives every rank the outer model. A parameter that is unfrozen or added
+    later begins with the mean of the replicas, and comes to the smallest fragment.
 
     With ``outer_lr=1``, ``outer_momentum=0`` this is ``LocalSGD``. Learning rate and momentum are
     not decayed.
@@ -74,13 +79,17 @@ class DiLoCo(LocalMethod):
         self._delay = delay
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
         outer = Outer(lr=outer_lr, momentum=outer_momentum)
+        self._parts = divided(self.replica.parameters(), fragments)
+        """Names of parameters, by fragment."""
         self._fragments = [
-            self._exchange.averages_parameters(names, outer)
-            for names in divided(self.replica.parameters(), fragments)
+            self._exchange.anchors_parameters(outer, partial(self._part, number))
+            for number in range(fragments)
         ]
+        self._sent = [0] * fragments
+        """Step after which a fragment was sent last."""
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
-        self._samples = [Samples() for _ in range(fragments + 1)]  # the last one of buffers
+        self._samples = [Samples() for _ in range(fragments)]
         self._buffers = self._exchange.averages_buffers()
 
     @property
@@ -94,14 +103,24 @@ class DiLoCo(LocalMethod):
         if self.rounds.agrees:
             yield
             return
-        with self.replica.holding(
-            self._exchange.anchor() | self.replica.means(self.replica.buffers())
-        ):
+        replica, anchors = self.replica, self._exchange.anchor()
+        outer, others = {}, [*replica.buffers()]
+        for name, tensor in replica.unequal_parameters():
+            if name in anchors and anchors[name].shape == tensor.shape:
+                outer[name] = anchors[name]
+            else:  # new since the ranks have met
+                others.append((name, tensor))
+        with replica.holding(outer | replica.means(others)):
             yield
 
     def shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank: the outer model and its momentum too."""
-        return {**super().shared_state(), "pace": self._pace.state_dict()}
+        return {
+            **super().shared_state(),
+            "pace": self._pace.state_dict(),
+            "parts": [list(part) for part in self._parts],
+            "sent": list(self._sent),
+        }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks.
@@ -110,6 +129,8 @@ class DiLoCo(LocalMethod):
         """
         super().load_shared_state(state)
         self._pace.load_state_dict(state["pace"])
+        self._parts[:] = [list(part) for part in state["parts"]]
+        self._sent = list(state["sent"])
         self.rounds.agrees = False
 
     def own_state(self) -> dict[str, Any]:
@@ -124,8 +145,8 @@ class DiLoCo(LocalMethod):
         """Go on in the middle of a round."""
         super().load_own_state(state)
         self._due = list(state["due"])
-        for fragment, flats in zip(self._fragments, state["under_way"], strict=True):
-            fragment.go_on(flats)
+        for fragment, travelled in zip(self._fragments, state["under_way"], strict=True):
+            fragment.go_on(travelled)
 
     @property
     def _steps(self) -> int:
@@ -146,7 +167,6 @@ class DiLoCo(LocalMethod):
             if step_in_round == (number + 1) * steps // len(self._fragments):
                 agrees &= self._send(number)
         if step_in_round >= steps:
-            self._end_buffers()
             self.rounds.close(agrees=agrees)
 
     def _send(self, number: int) -> bool:
@@ -156,7 +176,7 @@ class DiLoCo(LocalMethod):
             Whether it travels: not if all ranks sit out.
         """
         fragment, num_fragments = self._fragments[number], len(self._fragments)
-        opening = self._exchange.begin([fragment], self._samples[number])
+        opening = self._begin(number)
         if number == num_fragments - 1:
             self._pace.learn(opening.step_s, opening.round_s * num_fragments)
         self._due[number] = self.rounds.step + self._delay
@@ -164,20 +184,39 @@ class DiLoCo(LocalMethod):
             self._exchange.complete([fragment], keep=self._keep)
         return opening.total_weight > 0
 
+    def _begin(self, number: int) -> Opening:
+        """Let a fragment travel; the buffers, which no fragment has, go with the last one."""
+        is_last = number == len(self._fragments) - 1
+        buffers = [self._buffers] if is_last else []
+        opening = self._exchange.begin([self._fragments[number], *buffers], self._samples[number])
+        self._exchange.complete(buffers)
+        if opening.total_weight:
+            self._sent[number] = self.rounds.step
+        return opening
+
     def _end_round(self) -> None:
-        self._exchange.complete(self._fragments)
         agrees = True
-        for fragment, samples in zip(self._fragments, self._samples, strict=False):
-            agrees &= self._exchange.begin([fragment], samples).total_weight > 0
-            self._exchange.complete([fragment])
-        self._end_buffers()
+        for number, fragment in enumerate(self._fragments):
+            was_under_way, has_stepped = (
+                fragment.is_under_way,
+                self._sent[number] < self.rounds.step,
+            )
+            self._exchange.complete([fragment], keep=self._keep if has_stepped else 0.0)
+            if has_stepped:
+                agrees &= self._begin(number).total_weight > 0
+                self._exchange.complete([fragment])
+            elif self._keep and not was_under_way:
+                fragment.take_anchor()
         self.rounds.close(agrees=agrees)
 
-    def _end_buffers(self) -> None:
-        """Average the buffers, which no fragment has."""
-        if self._buffers:
-            self._exchange.begin(self._buffers, self._samples[-1])
-            self._exchange.complete(self._buffers)
+    def _part(self, number: int) -> list[str]:
+        """Return the parameters of a fragment; a new one has come to the smallest."""
+        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.tensors()}
+        known = {name for part in self._parts for name in part}
+        for name in [name for name in sizes if name not in known]:
+            smallest = min(self._parts, key=lambda part: sum(sizes.get(n, 0) for n in part))
+            smallest.append(name)
+        return self._parts[number]
 
 
 def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """How replicas travel: the averagings of a method, begun and completed."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -11,7 +11,9 @@ from hpctrain.compress.half import codec_for
 from hpctrain.compress.identity import Identity
 from hpctrain.runtime.world import World
 from hpctrain.sync.anchored import AnchoredAveraging, Outer
-from hpctrain.sync.averaging import Averaging, NamedTensors
+from hpctrain.sync.averaged_state import State
+from hpctrain.sync.averaged_tensors import Parameters, Tensors
+from hpctrain.sync.averaging import Averaging
 from hpctrain.sync.replica import Replica
 from hpctrain.sync.rounds import Opening, Rounds, Samples
 
@@ -51,32 +53,38 @@ class Exchange:
         """Whether replicas travel while training goes on."""
         return any(averaging.is_under_way for averaging in self._made)
 
-    def averages(
-        self, tensors: Callable[[], NamedTensors], comm: Communicator | None = None
-    ) -> Averaging:
-        """Make what averages tensors as they are, over all ranks or some. Collective."""
-        return self._noted(Averaging(comm or self._comm, Identity(), tensors, self._bucket_bytes))
+    def averages_buffers(self, comm: Communicator | None = None) -> Averaging:
+        """Make what averages buffers, over all ranks or some. Collective."""
+        return self._averages(Tensors(self._replica.buffers), comm or self._comm)
 
-    def averages_buffers(self, comm: Communicator | None = None) -> list[Averaging]:
-        """Make what averages buffers, over all ranks or some; none without buffers. Collective."""
-        return [self.averages(self._replica.buffers, comm)] if self._replica.buffers() else []
+    def averages_state(self) -> Averaging:
+        """Make what averages the optimizer's state over all ranks. Collective."""
+        return self._averages(State(self._replica.optimizer), self._comm)
 
-    def averages_parameters(
-        self, names: Collection[str] | None = None, outer: Outer | None = None
-    ) -> Averaging:
-        """Make what averages parameters over all ranks. Collective.
+    def averages_parameters(self, node: Communicator | None = None) -> Averaging:
+        """Make what averages parameters, over all ranks or those of this node. Collective."""
+        if node is not None:
+            return self._averages(Parameters(self._replica.inner_roster()), node)
+        if isinstance(codec_for(self._compression), Identity):
+            return self._averages(Parameters(self._replica.roster), self._comm)
+        return self.anchors_parameters(Outer())
+
+    def anchors_parameters(
+        self, outer: Outer, names: Callable[[], Collection[str]] | None = None
+    ) -> AnchoredAveraging:
+        """Make what averages changes of parameters over all ranks. Collective.
 
         Args:
-            names: of those; None for all.
-            outer: how an anchor moves; None where only a lossy codec needs one.
+            outer: how the anchor moves.
+            names: returns the parameters; None for all.
         """
-        codec, size = codec_for(self._compression), self._bucket_bytes
-        parameters = partial(self._replica.parameters, names)
-        if outer is None and isinstance(codec, Identity):
-            return self._noted(Averaging(self._comm, codec, parameters, size))
-        made = AnchoredAveraging(self._comm, codec, parameters, size, self.node, outer or Outer())
+        parameters, codec = Parameters(self._replica.roster, names), codec_for(self._compression)
+        made = AnchoredAveraging(
+            self._comm, codec, parameters, self._bucket_bytes, self.node, outer
+        )
         self._anchored.append(made)
-        return self._noted(made)
+        self._made.add(made)
+        return made
 
     def begin(
         self, averagings: Sequence[Averaging], samples: Samples, rounds: Rounds | None = None
@@ -87,16 +95,22 @@ class Exchange:
             averagings: of the same ranks; that of parameters comes first.
             samples: what this rank's replica counts by; counted anew from here on.
             rounds: lets those ranks meet; None for all.
+
+        Raises:
+            MismatchError: only some ranks train a parameter, say, or have other tensors than the
+                others; on every rank.
         """
         outdated = not all(averaging.fits() for averaging in averagings)
         opening = (rounds or self._rounds).meet(samples, outdated=outdated)
         samples.clear()
+        if not opening.total_weight:
+            return opening
+        weight, scale = opening.weight, 1.0 / opening.total_weight
         for averaging in averagings:
             if opening.outdated:
-                averaging.build()
-            if opening.total_weight:
-                averaging.start(opening.weight, 1.0 / opening.total_weight)
-                self.bytes_sent += averaging.num_bytes if rounds is None else 0
+                averaging.build(weight, scale)
+            averaging.start(weight, scale)
+            self.bytes_sent += averaging.num_bytes if rounds is None else 0
         return opening
 
     def complete(
@@ -124,16 +138,19 @@ class Exchange:
         """Return what is the same on every rank. Collective."""
         return {
             "bytes_sent": self.bytes_sent,
+            "parameters": self._replica.roster.names(),
             "anchors": [averaging.state() for averaging in self._anchored],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, with nothing under way. Collective."""
         self.bytes_sent = state["bytes_sent"]
+        self._replica.roster.load_names(state["parameters"])
         for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
             averaging.drop()
             averaging.load_state(anchor)
 
-    def _noted(self, averaging: Averaging) -> Averaging:
-        self._made.add(averaging)
-        return averaging
+    def _averages(self, tensors: Tensors, comm: Communicator) -> Averaging:
+        made = Averaging(comm, Identity(), tensors, self._bucket_bytes)
+        self._made.add(made)
+        return made

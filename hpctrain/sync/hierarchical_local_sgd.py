@@ -53,8 +53,8 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_rounds = Rounds(node)
         self._samples.append(Samples())
         self._node_averagings = [
-            self._exchange.averages(self.replica.parameters, node),
-            *self._exchange.averages_buffers(node),
+            self._exchange.averages_parameters(node),
+            self._exchange.averages_buffers(node),
         ]
 
     def take_part(self, *, takes_part: bool) -> None:
@@ -75,8 +75,11 @@ class HierarchicalLocalSGD(LocalSGD):
             return
         self._node_rounds.step = self.rounds.step
         is_over = self.rounds.number > number
-        if is_over:
-            self._samples[1].clear()
-        elif self.rounds.step_in_round % self._node_steps == 0:
+        if not is_over and self.rounds.step_in_round % self._node_steps == 0:
             self._exchange.begin(self._node_averagings, self._samples[1], self._node_rounds)
             self._exchange.complete(self._node_averagings, self._node_rounds)
+
+    def _end_round(self) -> None:
+        super()._end_round()
+        for samples in self._samples:
+            samples.clear()

@@ -24,12 +24,19 @@ from hpctrain.sync.switched_gradients import SwitchedGradients
 SWITCH = 1 << (NUM_FLAGS - 1)
 """The flag by which one rank lets all change their phase; those of users are below it."""
 
+_MARK = "_local_method"
+"""The attribute of an optimizer that names the method which hooks it."""
+
 
 class LocalMethod:
     """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
 
     The training loop stays as it is. All ranks take equally many steps. As a context manager: a
     round ends with the block, so that all ranks have one model after it, and the hooks are gone.
+    Where an error leads some ranks out of the block, those that wait in it raise within seconds.
+
+    What is averaged are the parameters that are trained when the ranks meet, and those that have
+    changed before, by name. All ranks freeze, unfreeze and add parameters after the same step.
 
     A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
     """
@@ -45,17 +52,18 @@ class LocalMethod:
             compression: what gradients and changes of parameters travel as; see ``Compression``.
 
         Raises:
-            ConfigError: the optimizer averages gradients by itself.
+            ConfigError: the optimizer averages gradients by itself, or has a local method already.
             NotInitializedError: ``hpctrain.init()`` was not called.
         """
-        if isinstance(optimizer, DistributedMethods):
+        self._optimizer = optimizer
+        self._require_plain()
+        if hasattr(optimizer, _MARK):
             raise ConfigError(
-                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
-                f"in every step; leave DistributedOptimizer out"
+                f"an optimizer has one local method at a time, {type(self).__name__} comes beside "
+                f"{getattr(optimizer, _MARK)}; end its block, or call its close(), before"
             )
         here = world.current()
-        self._comm, self._topology = here.comm, here.topology
-        self._optimizer = optimizer
+        self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or Compression.none
         self._gradients = SwitchedGradients(
             optimizer, here.plan, compression, self._comm.size, here.last_call.note
@@ -70,10 +78,12 @@ class LocalMethod:
         self._samples = [Samples()]
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
+        self.replica.all_agree()
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
             optimizer.register_step_post_hook(lambda *_: self._end_step()),
         ]
+        setattr(optimizer, _MARK, type(self).__name__)
 
     # -- for the training loop ---------------------------------------------------------------
 
@@ -114,7 +124,11 @@ class LocalMethod:
         """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
 
         Needed only where a rank skips ``backward`` and gradients are clipped.
+
+        Raises:
+            ConfigError: the optimizer has become one that averages gradients by itself.
         """
+        self._require_plain()
         self._gradients.finish()
 
     def finish(self) -> None:
@@ -135,11 +149,15 @@ class LocalMethod:
 
     def close(self) -> None:
         """Remove the hooks. Not collective."""
+        if self._hooks:
+            delattr(self._optimizer, _MARK)
         while self._hooks:
             self._hooks.pop().remove()
         self._gradients.close()
 
     def __enter__(self) -> Self:
+        if self._presence is not None:
+            self._block = self._presence.enter(type(self).__name__)
         return self
 
     def __exit__(
@@ -148,9 +166,16 @@ class LocalMethod:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
+        try:
+            if kind is None:
+                self.finish()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.close()
+            if self._presence is not None:
+                self._presence.leave(self._block, error)
 
     # -- what is known -----------------------------------------------------------------------
 
@@ -232,6 +257,7 @@ class LocalMethod:
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks. Collective."""
         self.rounds.load_shared_state(state)
+        self.replica.all_agree()
         for samples in self._samples:
             samples.clear()
         self._exchange.load_state(state["exchange"])
@@ -241,6 +267,7 @@ class LocalMethod:
         return {
             **self.rounds.own_state(),
             "samples": [samples.state() for samples in self._samples],
+            "changed": self.replica.changed(),
             "wants_switch": self._wants_switch,
         }
 
@@ -249,8 +276,16 @@ class LocalMethod:
         self.rounds.load_own_state(state)
         for samples, own in zip(self._samples, state["samples"], strict=True):
             samples.load_state(own)
+        self.replica.load_changed(state["changed"])
         self._wants_switch = state["wants_switch"]
         self._raise()
+
+    def _require_plain(self) -> None:
+        if isinstance(self._optimizer, DistributedMethods):
+            raise ConfigError(
+                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
+                f"in every step; leave DistributedOptimizer out"
+            )
 
     # -- for methods -------------------------------------------------------------------------
 
@@ -272,6 +307,7 @@ class LocalMethod:
         if synchronous:  # looked at here, as the phase may end with this step
             self.rounds.raised_flags = self._gradients.raised_flags
         self.rounds.count_step(synchronous=synchronous)
+        self.replica.roster.note_step()
         self.communication_seconds, num_bytes = self._gradients.end_step()
         self._exchange.bytes_sent += num_bytes
         start = time.perf_counter()

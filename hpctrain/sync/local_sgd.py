@@ -69,10 +69,10 @@ class LocalSGD(LocalMethod):
         self._state = state
         self._averagings = [
             self._exchange.averages_parameters(),
-            *self._exchange.averages_buffers(),
+            self._exchange.averages_buffers(),
         ]
         if state == "average":
-            self._averagings.append(self._exchange.averages(self.replica.state))
+            self._averagings.append(self._exchange.averages_state())
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
         ConfigError: they are no pairs, a name comes twice, or a parameter has none.
     """
     if named_parameters is None:
-        return {parameter: place for place, parameter in _places(optimizer)}
+        return {parameter: place for place, parameter in places_of(optimizer)}
     named = list(named_parameters)
     if strangers := [entry for entry in named if not isinstance(entry, tuple) or len(entry) != 2]:
         raise ConfigError(
@@ -37,7 +37,7 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
         raise ConfigError(f"names of parameters must differ, got twice: {', '.join(repeated)}")
     names = {parameter: name for name, parameter in named}
     if missing := [
-        f"{place} {tuple(p.shape)}" for place, p in _places(optimizer) if p not in names
+        f"{place} {tuple(p.shape)}" for place, p in places_of(optimizer) if p not in names
     ]:
         raise ConfigError(
             f"named_parameters names all parameters of the optimizer or is None, it lacks "
@@ -58,11 +58,12 @@ def trained(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedPa
 
 def named(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
     """Return all parameters of today with their names; see ``trained``."""
-    places = _places(optimizer) if optimizer is not None else []
+    places = places_of(optimizer) if optimizer is not None else []
     return [(names.get(p) or place, p) for place, p in places]
 
 
-def _places(optimizer: Optimizer) -> NamedParameters:
+def places_of(optimizer: Optimizer) -> NamedParameters:
+    """Return the parameters of an optimizer, named by their places in it."""
     return [
         (f"group {g}, parameter {i}", parameter)
         for g, group in enumerate(optimizer.param_groups)

@@ -1,6 +1,7 @@
 """``PostLocalSGD``: synchronous while the learning rate is high, local after it has dropped."""
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -78,6 +79,7 @@ class PostLocalSGD(LocalSGD):
 
     def _go(self, *, is_local: bool) -> None:
         self._is_local = is_local
+        self.replica.all_agree()
         if self._reducer is not None:
             self._reducer.is_on = not is_local
 
@@ -92,8 +94,9 @@ class PostLocalSGD(LocalSGD):
         if self._reducer is not None:
             seen = bool(self._reducer.raised_flags & SWITCH)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._highest = [max(pair) for pair in zip(rates, self._highest, strict=True)]
-        pairs = zip(rates, self._highest, strict=True)
-        self._wants_switch |= any(rate <= DROP * highest for rate, highest in pairs)
+        pairs = zip_longest(rates, self._highest[: len(rates)], fillvalue=0.0)  # more groups came
+        self._highest = [max(pair) for pair in pairs]
+        both = zip(rates, self._highest, strict=True)
+        self._wants_switch |= any(rate <= DROP * highest for rate, highest in both)
         self._raise()
         return seen

@@ -1,6 +1,6 @@
 """What a rank has of its own while ranks take steps of their own: parameters, buffers, state."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,22 +9,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.sync.averaging import NamedTensors
+from hpctrain.sync.averaged_tensors import NamedTensors, Roster
+from hpctrain.sync.parameter_names import places_of
 
 
 class Replica:
     """The tensors of a model and its optimizer that have a mean over ranks."""
 
     def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
-        self._comm, self._model, self._optimizer = comm, model, optimizer
+        self._comm, self._model, self.optimizer = comm, model, optimizer
+        self.roster = Roster(model, optimizer)
+        """The parameters that all ranks average."""
 
-    def parameters(self, names: Collection[str] | None = None) -> NamedTensors:
-        """Return the parameters that are trained, or some of them; others stay equal anyway."""
-        return [
-            (name, parameter.detach())
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and (names is None or name in names)
-        ]
+    def inner_roster(self) -> Roster:
+        """Make the roster of some ranks that average among themselves in between."""
+        made = Roster(self._model, self.optimizer)
+        made.set_changed(self.roster.changed())
+        self.roster.inner.append(made)
+        return made
+
+    def all_agree(self) -> None:
+        """Note that all ranks have the same parameters."""
+        self.load_changed(())
+
+    def changed(self) -> list[list[str]]:
+        """Return the names of parameters in which ranks may differ: of all, of some."""
+        return [roster.changed() for roster in (self.roster, *self.roster.inner)]
+
+    def load_changed(self, changed: Sequence[Collection[str]]) -> None:
+        """Let ranks differ in these parameters alone, which ``changed`` returned; in none."""
+        for number, roster in enumerate((self.roster, *self.roster.inner)):
+            roster.set_changed(changed[number] if changed else ())
+
+    def parameters(self) -> NamedTensors:
+        """Return the parameters that are trained."""
+        named = self._model.named_parameters()
+        return [(name, parameter.detach()) for name, parameter in named if parameter.requires_grad]
 
     def buffers(self) -> NamedTensors:
         """Return buffers such as running means; counters and truth values have no mean."""
@@ -32,27 +52,27 @@ class Replica:
 
     def state(self) -> NamedTensors:
         """Return the optimizer's state of each parameter, but for numbers of steps."""
-        named = [
-            (f"group {g}, parameter {i}", parameter)
-            for g, group in enumerate(self._optimizer.param_groups)
-            for i, parameter in enumerate(group["params"])
-        ]
         return [
             (f"{name}, {key}", value)
-            for name, parameter in named
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items())
+            for name, parameter in places_of(self.optimizer)
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor) and value.is_floating_point() and key != "step"
         ]
 
     def reset_state(self) -> None:
         """Let the optimizer begin anew."""
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
 
     @contextmanager
     def as_mean(self) -> Iterator[None]:
         """Let parameters and buffers be their means over all ranks inside. Collective."""
-        with self.holding(self.means([*self.parameters(), *self.buffers()])):
+        with self.holding(self.means([*self.unequal_parameters(), *self.buffers()])):
             yield
+
+    def unequal_parameters(self) -> NamedTensors:
+        """Return what the next averaging would be of, the same names on every rank. Collective."""
+        names = self.roster.union(self._comm)
+        return [(n, p.detach()) for n, p in self._model.named_parameters() if n in names]
 
     def average_buffers(self) -> None:
         """Give all ranks the means of their buffers. Collective."""
@@ -67,7 +87,8 @@ class Replica:
     @contextmanager
     def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
         """Let parameters and buffers have other values inside, by name."""
-        tensors = {n: t for n, t in (*self.parameters(), *self.buffers()) if n in values}
+        everything = (*self._model.named_parameters(), *self.buffers())
+        tensors = {name: tensor.detach() for name, tensor in everything if name in values}
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
         try:
             for name, tensor in tensors.items():
@@ -80,7 +101,7 @@ class Replica:
     def mean_state(self) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with the means of its state. Collective."""
         means = {id(tensor): self._mean(tensor) for _, tensor in self.state()}
-        state = self._optimizer.state_dict()
+        state = self.optimizer.state_dict()
         state["state"] = {
             number: {key: means.get(id(value), value) for key, value in own.items()}
             for number, own in state["state"].items()

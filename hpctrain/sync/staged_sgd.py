@@ -74,7 +74,7 @@ class StagedSGD(LocalMethod):
         if self._topology.num_nodes > 1:
             self._on_node = self._gradients.over(self._exchange.node)
             self._averagings.append(self._exchange.averages_parameters())
-            self._averagings += self._exchange.averages_buffers()
+            self._averagings.append(self._exchange.averages_buffers())
         self._set_phase()
 
     @property
@@ -127,8 +127,8 @@ class StagedSGD(LocalMethod):
         """Go on in the middle of a round."""
         super().load_own_state(state)
         self._due, self._waits = state["due"]
-        for averaging, flats in zip(self._averagings, state["under_way"], strict=True):
-            averaging.go_on(flats)
+        for averaging, travelled in zip(self._averagings, state["under_way"], strict=True):
+            averaging.go_on(travelled)
 
     @property
     def _is_cycling(self) -> bool:
@@ -150,6 +150,8 @@ class StagedSGD(LocalMethod):
         elif not was_cycling:
             self.rounds.start_here()
             self._samples[0].clear()
+            if self._is_cycling:
+                self.replica.all_agree()
         self._set_phase()
 
     def _send(self) -> None:
@@ -163,7 +165,7 @@ class StagedSGD(LocalMethod):
 
     def _end_round(self) -> None:
         self._take_over()
-        state = self._exchange.averages(self.replica.state)
+        state = self._exchange.averages_state()
         opening = self._exchange.begin([*self._averagings, state], self._samples[0])
         self._exchange.complete([*self._averagings, state])
         self.rounds.close(agrees=opening.total_weight > 0)

@@ -8,6 +8,7 @@ from hpctrain.compress.identity import Identity
 from hpctrain.errors import MismatchError
 from hpctrain.runtime.world import current
 from hpctrain.sync.anchored import AnchoredAveraging, Outer
+from hpctrain.sync.averaged_tensors import Tensors
 from hpctrain.sync.averaging import Averaging
 from hpctrain.sync.node_vector import NodeVector
 
@@ -44,7 +45,7 @@ def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
         sum(w * tensors(r)[i][1].double() for r, w in enumerate(weights)) / sum(weights)
         for i in range(len(mine))
     ]
-    options = (current().comm, Identity(), lambda: mine, bucket_bytes)
+    options = (current().comm, Identity(), Tensors(lambda: mine), bucket_bytes)
     averaging = (
         AnchoredAveraging(*options, node_comm(), Outer()) if anchored else Averaging(*options)
     )
@@ -65,7 +66,7 @@ def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
 @pytest.mark.usefixtures("hvd_nodes")
 def test_what_is_kept_and_what_arrives_later(world):
     own = torch.full((100,), float(world.rank))
-    averaging = Averaging(current().comm, Identity(), lambda: [("own", own)], 1 << 20)
+    averaging = Averaging(current().comm, Identity(), Tensors(lambda: [("own", own)]), 1 << 20)
     averaging.start(1.0, 1.0 / world.size)
     travelled = averaging.travelled()
     own.fill_(10.0)
@@ -87,7 +88,7 @@ def test_the_error_of_sixteen_bits_is_that_of_the_change(world):
     averaging = AnchoredAveraging(
         current().comm,
         HalfCodec(torch.bfloat16),
-        lambda: [("own", own)],
+        Tensors(lambda: [("own", own)]),
         1 << 20,
         node_comm(),
         Outer(),
@@ -105,7 +106,7 @@ def test_the_error_of_sixteen_bits_is_that_of_the_change(world):
 def test_other_tensors_are_an_error_on_every_rank(world):
     own = torch.zeros(10 + world.rank)
     with pytest.raises(MismatchError, match="averaged tensors"):
-        Averaging(current().comm, Identity(), lambda: [("own", own)], 1 << 20)
+        Averaging(current().comm, Identity(), Tensors(lambda: [("own", own)]), 1 << 20)
 
 
 @EVERY_SIZE

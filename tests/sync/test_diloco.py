@@ -105,9 +105,22 @@ class Streaming:
                 self.take_over(step + 1)
         return self
 
-    def send(self, step: int) -> None:
+    @torch.no_grad()
+    def end(self, step: int) -> "Streaming":
+        """Take over what travels; what has been stepped since is sent, and taken over, now."""
+        ends = [(n + 1) * self.steps // len(self.parts) for n in range(len(self.parts))]
+        moved = [p for p, e in zip(self.parts, ends, strict=True) if (step - e) % self.steps]
+        for due in sorted(self.arriving):
+            self.take_over(due)
+        self.delay = 0
+        self.send(step, moved)
+        self.take_over(step)
+        return self
+
+    def send(self, step: int, parts: list[list[str]] | None = None) -> None:
         for number, part in enumerate(self.parts):
-            if (step - 1) % self.steps + 1 == (number + 1) * self.steps // len(self.parts):
+            is_due = (step - 1) % self.steps + 1 == (number + 1) * self.steps // len(self.parts)
+            if is_due if parts is None else part in parts:
                 of_ranks = [dict(model.named_parameters()) for model in self.models]
                 for name in part:
                     mean = sum(own[name] for own in of_ranks) / len(of_ranks)
@@ -235,3 +248,33 @@ def test_a_round_that_is_too_short_for_its_fragments_is_refused(hvd_nodes):
     method = hvd_nodes.DiLoCo(model, optimizer, 2, fragments=3)
     with pytest.raises(ConfigError, match="steps=2, fragments=3"):
         train(hvd_nodes, model, optimizer, method, 0, 1)
+
+
+@MANY
+@pytest.mark.parametrize("num_steps", [12, 13])
+@pytest.mark.parametrize(
+    ("fragments", "delay", "keep"),
+    [(1, 0, 0.0), (1, 0, 0.5), (2, 0, 0.0), (1, 2, 0.5), (3, 2, 0.5)],
+)
+def test_the_end_takes_no_outer_step_that_nothing_has_earned(
+    world, hvd_nodes, fragments, delay, keep, num_steps
+):
+    """What was sent in the last step has its outer step already, or on its way."""
+    model = make_model()
+    optimizer = plain_sgd(model)
+    options = {"fragments": fragments, "delay": delay, "keep": keep}
+    method = hvd_nodes.DiLoCo(model, optimizer, 6, **options)
+    train(hvd_nodes, model, optimizer, method, 0, num_steps)
+    parts = divided(list(make_model().named_parameters()), fragments)
+    expected = Streaming(world.size, 6, parts, delay, keep).train(num_steps).end(num_steps)
+    method.finish()
+    torch.testing.assert_close(
+        weights_of(model),
+        torch.cat([expected.outer[n].reshape(-1) for n, _ in model.named_parameters()]),
+        rtol=0,
+        atol=1e-13,
+    )
+    after = weights_of(model).clone()
+    method.finish()
+    assert torch.equal(after, weights_of(model))
+    method.close()

@@ -84,3 +84,28 @@ def test_no_steps_in_the_node_are_refused(hvd_nodes):
     model = make_model()
     with pytest.raises(ConfigError, match="node_steps"):
         hvd_nodes.HierarchicalLocalSGD(model, sgd(model), 4, node_steps=0)
+
+
+@pytest.mark.ranks(3, 4)
+def test_samples_count_once_though_a_round_ends_early(world, hvd_nodes):
+    """Each rank moves a weight by its number; the samples change after the round."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    method = hvd_nodes.HierarchicalLocalSGD(model, optimizer, 8, node_steps=2)
+    node = range(world.rank // 2 * 2, min(world.rank // 2 * 2 + 2, world.size))
+
+    def steps(num_steps: int, num_samples: int) -> None:
+        for _ in range(num_steps):
+            method.set_num_samples(num_samples, nominal=2)
+            optimizer.zero_grad()
+            (-model.weight.sum() * world.rank).backward()
+            optimizer.step()
+
+    steps(1, world.rank + 1)
+    method.finish()
+    before = model.weight.item()
+    steps(2, 9 - world.rank)
+    mean = sum(2 * r * (9 - r) for r in node) / sum(9 - r for r in node)
+    assert model.weight.item() - before == pytest.approx(mean, rel=1e-12)
+    method.close()

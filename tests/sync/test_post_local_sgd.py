@@ -84,6 +84,20 @@ def test_it_becomes_local_when_the_learning_rate_has_dropped(world, hvd_nodes, s
     assert method.rounds.number == 1
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model[0])
+    with hvd_nodes.PostLocalSGD(model, optimizer, 4) as method:
+        train(hvd_nodes, model, optimizer, method, 0, 2)
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1})
+        train(hvd_nodes, model, optimizer, method, 2, 4)
+        assert method.facts["phase"] == "synchronous"
+        optimizer.param_groups[1]["lr"] = 0.05
+        train(hvd_nodes, model, optimizer, method, 4, 6)
+        assert method.facts["phase"] == "local"
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("start", [-1, "soon"])
 def test_a_start_that_cannot_be_is_refused(hvd_nodes, start):
