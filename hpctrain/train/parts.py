@@ -65,7 +65,8 @@ class RunInDirectory:
             if comm.rank == 0:
                 part = self._part()
             if comm.rank == 0 and continues:
-                directory.go_on(config_text, plan, self._state.num_records)
+                state = self._state
+                directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             elif comm.rank == 0:
                 directory.create(config_text, environment(), plan)
         with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:

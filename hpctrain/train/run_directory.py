@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -102,17 +102,17 @@ class RunDirectory:
         with self._explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            self.config.write_text(config, encoding="utf-8")
-            self.environment.write_text(json.dumps(environment, indent=2) + "\n")
-            self.plan.write_text(json.dumps(plan, indent=2) + "\n")
+            _publish({self.environment: _json(environment), self.plan: _json(plan)})
+            _publish({self.config: config})  # the last: with it the folder counts as used
 
-    def go_on(self, config: str, plan: dict[str, Any], num_records: int) -> None:
+    def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
         """Let another part of the run begin behind the first records; not collective.
 
         Args:
             config: the configuration of this part.
             plan: topology and plan of this part.
             num_records: records of ``metrics.jsonl`` that stay: later ones come again.
+            step: that the part goes on after; 0 where it begins again.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -120,13 +120,8 @@ class RunDirectory:
         with self._explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            cut(self.metrics, num_records)
-            for path, text in (
-                (self.config, config),
-                (self.plan, json.dumps(plan, indent=2) + "\n"),
-            ):
-                with publishing(path) as part:
-                    part.write_text(text, encoding="utf-8")
+            cut(self.metrics, num_records, step)
+            _publish({self.config: config, self.plan: _json(plan)})
             self.stop.unlink(missing_ok=True)
 
     @contextmanager
@@ -138,6 +133,17 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written: {error}; "
                 "choose another with --set output_dir=…"
             ) from None
+
+
+def _publish(texts: Mapping[Path, str]) -> None:
+    """Write files, each at once and on disk."""
+    for path, text in texts.items():
+        with publishing(path) as part:
+            part.write_text(text, encoding="utf-8")
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def environment() -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """What the last record of a run says: finished, stopped and waiting to go on, or neither."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.metrics import record_of
 from hpctrain.train.run_directory import RunDirectory
 
 FAILED = 1
@@ -61,10 +61,10 @@ def last_record(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: what it holds is no record.
+        ValueError: what it holds are no records.
     """
-    *lines, _cut_short = path.read_bytes().rsplit(b"\n", 2)
-    record = json.loads(lines[-1]) if lines else {}
-    if not isinstance(record, dict):
-        raise ValueError(f"a record is an object, got {record!r}")  # noqa: TRY004 - of the file
-    return record
+    lines = path.read_bytes().split(b"\n")[:-1]
+    record = next(filter(None, map(record_of, reversed(lines))), None)
+    if lines and record is None:
+        raise ValueError(f"a record is an object with an event, got {lines[-1][:40]!r}")
+    return record or {}
