@@ -27,6 +27,16 @@ def identity() -> Identity:
     return Identity(os.getpid(), namespace)
 
 
+def birth(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return None if state in ("Z", "X") else int(fields[18])
+
+
 def sharpen_sleep() -> None:
     """Let this thread, and those it starts from now on, sleep for as short as they ask.
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,14 +21,22 @@ class Metrics:
     On ranks that write nothing, ``path`` is None and every call returns at once.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
+        """Open the file.
+
+        Args:
+            path: of the file, which is made if missing.
+            may_write: asked before each record; one that may not be written is left out, and
+                whoever has asked for it learns elsewhere why.
+        """
+        self._may_write = may_write
         self._file = None if path is None else path.open("a", encoding="utf-8")
         self.num_records = 0 if path is None else len(read(path))
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
 
     def write(self, event: str, **values: Any) -> None:
         """Append one record; a number that is not finite becomes null, as JSON has none."""
-        if self._file is None:
+        if self._file is None or not self._may_write():
             return
         record = {"event": event} | {name: _finite(value) for name, value in values.items()}
         self._file.write(json.dumps(record) + "\n")

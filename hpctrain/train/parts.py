@@ -15,6 +15,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.agreed import agreed
 from hpctrain.train.boundary import Boundary
+from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.part import Part
@@ -30,8 +31,15 @@ class RunInDirectory:
     """Trains, and keeps what a later part needs to go on."""
 
     def __init__(
-        self, task: Task, directory: RunDirectory, comm: Communicator, console: Console
+        self,
+        task: Task,
+        directory: RunDirectory,
+        comm: Communicator,
+        console: Console,
+        lease: Lease | None = None,
     ) -> None:
+        """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
+        self._lease = lease
         self._task, self._directory = task, directory
         self._comm, self._console = comm, console
         self._state = RunState(task=task)
@@ -63,13 +71,14 @@ class RunInDirectory:
         part = Part()
         with agreed(comm):
             if comm.rank == 0:
+                self._check_lease()
                 part = self._part()
             if comm.rank == 0 and continues:
                 state = self._state
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             elif comm.rank == 0:
                 directory.create(config_text, environment(), plan)
-        with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
+        with self._metrics() as metrics:
             if self._state.num_records:
                 metrics.write(
                     "resumed",
@@ -87,7 +96,7 @@ class RunInDirectory:
                 "dataset": self._task.train.dataset.uuid,
                 **self._facts(),
             }
-            boundary = Boundary(comm, requests, manager, metrics, told)
+            boundary = Boundary(comm, requests, manager, metrics, told, self._lease)
             outcome = self._train(metrics, boundary)
             self._close(manager)
             if self._task.sync is not None:
@@ -106,7 +115,17 @@ class RunInDirectory:
             keep_best=table.keep_best,
             mtbf=table.mtbf_s,
             background=table.background,
+            guard=self._check_lease,
         )
+
+    def _metrics(self) -> Metrics:
+        path = self._directory.metrics if self._comm.rank == 0 else None
+        return Metrics(path) if self._lease is None else Metrics(path, self._lease.is_held)
+
+    def _check_lease(self) -> None:
+        """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _part(self) -> Part:
         """Return which part of the run this is; read before its last records are cut off."""
@@ -149,6 +168,7 @@ class RunInDirectory:
             "epoch": epochs,
             "step": state.step,
         }
+        boundary.check_lease()
         with agreed(comm):
             save_on_root(self._directory.checkpoints / "final.pt", final, comm)
         metrics.write(

@@ -88,7 +88,7 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be made.
         """
-        with self._explained():
+        with self.explained():
             self.logs.mkdir(parents=True, exist_ok=True)
 
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class RunDirectory:
         """
         self.check_unused()
         self.make_log_folder()
-        with self._explained():
+        with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             _publish({self.environment: _json(environment), self.plan: _json(plan)})
@@ -117,7 +117,7 @@ class RunDirectory:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        with self._explained():
+        with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             cut(self.metrics, num_records, step)
@@ -125,7 +125,12 @@ class RunDirectory:
             self.stop.unlink(missing_ok=True)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Let a refusal of the file system be an error that says what to do.
+
+        Raises:
+            ConfigError: instead of an OSError of the block.
+        """
         try:
             yield
         except OSError as error:

@@ -1,10 +1,11 @@
 """What the last record of a run says: finished, stopped and waiting to go on, or neither."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.lease import Holder
 from hpctrain.train.metrics import record_of
 from hpctrain.train.run_directory import RunDirectory
 
@@ -30,8 +31,17 @@ def status(path: Path) -> Status:
     """Judge the run in a directory by its last record.
 
     A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
-    have saved. Nothing but one file is read.
+    have saved. Who holds the lease of the directory is told besides.
     """
+    found = _by_records(path)
+    holder = Holder.read(path)
+    if holder is None:
+        return found
+    dead = ", and that is dead" if holder.is_gone(Holder.here()) else ""
+    return replace(found, what=f"{found.what}; {holder.describe()} holds it{dead}")
+
+
+def _by_records(path: Path) -> Status:
     directory = RunDirectory(path)
     try:
         record = last_record(directory.metrics)
