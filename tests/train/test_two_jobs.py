@@ -28,6 +28,15 @@ OVERLAPS = int(os.environ.get("HPCTRAIN_TEST_OVERLAPS", "3"))
 EVENTS = ("is forced out", "is killed", "stops", "ends")
 """What happens to the first job while the second one is there."""
 
+SLOW = """
+import os
+from tests.slurm import training
+
+def model():
+    return training.model(float(os.environ["STEP_S"]))
+"""
+"""A model whose pace is no part of the configuration, which two jobs of a run share."""
+
 pytestmark = pytest.mark.launches
 
 
@@ -36,13 +45,17 @@ class Folder:
 
     def __init__(self, path):
         self.config, self.run = training.write(path), path / "run"
-        self._env = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "HPCTRAIN_PROBE": "off"}
+        (path / "slow_model.py").write_text(SLOW)
+        self._env = mpiexec.environment() | {
+            "PYTHONPATH": f"{ROOT}:{path}",
+            "HPCTRAIN_PROBE": "off",
+        }
 
     @contextmanager
     def job(self, *options, ranks=None, step_s=0.05, before=()):
         """Start a job, and end it with the block."""
         line = [sys.executable, "-m", "hpctrain", "train", str(self.config), *options]
-        line += ["--set", f"model.args.step_s={step_s}"]
+        line += ["--set", "model.target=slow_model:model"]
         if ranks:
             line = [*line[:3], "launch", "-n", str(ranks), "--", "hpctrain", *line[3:]]
         job = subprocess.Popen(
@@ -50,7 +63,7 @@ class Folder:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self._env,
+            env=self._env | {"STEP_S": str(step_s)},
             start_new_session=True,
         )
         try:
@@ -98,17 +111,20 @@ def output(job):
 def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
     random_, event = random.Random(seed), EVENTS[seed % len(EVENTS)]
     folder, is_forced = Folder(tmp_path), event == "is forced out"
-    with folder.job(ranks=2 if is_forced else None, step_s=2.0 if is_forced else 0.05) as first:
+    pace = {"ends": 0.5}.get(event, 2.0)
+    with folder.job(ranks=2 if is_forced else None, step_s=pace) as first:
         folder.wait_for_step(1, first)
         holder = Holder.read(folder.run)
         with folder.job(*(("--resume", "--force") if is_forced else ())) as second:
-            time.sleep(random_.uniform(0, 6))
+            said = second.stdout.readline()  # it is there
+            assert first.poll() is None
+            time.sleep(random_.uniform(0, 2))
             if event == "is killed":
                 first.kill()
-            elif event == "stops" and first.poll() is None:
+            elif event == "stops":
                 first.send_signal(signal.SIGUSR1)
             before = time.monotonic()
-            said = output(second)
+            said = f"{' '.join(said.split())} {output(second)}"
             assert second.returncode == 0, said
             assert is_forced or time.monotonic() - before < 60
         told = output(first)
@@ -118,9 +134,13 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
         assert len(re.findall(rf"process {second.pid} on .* has taken it over", told)) == 1
         assert "Traceback" not in told
         assert re.search(rf"--force takes .*process {holder.pid} on .* is lost: its last", said)
-    else:  # it may have come to its end before
-        ends = {"is killed": -signal.SIGKILL, "stops": STOPPED}
-        assert first.returncode in (0, ends.get(event), -signal.SIGUSR1), told
+    elif event == "is killed":
+        assert first.returncode == -signal.SIGKILL, told
+    else:  # nothing of the first is lost
+        assert first.returncode == (STOPPED if event == "stops" else 0), told
+        ends = [record["step"] for record in folder.records("stopped")]
+        assert ends == [record["step"] for record in folder.records("resumed")]
+        assert len(ends) == (event == "stops")
 
 
 @pytest.mark.limit(300)
