@@ -142,9 +142,10 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	python -m pytest -q tests/test_size.py
 
 .PHONY: soak
-soak: .venv/stamp ## kill writers of data sets and checkpoints some hundred times
+soak: .venv/stamp ## kill writers some hundred times; let jobs overlap in one run directory
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py \
 	  tests/checkpoint/test_manager_kills.py
+	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 
 .PHONY: bench
 bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results

@@ -48,6 +48,7 @@ class Manager:
         keep_best: int = 0,
         mtbf: float | str | None = None,
         background: bool = True,
+        guard: Callable[[], None] | None = None,
     ) -> None:
         """Join the ranks that save together. Collective.
 
@@ -61,6 +62,8 @@ class Manager:
                 ``"24h"``; ``"auto"`` needs it.
             background: whether the training goes on while a checkpoint is written. Where the MPI
                 library does not allow calls from two threads it waits all the same.
+            guard: called on rank 0, in any thread, before a checkpoint appears and before others
+                are removed; raises CheckpointError where that must not be.
 
         Raises:
             ConfigError: a value is not valid.
@@ -72,6 +75,7 @@ class Manager:
         self._comm = comm
         self._keep = keep
         self._keep_best = keep_best
+        self._guard = guard
         self._damaged: dict[int, str] = {}
         self._figures: Figures | None = None
         self._step: int | None = None  # of the last one saved or loaded
@@ -237,7 +241,9 @@ class Manager:
         assert copies is not None
         state, private = copies
         step = contents["step"]
-        saved = store.save(self._shelf.path(step), state, comm, private=private, **contents)
+        saved = store.save(
+            self._shelf.path(step), state, comm, private=private, guard=self._guard, **contents
+        )
         if comm.rank == 0:
             self._shelf.tidy(
                 step, keep=self._keep, keep_best=self._keep_best, damaged=damaged - {step}

@@ -4,9 +4,11 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +57,7 @@ class _Contents:
         return hashlib.sha256("\n".join(self.common).encode()).hexdigest()
 
 
-def save(
+def save(  # noqa: PLR0913 - what belongs to a checkpoint
     directory: Path | str,
     state: Mapping[str, Any],
     comm: "Communicator",
@@ -63,6 +65,7 @@ def save(
     step: int,
     private: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    guard: Callable[[], None] | None = None,
 ) -> Saved:
     """Write a checkpoint, which appears whole and on disk, or not at all.
 
@@ -76,6 +79,7 @@ def save(
         step: that the state belongs to.
         private: what each rank has of its own, such as random states; kept by rank.
         facts: values for JSON, for people and for checks before a load; rank 0's are kept.
+        guard: called on rank 0 before it appears, which a CheckpointError of it prevents.
 
     Raises:
         CheckpointError: the state is no state, the ranks disagree, or a disk refuses; on every
@@ -85,13 +89,11 @@ def save(
     directory = Path(directory)
     what = f"write checkpoint {directory}"
     facts = dict(facts or {})
-    refusal, contents = attempt(
-        what, lambda: _contents([str(directory), str(step)], state, private or {}, facts)
-    )
+    call = [str(directory), str(step)]
+    refusal, contents = attempt(what, lambda: _contents(call, state, private or {}, facts))
     contents = _same(comm, refusal, contents)
     parts = _plan(contents, comm.allgather_object(contents.pieces))
-    room = directory.with_name(directory.name + PART)
-    on_root(comm, what, lambda: _make_room(room))
+    room = on_root(comm, what, lambda: _make_room(directory))
     written = _write(comm, what, room / file_name(comm.rank), contents, parts)
 
     def publish() -> int:
@@ -104,7 +106,7 @@ def save(
             tensors=_records(contents.leaves, parts, written),
             private={rank: _own_records(rank, answer) for rank, answer in enumerate(written)},
         )
-        _publish(manifest, room, directory)
+        _publish(manifest, room, directory, guard)
         return manifest.num_bytes
 
     try:
@@ -240,18 +242,30 @@ def _own_records(rank: int, written: _Written) -> dict[str, Record]:
     }
 
 
-def _make_room(room: Path) -> None:
-    if room.exists():
-        shutil.rmtree(room)
-    make_folder(room.parent)
+def _make_room(directory: Path) -> Path:
+    """Return a new folder beside a checkpoint; remove those that were left or are of nobody now.
+
+    Its name is of this save alone: what another job does with its own, late, touches no file here.
+    """
+    with suppress(FileNotFoundError):
+        for path in directory.parent.iterdir():
+            if path.name.startswith(f"{directory.name}.") and path.suffix == PART:
+                shutil.rmtree(path)
+    room = directory.with_name(f"{directory.name}.{token_hex(4)}{PART}")
+    make_folder(directory.parent)
     room.mkdir()
+    return room
 
 
-def _publish(manifest: Manifest, room: Path, directory: Path) -> None:
+def _publish(
+    manifest: Manifest, room: Path, directory: Path, guard: Callable[[], None] | None
+) -> None:
     """Write the manifest last, and let the directory appear."""
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())
     sync(room)
+    if guard is not None:
+        guard()
     appear(room, directory)

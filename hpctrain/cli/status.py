@@ -12,7 +12,7 @@ def status(
         typer.Argument(metavar="RUN_DIRECTORY", help="The run's folder.", show_default=False),
     ],
 ) -> None:
-    """Tell whether a run is finished, by its own last record.
+    """Tell whether a run is finished, by its own last record, and which job is at work in it.
 
     The exit code is 0 for a finished run, 85 for one that has stopped and wants to go on, and 1
     for one that has failed, is still at work, was ended without a word, or is not there. A

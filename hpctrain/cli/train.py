@@ -28,7 +28,12 @@ def train(  # noqa: PLR0913 - a command's options
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="With --resume: also if the configuration has changed."),
+        typer.Option(
+            "--force",
+            help="With --resume: also if the configuration has changed; and take the run from a "
+            "job that is at work in its directory, which loses what it has learnt since its last "
+            "checkpoint.",
+        ),
     ] = False,
     init: Annotated[
         bool, typer.Option("--init", help="Write CONFIG.toml, with every key, and stop.")
@@ -47,6 +52,9 @@ def train(  # noqa: PLR0913 - a command's options
     A signal (SIGTERM, SIGUSR1, Ctrl-C), the end of its time or a file STOP in its directory stops
     the run between two steps: its state is saved, and it ends with code 85. A second signal ends
     it at once.
+
+    One job at a time writes into a directory. A second one waits a minute for the first, so that a
+    job that is queued again goes on also after a kill; then it ends, and names the first.
 
     Values come from --set, then HPCTRAIN_* variables, then the file, then the defaults.
 

@@ -44,6 +44,16 @@ def is_child() -> bool:
     return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
 
 
+def birth(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return None if state in ("Z", "X") else int(fields[18])
+
+
 def sharpen_sleep() -> None:
     """Let this thread, and those it starts from now on, sleep for as short as they ask.
 

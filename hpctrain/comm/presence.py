@@ -4,10 +4,10 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 
 from mpi4py import MPI
 
+from hpctrain.cluster.process import birth
 from hpctrain.errors import RankLostError
 from hpctrain.units import format_ranks
 
@@ -45,8 +45,8 @@ class Presence:
         self.rank: int = control.rank
         self._control = control
         self._owner = os.getpid()
-        self._born = {r: (p, _birth(p)) for r, p in node_pids.items() if r != self.rank}
-        if _birth(self._owner) is None:  # no /proc: nothing can be said about anybody
+        self._born = {r: (p, birth(p)) for r, p in node_pids.items() if r != self.rank}
+        if birth(self._owner) is None:  # no /proc: nothing can be said about anybody
             self._born.clear()
         self._to_look: list[int] = []
         self._next_look = 0.0
@@ -183,22 +183,12 @@ class Presence:
         now_due, self._to_look = self._to_look[:PEERS_PER_LOOK], self._to_look[PEERS_PER_LOOK:]
         for rank in now_due:
             pid, born = self._born[rank]
-            if born is None or _birth(pid) != born:
+            if born is None or birth(pid) != born:
                 raise RankLostError(
                     f"rank {rank} (process {pid} of this node) died while rank "
                     f"{self.rank} waits for it; its last output says why, and the "
                     f"kernel's log if it ran out of memory"
                 )
-
-
-def _birth(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
-    return None if state in ("Z", "X") else int(fields[18])
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import CheckpointError
 from hpctrain.logs import logger
 from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.replicas import require_finite_weights
 from hpctrain.train.state import RunState
@@ -35,6 +36,7 @@ class Boundary:
         manager: Manager | None,
         metrics: Metrics,
         facts: Mapping[str, Any] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         """Take what is needed; without ``manager`` nothing is saved.
 
@@ -44,14 +46,17 @@ class Boundary:
             manager: of the checkpoints.
             metrics: records of the run.
             facts: what checkpoints tell people about the run.
+            lease: on the run directory, on the rank that holds it.
         """
+        self._lease = lease
         self._comm, self._requests, self._manager = comm, requests, manager
         self._metrics, self._facts = metrics, facts or {}
         self._not_before = float("-inf")
 
     def wishes(self, step: int) -> int:
         """Return the bits of this rank for the end of ``step``; not collective."""
-        wishes = STOP if self._requests.reason else 0
+        is_lost = self._lease is not None and self._lease.is_lost
+        wishes = STOP if self._requests.reason or is_lost else 0
         if (
             self._manager is not None
             and self._comm.rank == 0
@@ -73,9 +78,11 @@ class Boundary:
 
         Raises:
             NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
+            MismatchError: another job has taken the run directory; on every rank.
         """
         if self._manager is None:
             return
+        self.check_lease()
         try:
             self._write(self._manager, state, wait=False, score=score)
         except CheckpointError as error:
@@ -90,7 +97,10 @@ class Boundary:
 
         Raises:
             CheckpointError: the state cannot be written; on every rank.
+            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
+            MismatchError: another job has taken the run directory; on every rank.
         """
+        self.check_lease()
         if self._manager is not None:
             self._write(self._manager, state, wait=True, score=score)
 
@@ -100,11 +110,22 @@ class Boundary:
         Raises:
             CheckpointError: the state cannot be written; on every rank.
             NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
+            MismatchError: another job has taken the run directory; on every rank.
         """
+        self.check_lease()
         reasons = self._comm.allgather_object(self._requests.reason)
         if self._manager is not None:
             self._write(self._manager, state, wait=True, score=None)
         return ", ".join(sorted({reason for reason in reasons if reason}))
+
+    def check_lease(self) -> None:
+        """Return if the run directory is still of this job. Collective.
+
+        Raises:
+            MismatchError: another job has taken it; on every rank.
+        """
+        lost = self._lease is not None and not self._lease.is_held(looks=True)
+        self._comm.agree(not lost, self._lease.loss() if self._lease is not None else "")
 
     def _write(
         self, manager: Manager, state: RunState, *, wait: bool, score: float | None

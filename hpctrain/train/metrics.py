@@ -3,11 +3,16 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from hpctrain.files import publishing, sync
+from hpctrain.logs import logger
+
+SHOWN = 5
+"""Damaged lines that a warning names."""
 
 
 class Metrics:
@@ -16,7 +21,15 @@ class Metrics:
     On ranks that write nothing, ``path`` is None and every call returns at once.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
+        """Open the file.
+
+        Args:
+            path: of the file, which is made if missing.
+            may_write: asked before each record; one that may not be written is left out, and
+                whoever has asked for it learns elsewhere why.
+        """
+        self._may_write = may_write
         self._file = None
         if path is not None:
             self._file = path.open("a", encoding="utf-8")
@@ -26,7 +39,7 @@ class Metrics:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one record; a number that is not finite becomes null, as JSON has none."""
-        if self._file is None:
+        if self._file is None or not self._may_write():
             return
         record = {"event": event} | {name: _finite(value) for name, value in values.items()}
         self._file.write(json.dumps(record) + "\n")
@@ -55,25 +68,56 @@ class Metrics:
         self.close()
 
 
-def cut(path: Path, num_records: int) -> None:
-    """Leave the first records of a file, at once or not at all; a missing file stays missing.
+def cut(path: Path, num_records: int, step: int) -> None:
+    """Leave the first whole records of a file, at once or not at all; a missing file stays away.
 
-    A machine that died may have lost some of them: then those that are there stay.
+    A machine that died may have lost some of them, or left zeros in their place: then those that
+    are there stay, and a warning names the lines that are none.
+
+    Args:
+        path: of the file.
+        num_records: so many lines stay at most.
+        step: that the run goes on after; records of later steps come again.
 
     Raises:
         OSError: the file system refuses.
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1][:num_records]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    records = [record_of(line) for line in lines]
+    if damaged := [str(number) for number, record in enumerate(records, 1) if record is None]:
+        logger.warning(
+            f"{len(damaged)} of {len(lines)} lines of {path} are no records, as after a loss of "
+            f"power: {', '.join(damaged[:SHOWN])}{', ...' if len(damaged) > SHOWN else ''}; they "
+            f"are left out, and the run goes on"
+        )
+    # Where line breaks were lost too, a line of a later step stands among the first.
+    kept = [
+        line
+        for line, record in zip(lines[:num_records], records[:num_records], strict=True)
+        if record is not None and record.get("step", 0) <= step
+    ]
     with publishing(path) as part:
-        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        part.write_bytes(b"".join(line + b"\n" for line in kept))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; a last line cut short by a kill is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """Return the whole records of a file.
+
+    A last line cut short by a kill is left out, and so is every line that is no record.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [record for record in map(record_of, lines) if record is not None]
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says; None where that is no record."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # among them bytes that are no text
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
 
 
 def _finite(value: Any) -> Any:

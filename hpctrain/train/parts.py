@@ -16,6 +16,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.agreed import agreed
 from hpctrain.train.boundary import Boundary
+from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.part import Part
@@ -30,8 +31,15 @@ class RunInDirectory:
     """Trains, and keeps what a later part needs to go on."""
 
     def __init__(
-        self, task: Task, directory: RunDirectory, comm: Communicator, console: Console
+        self,
+        task: Task,
+        directory: RunDirectory,
+        comm: Communicator,
+        console: Console,
+        lease: Lease | None = None,
     ) -> None:
+        """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
+        self._lease = lease
         self._task, self._directory = task, directory
         self._comm, self._console = comm, console
         self._state = RunState(task=task)
@@ -64,30 +72,22 @@ class RunInDirectory:
         part = Part()
         with agreed(comm):
             if comm.rank == 0:
+                self._check_lease()
                 part = self._part()
             if comm.rank == 0 and continues:
-                directory.go_on(config_text, plan, self._state.num_records)
+                state = self._state
+                directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             elif comm.rank == 0:
                 directory.create(config_text, environment(), plan)
-        with Metrics(directory.metrics if comm.rank == 0 else None) as metrics:
-            if self._state.num_records:
-                metrics.write(
-                    "resumed",
-                    step=self._state.step,
-                    epoch=self._state.epochs_done,
-                    **asdict(part),
-                    **self._facts(),
-                    environment=environment(),
-                )
-            else:
-                metrics.write("started", **asdict(part), **self._facts())
+        with self._metrics() as metrics:
+            self._tell_beginning(metrics, part)
             told = {
                 "configuration": config_text,
                 "plan": plan,
                 "dataset": self._task.train.dataset.uuid,
                 **self._facts(),
             }
-            boundary = Boundary(comm, requests, manager, metrics, told)
+            boundary = Boundary(comm, requests, manager, metrics, told, self._lease)
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
@@ -96,6 +96,16 @@ class RunInDirectory:
             metrics.sync()
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
+
+    def _tell_beginning(self, metrics: Metrics, part: Part) -> None:
+        facts = {**asdict(part), **self._facts()}
+        if self._state.num_records:
+            state, here = self._state, environment()
+            metrics.write(
+                "resumed", step=state.step, epoch=state.epochs_done, **facts, environment=here
+            )
+        else:
+            metrics.write("started", **facts)
 
     def _manager(self) -> Manager:
         table = self._task.config.checkpoint
@@ -107,7 +117,17 @@ class RunInDirectory:
             keep_best=table.keep_best,
             mtbf=table.mtbf_s,
             background=table.background,
+            guard=self._check_lease,
         )
+
+    def _metrics(self) -> Metrics:
+        path = self._directory.metrics if self._comm.rank == 0 else None
+        return Metrics(path) if self._lease is None else Metrics(path, self._lease.is_held)
+
+    def _check_lease(self) -> None:
+        """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _part(self) -> Part:
         """Return which part of the run this is; read before its last records are cut off."""

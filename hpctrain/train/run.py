@@ -19,6 +19,8 @@ from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
+from hpctrain.train.held import held
+from hpctrain.train.lease import Lease
 from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.parts import RunInDirectory
@@ -41,7 +43,7 @@ class How:
     resume: bool = False
     """Go on with the run in the directory."""
     force: bool = False
-    """Go on also where the configuration makes it another training."""
+    """Go on also where the configuration makes it another training, or another job is at work."""
 
 
 def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> int:
@@ -73,6 +75,30 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
     here = world.current()
     comm = here.comm
     console = make_console(shown=comm.rank == 0)
+    with agreed(comm):
+        if comm.rank == 0 and not how.dry_run and not continues:
+            directory.check_unused()  # at once: nobody is waited for
+    if how.dry_run:
+        return _carry_out(loaded, directory, console, how, started)
+    with held(directory, comm, console, force=how.force) as lease:
+        return _carry_out(loaded, directory, console, how, started, lease)
+
+
+def _carry_out(
+    loaded: Loaded,
+    directory: RunDirectory,
+    console: Console,
+    how: How,
+    started: float,
+    lease: Lease | None = None,
+) -> int:
+    """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
+    here, config = world.current(), loaded.config
+    comm = here.comm
+    continues = False
+    with agreed(comm):  # the job before may have begun the run, or ended it, by now
+        if comm.rank == 0 and not how.dry_run:
+            continues = goes_on(config, directory, asked=how.resume)
     continues = comm.broadcast_object(continues)
     config = settled(config, directory if continues else None, comm)
     text = render(config)
@@ -99,7 +125,7 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
         return 0
     requests = _requests(config, directory, started, comm)
     with requests:
-        outcome = RunInDirectory(task, directory, comm, console).carry_out(
+        outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
             text, requests, continues=continues
         )
     return _end(console, task, outcome, directory)

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -88,7 +88,7 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be made.
         """
-        with self._explained():
+        with self.explained():
             make_folder(self.logs)
 
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -99,39 +99,38 @@ class RunDirectory:
         """
         self.check_unused()
         self.make_log_folder()
-        with self._explained():
+        with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            self._write(self.environment, json.dumps(environment, indent=2) + "\n")
-            self._write(self.plan, json.dumps(plan, indent=2) + "\n")
-            self._write(self.config, config)
+            _publish({self.environment: _json(environment), self.plan: _json(plan)})
+            _publish({self.config: config})  # the last: with it the folder counts as used
 
-    def go_on(self, config: str, plan: dict[str, Any], num_records: int) -> None:
+    def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
         """Let another part of the run begin behind the first records; not collective.
 
         Args:
             config: the configuration of this part.
             plan: topology and plan of this part.
             num_records: records of ``metrics.jsonl`` that stay: later ones come again.
+            step: that the part goes on after; 0 where it begins again.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
-        with self._explained():
+        with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
-            cut(self.metrics, num_records)
-            self._write(self.config, config)
-            self._write(self.plan, json.dumps(plan, indent=2) + "\n")
+            cut(self.metrics, num_records, step)
+            _publish({self.config: config, self.plan: _json(plan)})
             self.stop.unlink(missing_ok=True)
 
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        with publishing(path) as part:
-            part.write_text(text, encoding="utf-8")
-
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Let a refusal of the file system be an error that says what to do.
+
+        Raises:
+            ConfigError: instead of an OSError of the block.
+        """
         try:
             yield
         except OSError as error:
@@ -139,6 +138,17 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written: {error}; "
                 "choose another with --set output_dir=…"
             ) from None
+
+
+def _publish(texts: Mapping[Path, str]) -> None:
+    """Write files, each at once and on disk."""
+    for path, text in texts.items():
+        with publishing(path) as part:
+            part.write_text(text, encoding="utf-8")
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def environment() -> dict[str, Any]:

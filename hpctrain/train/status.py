@@ -1,11 +1,12 @@
 """What the last record of a run says: finished, stopped and waiting to go on, or neither."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.lease import Holder
+from hpctrain.train.metrics import record_of
 from hpctrain.train.run_directory import RunDirectory
 
 FAILED = 1
@@ -30,8 +31,17 @@ def status(path: Path) -> Status:
     """Judge the run in a directory by its last record.
 
     A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
-    have saved. Nothing but one file is read.
+    have saved. Who holds the lease of the directory is told besides.
     """
+    found = _by_records(path)
+    holder = Holder.read(path)
+    if holder is None:
+        return found
+    dead = ", and that is dead" if holder.is_gone(Holder.here()) else ""
+    return replace(found, what=f"{found.what}; {holder.describe()} holds it{dead}")
+
+
+def _by_records(path: Path) -> Status:
     directory = RunDirectory(path)
     try:
         record = last_record(directory.metrics)
@@ -65,10 +75,10 @@ def last_record(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: what it holds is no record.
+        ValueError: what it holds are no records.
     """
-    *lines, _cut_short = path.read_bytes().rsplit(b"\n", 2)
-    record = json.loads(lines[-1]) if lines else {}
-    if not isinstance(record, dict):
-        raise ValueError(f"a record is an object, got {record!r}")  # noqa: TRY004 - of the file
-    return record
+    lines = path.read_bytes().split(b"\n")[:-1]
+    record = next(filter(None, map(record_of, reversed(lines))), None)
+    if lines and record is None:
+        raise ValueError(f"a record is an object with an event, got {lines[-1][:40]!r}")
+    return record or {}

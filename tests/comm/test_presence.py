@@ -114,7 +114,7 @@ def test_a_process_that_took_the_number_of_a_dead_one_is_not_it(
 ) -> None:
     process = subprocess.Popen(["sleep", "60"])
     presence = presence_of(world, {0: os.getpid(), 1: process.pid})
-    monkeypatch.setattr("hpctrain.comm.presence._birth", lambda _pid: 1)
+    monkeypatch.setattr("hpctrain.comm.presence.birth", lambda _pid: 1)
     with pytest.raises(RankLostError, match="died"):
         presence.check()
     process.kill()

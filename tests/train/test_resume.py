@@ -97,6 +97,31 @@ def test_records_lost_with_the_machine_do_not_hinder(here, configure, shared):
     assert finished(job.directory) is not None
 
 
+@pytest.mark.parametrize("where", ["in the middle", "at the end"])
+@pytest.mark.ranks(2)
+def test_zeros_among_the_records_do_not_hinder(here, configure, shared, where, caplog):
+    """As a loss of power leaves them: a page of the file that was never written."""
+    job = Job(here, configure, shared / "run", *PLAIN)
+    job.part(stop="SIGTERM", after=9)
+    here.comm.barrier()
+    steps = [record["step"] for record in read(job.directory.metrics) if "step" in record]
+    if here.comm.rank == 0:
+        whole = job.directory.metrics.read_bytes().split(b"\n")
+        if where == "in the middle":
+            whole[2] = bytes(len(whole[2]))
+        else:
+            whole[-1] = bytes(4096) + b"\n" + bytes(9)
+        job.directory.metrics.write_bytes(b"\n".join(whole))
+    here.comm.barrier()
+    assert isinstance(job.part(), Outcome)
+    here.comm.barrier()
+    told = "lines of" in caplog.text and "are no records" in caplog.text
+    assert told == (here.comm.rank == 0)
+    found = [record["step"] for record in read(job.directory.metrics) if "step" in record]
+    assert len(set(steps) - set(found)) == (where == "in the middle")
+    assert finished(job.directory) is not None
+
+
 def test_what_changes_the_mathematics_is_refused(here, configure, shared):
     job = Job(here, configure, shared / "run", *PLAIN)
     job.part(stop="SIGTERM", after=1)

@@ -72,6 +72,13 @@ def test_a_record_cut_short_does_not_count(run):
     assert status(folder).code == STOPPED
 
 
+def test_what_is_no_record_does_not_count(run):
+    folder = run(STARTED, STOP)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(bytes(60) + b"\n")
+    assert status(folder).code == STOPPED
+
+
 @pytest.mark.parametrize("content", [b"\0\0\0\n", b"nonsense\n", b"3\n", b"\xff\n"])
 def test_a_file_that_holds_no_records_is_1_and_named(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_bytes(content)

@@ -1,0 +1,339 @@
+"""The lease on a run directory: one job at a time writes there, on any file system.
+
+It needs neither file locks nor clocks that agree: a file is created where there is none, or a name
+is replaced at once, and whoever waits watches by its own clock whether a counter still changes.
+"""
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from platform import node
+from secrets import token_hex
+from typing import Self
+
+from hpctrain.cluster.env import job_id
+from hpctrain.cluster.process import birth, identity
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.files import PART, sync
+from hpctrain.launch.slurm import restart_count
+from hpctrain.logs import logger
+
+NAME = "lease.json"
+BEAT = ".beat"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """How long those who share a directory wait for each other, in seconds."""
+
+    beat_s: float = 5.0
+    """Between two heartbeats of the holder."""
+    stale_s: float = 30.0
+    """A holder whose heartbeat stands still for so long is dead, or as good as that."""
+    wait_s: float = 60.0
+    """So long a holder that is alive is waited for."""
+    look_s: float = 1.0
+    """Between two looks at the lease; the holder writes if its last one is no older."""
+    settle_s: float = 2.0
+    """From taking over to the first write: by then a holder that lives has looked."""
+
+
+TIMES = Times()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds a lease."""
+
+    host: str
+    job: str
+    """What the scheduler calls the job; empty outside of one."""
+    restarts: int
+    """How often Slurm has started the job again."""
+    pid: int
+    """Of rank 0."""
+    born: int | None
+    """When the process started, in clock ticks since boot: ids of processes come again."""
+    namespace: tuple[str, int]
+    """Where ``pid`` means this process."""
+    since: str
+    token: str
+    """No other holder has this one."""
+
+    @classmethod
+    def here(cls) -> Self:
+        """Return this process, with a new token."""
+        me = identity()
+        return cls(
+            host=node(),
+            job=job_id(),
+            restarts=restart_count(),
+            pid=me.pid,
+            born=birth(me.pid),
+            namespace=me.namespace,
+            since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            token=token_hex(8),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return who holds the lease of a directory; None where nobody does or can tell."""
+        with suppress(OSError):
+            return cls.parse((folder / NAME).read_bytes())
+        return None
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self | None:
+        """Return what a lease says; None where it is none."""
+        try:
+            found = json.loads(text)
+            boot, number = found["namespace"]
+            is_valid = 0 < int(found["pid"]) < 1 << 31 and str(found["token"]).isalnum()
+            found |= {"restarts": int(found["restarts"]), "namespace": (boot, number)}
+            return cls(**found) if is_valid else None
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def is_gone(self, seen_by: "Holder") -> bool:
+        """Say whether this process is known to be dead; False where nobody can tell."""
+        if self.namespace == seen_by.namespace and self.born is not None:
+            try:
+                os.kill(self.pid, 0)
+            except PermissionError:
+                return False  # of another user, of whom /proc may say nothing
+            except OSError:
+                return True
+            return birth(self.pid) != self.born
+        return bool(self.job) and self.job == seen_by.job and self.restarts < seen_by.restarts
+
+    def describe(self) -> str:
+        """Say it in one line, for people."""
+        again = f", restart {self.restarts}" if self.restarts else ""
+        job = f"job {self.job}{again}, " if self.job else ""
+        return f"{job}process {self.pid} on {self.host} (since {self.since})"
+
+
+class Lease:
+    """The lease on one directory, as one process sees it that wants it, has it or has lost it.
+
+    A thread of the holder counts up in a file of its own, so that a holder which was thought dead
+    can never overwrite the lease of another; it sleeps in between. It goes on while the main
+    thread hangs: such a holder counts as alive until its launcher ends it.
+    """
+
+    def __init__(self, folder: Path, times: Times = TIMES) -> None:
+        """Take the directory, which is there."""
+        self._folder, self._times = folder, times
+        self._file = folder / NAME
+        self._me = Holder.here()
+        self._mine = (json.dumps(asdict(self._me), indent=2) + "\n").encode()
+        self._counter = folder / f"lease-{self._me.token}{BEAT}"
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._held_at = float("-inf")
+        self._taken_by = ""
+        self._told: set[str] = set()
+        # While it waits:
+        self._looked_at: float | None = None
+        self._sign: tuple[bytes, bytes | None] = b"", None
+        self._quiet_s = self._waited_s = self._settled_s = 0.0
+        self._may_force = True
+
+    # -- who wants it ------------------------------------------------------------------------
+
+    def attempt(self, *, force: bool = False) -> str:
+        """Take the lease if nobody has it, or its holder is dead; else to be called again.
+
+        Only the time between two calls counts that is near ``look_s``: while the file system or
+        this process was held up, the holder may have been so too.
+
+        Args:
+            force: take it, once, from a holder that lives.
+
+        Returns:
+            Whom this process waits for, for people; empty once it holds the lease.
+
+        Raises:
+            ConfigError: the holder lives, and was waited for.
+            OSError: the directory cannot be written.
+        """
+        if self._create():
+            return self._begin()
+        passed_s = self._passed()
+        found = self._read()
+        if found is None:
+            return "the job before gives its lease back"
+        if found == self._mine:
+            self._settled_s += passed_s
+            done = self._settled_s >= self._times.settle_s
+            return self._begin() if done else "the lease is taken over"
+        return self._judge(found, passed_s, force=force)
+
+    def _judge(self, found: bytes, passed_s: float, *, force: bool) -> str:
+        """Take the lease over, name whom this process waits for, or raise."""
+        holder = Holder.parse(found)
+        who = "a job whose lease is not readable" if holder is None else holder.describe()
+        beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
+        sign = found, self._read(beat)
+        is_alive = sign != self._sign
+        self._sign, self._quiet_s = sign, 0.0 if is_alive else self._quiet_s + passed_s
+        self._waited_s += passed_s
+        force &= self._may_force
+        if force or self._quiet_s >= self._times.stale_s or (holder and holder.is_gone(self._me)):
+            self._may_force, self._settled_s = False, 0.0
+            if self._read() == found:
+                self._replace()
+            return f"the lease of {who} is taken over"
+        if is_alive and self._waited_s >= self._times.wait_s:
+            raise ConfigError(
+                f"one job at a time writes into {self._folder}, and {who} still does so after "
+                f"{self._waited_s:.0f} s; wait for its end, choose another folder with --set "
+                f"output_dir=…, or let --force end it and go on from its last checkpoint"
+            )
+        return (
+            f"{who} holds {self._folder}: waiting {self._times.wait_s:.0f} s for its end, or "
+            f"{self._times.stale_s:.0f} s without a sign of life"
+        )
+
+    def _passed(self) -> float:
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if before is None:
+            return 0.0
+        return min(self._looked_at - before, 2 * self._times.look_s)
+
+    def _create(self) -> bool:
+        """Create the file unless there is one; an own one that is not whole is removed."""
+        try:
+            file = os.fdopen(
+                os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb"
+            )
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(self._mine)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            self._file.unlink(missing_ok=True)
+            raise
+        sync(self._folder)
+        return True
+
+    def _replace(self) -> None:
+        part = self._folder / f"lease-{self._me.token}{PART}"
+        try:
+            part.write_bytes(self._mine)
+            sync(part)
+            part.replace(self._file)
+        except OSError:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        sync(self._folder)
+
+    def _begin(self) -> str:
+        self._count(0)
+        for path in self._folder.glob(f"lease-*{BEAT}*"):  # of holders that are none any more
+            if path != self._counter:
+                path.unlink(missing_ok=True)
+        self._held_at = time.monotonic()
+        self._thread = threading.Thread(target=self._keep, name="hpctrain-lease", daemon=True)
+        self._thread.start()
+        return ""
+
+    # -- who has it --------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process knows that another one has taken the lease over; costs nothing."""
+        return bool(self._taken_by)
+
+    def is_held(self, *, looks: bool = False) -> bool:
+        """Say whether the lease is still of this process, which is to be asked before it writes.
+
+        A lease that somebody has removed is put back. Where the file cannot be read for another
+        reason the last answer stands, with a warning: a disk that is away for a while is no end.
+
+        Args:
+            looks: look at the file, also if that was done less than ``look_s`` ago.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if self._taken_by or self._thread is None:
+                return False
+            if not looks and now - self._held_at < self._times.look_s:
+                return True
+            try:
+                found = self._read()
+                if found is None:
+                    found = self._mine if self._create() else self._read()
+            except OSError as error:
+                self._warn(f"the lease {self._file} cannot be read: {error}")
+                return True
+            if found != self._mine:
+                holder = Holder.parse(found or b"")
+                self._taken_by = "another job" if holder is None else holder.describe()
+                return False
+            self._held_at = now
+            return True
+
+    def check(self) -> None:
+        """Return if the lease is still of this process, by a look at the file.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if not self.is_held(looks=True):
+            raise CheckpointError(self.loss())
+
+    def loss(self) -> str:
+        """Say what has happened to a lease that is not held any more."""
+        return (
+            f"one job at a time writes into {self._folder}, and {self._taken_by or 'another one'} "
+            f"has taken it over: by --force, or as this one gave no sign of life for "
+            f"{self._times.stale_s:.0f} s; this one stops, and writes no more; for both to go "
+            f"on, choose another folder for one with --set output_dir=…"
+        )
+
+    def release(self) -> None:
+        """Give the lease back, if it is still of this process; harmless twice and before."""
+        self._ended.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        with suppress(OSError):
+            if self._read() == self._mine:
+                self._file.unlink()
+            self._counter.unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        count = 0
+        while not self._ended.wait(self._times.beat_s) and self.is_held(looks=True):
+            count += 1
+            try:
+                self._count(count)
+            except OSError as error:
+                self._warn(f"no sign of life can be written into {self._folder}: {error}")
+
+    def _count(self, count: int) -> None:
+        part = self._counter.with_name(self._counter.name + PART)
+        part.write_text(f"{count}\n")
+        part.replace(self._counter)
+
+    def _read(self, path: Path | None = None) -> bytes | None:
+        try:
+            return (path or self._file).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)

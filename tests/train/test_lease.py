@@ -1,0 +1,245 @@
+"""One job at a time writes into a run directory; leases of real files, with short times."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster.process import birth
+from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.train.lease import NAME, Holder, Lease, Times
+from tests.full_disk import largest_file
+
+TIMES = Times(beat_s=0.05, stale_s=0.6, wait_s=0.9, look_s=0.05, settle_s=0.1)
+ELSEWHERE = ("another boot", 1)
+
+
+@pytest.fixture
+def lease(tmp_path, monkeypatch):
+    """Make leases of one directory, each as of a host of its own, and give all back at the end."""
+    made = []
+
+    def make(*, times=TIMES, host=None, **variables):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            made.append(Lease(tmp_path, times))
+        if host is not None:
+            _move(made[-1], host)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.release()
+
+
+def _move(lease, host):
+    """Let a lease be of another machine, whose processes nobody here sees."""
+    lease._me = replace(lease._me, host=host, namespace=(host, 1))
+    lease._mine = json.dumps(asdict(lease._me)).encode()
+
+
+def take(lease, **how):
+    """Call ``attempt`` until it has the lease; return what it said meanwhile."""
+    told = []
+    while text := lease.attempt(**how):
+        told.append(text)
+        time.sleep(TIMES.look_s)
+    return told
+
+
+def test_of_many_that_want_it_at_once_one_has_it(lease):
+    wanting = [lease(host=f"node-{number}") for number in range(8)]
+    gate, had = threading.Barrier(len(wanting)), []
+
+    def want(one):
+        gate.wait()
+        if not one.attempt():
+            had.append(one)
+
+    threads = [threading.Thread(target=want, args=(one,)) for one in wanting]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(had) == 1
+    assert [one for one in wanting if one.is_held()] == had
+
+
+def test_what_is_given_back_is_free_and_leaves_nothing(lease, tmp_path):
+    one, other = lease(host="a"), lease(host="b")
+    assert take(one) == []
+    one.release()
+    assert list(tmp_path.iterdir()) == []
+    assert not one.is_held()
+    assert take(other) == []
+
+
+def test_a_holder_that_lives_is_waited_for_and_then_named(lease):
+    take(lease(host="node-7", SLURM_JOB_ID="4711"))
+    other = lease(host="b")
+    began = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=rf"job 4711, process {os.getpid()} on node-7 \(since 20.*--force"
+    ):
+        take(other)
+    assert time.monotonic() - began >= TIMES.wait_s
+
+
+def test_a_holder_whose_heart_stands_still_is_followed(lease, tmp_path):
+    one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
+    take(one)
+    began = time.monotonic()
+    told = take(other)
+    assert time.monotonic() - began >= TIMES.stale_s
+    assert "on a (since" in told[0]
+    assert other.is_held()
+    assert not one.is_held(looks=True)
+    assert Holder.read(tmp_path) == other._me
+
+
+def test_who_was_held_up_itself_takes_nobody_for_dead(lease):
+    take(lease(host="a", times=replace(TIMES, beat_s=100.0)))
+    other = lease(host="b")
+    for _ in range(3):
+        assert "waiting" in other.attempt()
+        time.sleep(TIMES.stale_s)  # no looks in between: the file system stood still, say
+
+
+def test_a_process_that_is_gone_is_followed_at_once(lease, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    here = Holder.here()
+    for holder in (
+        replace(here, pid=dead.pid),
+        replace(here, born=birth(os.getpid()) - 1),  # the same number, another process
+    ):
+        (tmp_path / NAME).write_text(json.dumps(asdict(holder)))
+        other = lease(times=replace(TIMES, stale_s=100.0))
+        assert "taken over" in take(other)[0]
+        other.release()
+
+
+@pytest.mark.parametrize(("restarts", "follows"), [(1, True), (0, False)])
+def test_a_job_that_slurm_started_again_follows_itself_at_once(lease, restarts, follows):
+    take(lease(host="a", SLURM_JOB_ID="12"))
+    other = lease(host="b", SLURM_JOB_ID="12", SLURM_RESTART_COUNT=str(restarts))
+    assert ("taken over" in other.attempt()) == follows
+
+
+def test_a_process_that_lives_here_is_not_dead_whatever_slurm_counts(lease):
+    take(lease(SLURM_JOB_ID="12"))
+    other = lease(SLURM_JOB_ID="12", SLURM_RESTART_COUNT="1")
+    assert "waiting" in other.attempt()
+
+
+def test_who_is_forced_out_writes_no_more_and_takes_nothing_back(lease, tmp_path):
+    one, other = lease(host="a"), lease(host="b")
+    take(one)
+    take(other, force=True)
+    time.sleep(3 * TIMES.beat_s)
+    assert one.is_lost
+    assert not one.is_held()
+    with pytest.raises(CheckpointError, match=r"on b \(since .* has taken it over"):
+        one.check()
+    one.release()
+    assert other.is_held(looks=True)
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, other._counter.name}
+
+
+def test_until_who_forces_may_write_the_one_before_has_looked(lease):
+    times = replace(TIMES, beat_s=100.0, look_s=0.2, settle_s=0.4)
+    one, other = lease(host="a", times=times), lease(host="b", times=times)
+    take(one)
+    assert one.is_held(looks=True)
+    while other.attempt(force=True):
+        time.sleep(0.01)
+    assert not one.is_held()  # the answer from memory is too old by now
+
+
+def test_of_two_that_force_one_gives_way(lease):
+    take(lease(host="a"))
+    b, c = lease(host="b"), lease(host="c")
+    assert "taken over" in b.attempt(force=True)
+    assert "taken over" in c.attempt(force=True)
+    assert "waiting" in b.attempt(force=True)
+    take(c)
+    assert not b.is_held()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", bytes(64), b"{", b"3", b'{"namespace": [1, 2], "pid": -1, "token": "../x"}']
+)
+def test_a_lease_that_nobody_can_read_is_watched_as_any_other(lease, tmp_path, text):
+    (tmp_path / NAME).write_bytes(text)
+    other = lease(host="b")
+    began = time.monotonic()
+    assert "not readable" in take(other)[0]
+    assert TIMES.stale_s <= time.monotonic() - began
+    assert other.is_held()
+    assert Holder.read(tmp_path) == other._me
+
+
+def test_a_lease_that_somebody_removed_is_put_back(lease, tmp_path):
+    one = lease(host="a", times=replace(TIMES, beat_s=100.0))
+    take(one)
+    (tmp_path / NAME).unlink()
+    assert one.is_held(looks=True)
+    assert Holder.read(tmp_path) == one._me
+    (tmp_path / NAME).unlink()
+    other = lease(host="b")
+    assert take(other) == []
+    assert not one.is_held(looks=True)
+
+
+def test_on_a_full_disk_there_is_an_error_and_no_lease(lease, tmp_path):
+    one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
+    with largest_file(0), pytest.raises(OSError, match="too large"):
+        one.attempt()
+    assert list(tmp_path.iterdir()) == []
+    take(one)
+    with largest_file(0), pytest.raises(OSError, match="too large"):
+        take(other, force=True)
+    assert one.is_held(looks=True)
+
+
+def test_a_disk_that_fills_up_does_not_end_the_holder(lease, caplog):
+    one = lease(host="a")
+    take(one)
+    with largest_file(0):
+        time.sleep(4 * TIMES.beat_s)
+    assert caplog.text.count("no sign of life can be written") == 1
+    before = one._counter.read_text()
+    time.sleep(4 * TIMES.beat_s)
+    assert one._counter.read_text() != before
+    assert one.is_held(looks=True)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error():
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        one = Lease(Path(folder), TIMES)
+        if is_root:  # whom no right hinders
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError):
+                one.attempt()
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+def test_waiting_needs_no_processor(lease):
+    one = lease(host="a")
+    take(one)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25

@@ -1,0 +1,185 @@
+"""Two jobs in one run directory: one of them writes, and its files stay whole.
+
+Here are a few overlaps at random times; ``HPCTRAIN_TEST_OVERLAPS=50`` makes them 50.
+"""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from hpctrain.checkpoint.store import check
+from hpctrain.launch import mpiexec
+from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.lease import NAME, Holder
+from hpctrain.train.metrics import read
+from hpctrain.train.status import status
+from tests.slurm import training
+from tests.train.starting import ROOT
+
+OVERLAPS = int(os.environ.get("HPCTRAIN_TEST_OVERLAPS", "3"))
+EVENTS = ("is forced out", "is killed", "stops", "ends")
+"""What happens to the first job while the second one is there."""
+
+SLOW = """
+import os
+from tests.slurm import training
+
+def model():
+    return training.model(float(os.environ["STEP_S"]))
+"""
+"""A model whose pace is no part of the configuration, which two jobs of a run share."""
+
+pytestmark = pytest.mark.launches
+
+
+class Folder:
+    """A run directory, and the jobs that are started in it."""
+
+    def __init__(self, path):
+        self.config, self.run = training.write(path), path / "run"
+        (path / "slow_model.py").write_text(SLOW)
+        self._env = mpiexec.environment() | {
+            "PYTHONPATH": f"{ROOT}:{path}",
+            "HPCTRAIN_PROBE": "off",
+        }
+
+    @contextmanager
+    def job(self, *options, ranks=None, step_s=0.05, before=()):
+        """Start a job, and end it with the block."""
+        line = [sys.executable, "-m", "hpctrain", "train", str(self.config), *options]
+        line += ["--set", "model.target=slow_model:model"]
+        if ranks:
+            line = [*line[:3], "launch", "-n", str(ranks), "--", "hpctrain", *line[3:]]
+        job = subprocess.Popen(
+            [*before, *line],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._env | {"STEP_S": str(step_s)},
+            start_new_session=True,
+        )
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                job.kill()
+            job.wait()
+            job.stdout.close()
+
+    def records(self, *events):
+        path = self.run / "metrics.jsonl"
+        return [r for r in read(path) if r["event"] in events] if path.exists() else []
+
+    def wait_for_step(self, step, job):
+        """Return when the run has taken a step."""
+        while not any(r["step"] >= step for r in self.records("step")):
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.02)
+
+    def check_whole(self):
+        """Every step stands there once, in order, and every checkpoint can be read to its end."""
+        lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
+        assert len(read(self.run / "metrics.jsonl")) == len(lines)
+        steps = [record["step"] for record in self.records("step")]
+        assert steps == list(range(1, len(steps) + 1))
+        for path in (self.run / "checkpoints").glob("step-????????"):
+            assert check(path) == []
+
+    def check_finished(self):
+        """The run has come to its end, and has left nothing of its jobs."""
+        assert status(self.run).state == "finished"
+        self.check_whole()
+        assert self.records("step")[-1]["step"] == training.STEPS
+        names = [path.name for path in self.run.rglob("*")]
+        assert not [n for n in names if n.startswith("lease") or n.endswith(".part")]
+
+
+def output(job):
+    """What a job prints until its end, without line breaks of a terminal."""
+    text = job.stdout.read()
+    job.wait()
+    return " ".join(text.split())
+
+
+@pytest.mark.limit(60 + 30 * OVERLAPS)
+@pytest.mark.parametrize("seed", range(OVERLAPS))
+def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
+    random_, event = random.Random(seed), EVENTS[seed % len(EVENTS)]
+    folder, is_forced = Folder(tmp_path), event == "is forced out"
+    pace = {"ends": 0.5}.get(event, 2.0)
+    with folder.job(ranks=2 if is_forced else None, step_s=pace) as first:
+        folder.wait_for_step(1, first)
+        holder = Holder.read(folder.run)
+        with folder.job(*(("--resume", "--force") if is_forced else ())) as second:
+            said = second.stdout.readline()  # it is there
+            assert first.poll() is None
+            time.sleep(random_.uniform(0, 2))
+            if event == "is killed":
+                first.kill()
+            elif event == "stops":
+                first.send_signal(signal.SIGUSR1)
+            before = time.monotonic()
+            said = f"{' '.join(said.split())} {output(second)}"
+            assert second.returncode == 0, said
+            assert is_forced or time.monotonic() - before < 60
+        told = output(first)
+    folder.check_finished()
+    if is_forced:
+        assert first.returncode == 2, told
+        assert len(re.findall(rf"process {second.pid} on .* has taken it over", told)) == 1
+        assert "Traceback" not in told
+        assert re.search(rf"--force takes .*process {holder.pid} on .* is lost: its last", said)
+    elif event == "is killed":
+        assert first.returncode == -signal.SIGKILL, told
+    else:  # nothing of the first is lost
+        assert first.returncode == (STOPPED if event == "stops" else 0), told
+        ends = [record["ended_by"] for record in folder.records("resumed")]
+        assert ends == (["SIGUSR1"] if event == "stops" else [])
+
+
+@pytest.mark.limit(300)
+@pytest.mark.conformance
+def test_a_second_job_waits_and_then_refuses_and_names_the_first(tmp_path):
+    folder = Folder(tmp_path)
+    with folder.job(ranks=2, step_s=4.0) as first:
+        folder.wait_for_step(1, first)
+        holder = Holder.read(folder.run)
+        assert f"process {holder.pid}" in status(folder.run).what
+        with folder.job() as second:
+            said = output(second)
+        assert second.returncode == 2
+        assert f"{holder.describe()} still does so after 6" in said
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(60) == STOPPED
+    folder.check_whole()
+    assert not (folder.run / NAME).exists()
+
+
+@pytest.mark.limit(300)
+@pytest.mark.conformance
+def test_after_the_kill_of_a_job_whose_processes_it_cannot_see_the_second_goes_on(tmp_path):
+    """Both in containers of their own, as on two machines: only the heartbeat tells."""
+    apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    folder = Folder(tmp_path)
+    with folder.job(before=apart, step_s=0.4) as first:
+        folder.wait_for_step(6, first)
+        with folder.job(before=apart) as second:
+            time.sleep(random.Random(1).uniform(0, 20))
+            assert second.poll() is None
+            first.kill()
+            killed = time.monotonic()
+            resumed = itertools.takewhile(
+                lambda _: not folder.records("resumed"), iter(lambda: time.sleep(0.1), 1)
+            )
+            assert all(time.monotonic() - killed < 60 for _ in resumed)
+            said = output(second)
+    assert second.returncode == 0, said
+    folder.check_finished()
