@@ -20,7 +20,7 @@ from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.orders.ordering import Ordering, OrderName
 from hpctrain.data.orders.window_shape import WindowShape
-from hpctrain.data.pool import DecodePool
+from hpctrain.data.pool import TIMEOUT_S, DecodePool
 from hpctrain.data.samples import Samples
 from hpctrain.data.transform import Transform
 from hpctrain.errors import CorruptError, DataError
@@ -76,6 +76,9 @@ class Loader:
     """Batches read ahead; more for more ``workers``."""
     workers: int = 0
     """Processes that read and transform, for a transform that holds Python's lock."""
+    worker_timeout_s: float = TIMEOUT_S
+    """How long a worker may take for a batch, ``inf`` for ever. One that takes longer is ended,
+    and the error says where it stood. Less than ``HPCTRAIN_TIMEOUT``: then others give up."""
     pin_memory: bool = False
     """Whether batches lie in memory from which a GPU can copy by itself."""
     ragged: Literal["packed", "padded"] = "packed"
@@ -103,6 +106,7 @@ class Loader:
         check_numbers(
             {name: getattr(self, name) for name in ("global_batch", "threads", "prefetch")},
             workers=self.workers,
+            worker_timeout_s=self.worker_timeout_s,
             rank=self.rank,
             size=self.size,
         )
@@ -244,7 +248,9 @@ class Loader:
         )
         pace = pace.of_copies() if at_once and not (self.transform or self.workers) else pace
         if self.workers:
-            self._pool = self._pool or DecodePool(self.dataset, self.transform, self.workers)
+            self._pool = self._pool or DecodePool(
+                self.dataset, self.transform, self.workers, self.worker_timeout_s
+            )
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(
             dataset=self.dataset,

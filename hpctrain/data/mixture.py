@@ -15,7 +15,7 @@ from hpctrain.data.format.layout import Field
 from hpctrain.data.orders.order import Order, global_order
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reading.early import Parts
-from hpctrain.data.samples import Columns, Indices, Samples, Values
+from hpctrain.data.samples import Columns, Indices, Samples, Values, file_of
 from hpctrain.errors import CorruptError, DataError
 
 PERIOD = 1 << 16
@@ -137,6 +137,11 @@ class Mixture:
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
+
+    def file_of(self, index: int) -> str | None:
+        """Return the file that holds a sample."""
+        (part,) = self._parts(np.array([index]))
+        return file_of(part.source, int(part.samples[0]))
 
     def _parts(self, indices: Indices) -> Iterator["_Part"]:
         numbers, draws = self.locate(indices)

@@ -16,6 +16,8 @@ from hpctrain.errors import DataError
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
 """From the values of a batch by field to others; it may change them in place."""
+OnSample = Callable[[int], None]
+"""Is told the index of each sample whose work begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,31 @@ class PerSample:
             )
         return _joined([self.function(sample) for sample in _samples(columns)], columns)
 
-    def at(self, columns: Columns, indices: Indices, epoch: int, seed: int) -> dict[str, Values]:
-        """Transform the samples ``indices`` of the data set."""
-        if not self.random:
-            return self(columns)
-        pass_key = key_of(seed, epoch)
-        return _joined(
-            [
-                self.function(sample, _generator(pass_key, index))
-                for sample, index in zip(_samples(columns), indices.tolist(), strict=True)
-            ],
-            columns,
-        )
+    def at(
+        self,
+        columns: Columns,
+        indices: Indices,
+        epoch: int,
+        seed: int,
+        on_sample: OnSample | None = None,
+    ) -> dict[str, Values]:
+        """Transform the samples ``indices`` of the data set; ``on_sample`` is told of each."""
+        pass_key, results = key_of(seed, epoch), []
+        for sample, index in zip(_samples(columns), indices.tolist(), strict=True):
+            if on_sample is not None:
+                on_sample(index)
+            generator = (_generator(pass_key, index),) if self.random else ()
+            results.append(self.function(sample, *generator))
+        return _joined(results, columns)
 
 
 def apply(
-    transform: Transform | None, columns: Columns, indices: Indices, epoch: int, seed: int
+    transform: Transform | None,
+    columns: Columns,
+    indices: Indices,
+    epoch: int,
+    seed: int,
+    on_sample: OnSample | None = None,
 ) -> dict[str, Values]:
     """Transform the samples ``indices``, if there is a transform.
 
@@ -70,7 +81,7 @@ def apply(
     if transform is None:
         return columns
     if isinstance(transform, PerSample):
-        return transform.at(columns, indices, epoch, seed)
+        return transform.at(columns, indices, epoch, seed, on_sample)
     result = transform(columns)
     if not isinstance(result, Mapping):
         raise DataError(

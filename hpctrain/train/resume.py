@@ -18,7 +18,7 @@ from hpctrain.train.toml import dumps
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
 """Tables whose keys decide what is learnt."""
-_NOT_MATHEMATICS = ("data.workers", "data.prefetch", "data.stage")
+_NOT_MATHEMATICS = ("data.workers", "data.worker_timeout_s", "data.prefetch", "data.stage")
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
