@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from tests.harness import features
 from tests.harness.hang import Roll, limit_of, watched
+from tests.harness.jitter import Jitter
 from tests.harness.json_report import JsonReport
 from tests.harness.verdict import Verdict, disagreement
 from tests.harness.voice import Voice
@@ -162,6 +163,19 @@ def world(request: pytest.FixtureRequest) -> MPI.Intracomm:
     """Give a communicator of this test alone: a stray message cannot leak into the next one."""
     comm: MPI.Intracomm = request.node.stash[WORLD]
     return comm
+
+
+@pytest.fixture
+def jitter() -> Generator[Callable[[], Jitter]]:
+    """Give a function that lets this rank come late from then on, until the test ends."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def start(seed: int = 0) -> Jitter:
+            jitter = Jitter(seed, RANK)
+            jitter.start(patch)
+            return jitter
+
+        yield start
 
 
 @pytest.fixture(autouse=True)
