@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
     config.stash[VOICE] = Voice(RANK)
     features.required()
+    config.pluginmanager.register(features, "hpctrain-features")
     if RANK > 0:
         config.pluginmanager.unregister(name="terminalreporter")
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -176,8 +177,3 @@ def jitter() -> Generator[Callable[[], Jitter]]:
             return jitter
 
         yield start
-
-
-@pytest.fixture(autouse=True)
-def _requires(request: pytest.FixtureRequest) -> None:
-    features.check(request.node)
