@@ -1,6 +1,7 @@
 """Laws of the harness itself: each test here runs pytest on several ranks of a tiny test file."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -255,6 +256,38 @@ def test_a_missing_feature_skips_unless_it_is_required(launch, require, outcome)
         def test_submit(): pass
     """, ranks=1, HPCTRAIN_REQUIRE=require, PATH="/nowhere")  # fmt: skip
     assert done.outcomes() == {"test_submit": outcome}
+
+
+def test_a_feature_is_looked_for_before_any_fixture_is_made(launch):
+    done = launch("""
+        pytestmark = pytest.mark.requires("slurm")
+
+        @pytest.fixture(scope="session")
+        def cluster():
+            raise OSError("no slurmctld")
+
+        def test_first(cluster): pass
+
+        @pytest.mark.requires("root")
+        def test_second(cluster): pass
+    """, ranks=1, PATH="/nowhere")  # fmt: skip
+    assert done.outcomes() == {"test_first": "skipped", "test_second": "skipped"}
+
+
+SKIPS = re.compile(r"pytest\.(skip|importorskip)\(|mark\.skipif")
+KNOWN_SKIPS = {"tests/harness/features.py", "tests/test_harness.py"} | {
+    "tests/conformance/test_verdicts.py"  # in programs that are tests themselves
+}
+
+
+def test_every_skip_goes_through_requires():
+    here = Path(__file__)
+    found = {
+        path.relative_to(here.parents[1]).as_posix()
+        for path in here.parent.rglob("*.py")
+        if SKIPS.search(path.read_text())
+    }
+    assert found <= KNOWN_SKIPS
 
 
 def test_an_unknown_feature_is_refused(launch):

@@ -21,7 +21,7 @@ from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.orders.ordering import Ordering, OrderName
 from hpctrain.data.orders.window_shape import WindowShape
-from hpctrain.data.pool import DecodePool
+from hpctrain.data.pool import TIMEOUT_S, DecodePool
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.transform import Transform
 from hpctrain.errors import CorruptError, DataError
@@ -78,6 +78,9 @@ class Loader:
     """Batches read ahead; more for more ``workers``."""
     workers: int = 0
     """Processes that read and transform, for a transform that holds Python's lock."""
+    worker_timeout_s: float = TIMEOUT_S
+    """How long a worker may take for a batch, ``inf`` for ever. One that takes longer is ended,
+    and the error says where it stood. Less than ``HPCTRAIN_TIMEOUT``: then others give up."""
     pin_memory: bool = False
     """Whether batches lie in memory from which a GPU can copy by itself."""
     ragged: Literal["packed", "padded"] = "packed"
@@ -106,6 +109,7 @@ class Loader:
         check_numbers(
             {name: getattr(self, name) for name in ("global_batch", "threads", "prefetch")},
             workers=self.workers,
+            worker_timeout_s=self.worker_timeout_s,
             rank=self.rank,
             size=self.size,
         )
@@ -263,6 +267,7 @@ class Loader:
                 self.dataset,
                 self.transform,
                 self.workers,
+                self.worker_timeout_s,
                 any_ranks=self.micro_shards is not None,
             )
         order = self._ordering.order(self.dataset, self.seed, self.epoch)

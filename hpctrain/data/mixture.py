@@ -1,7 +1,9 @@
 """Several data sets in fixed proportions."""
 
 import hashlib
+import heapq
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,21 +17,23 @@ from hpctrain.data.format.layout import Field
 from hpctrain.data.orders.order import Order, global_order
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reading.early import Parts
-from hpctrain.data.samples import Columns, Indices, Samples, Values
+from hpctrain.data.samples import Columns, Indices, Samples, Values, file_of
 from hpctrain.errors import CorruptError, DataError
 
 PERIOD = 1 << 16
 """Length of the pattern of sources that repeats; weights are rounded to so many parts."""
-_GOLDEN = 40503  # odd, and about PERIOD divided by the golden ratio: neighbours lie far apart
+_PATTERN = 2
+"""Number of the rule by which sources take turns: with another one, other samples come."""
 
 
 class Mixture:
     """Samples of several data sets in fixed proportions, each shuffled, without an end.
 
-    Every run of samples holds the sources in their proportions, as nearly as whole samples can.
-    Each source goes through epochs of its own, in each of which every sample comes once. An
-    epoch of the mixture is ``len(mixture)`` samples; the next one goes on from there. What comes
-    where is a function of the position alone, in constant memory.
+    From its beginning on, each source has given less than one sample more or less than its share;
+    in any run of samples, less than two. Each source goes through epochs of its own, in each of
+    which every sample comes once. An epoch of the mixture is ``len(mixture)`` samples; the next
+    one goes on from there. What comes where is a function of the position alone, in constant
+    memory.
 
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
@@ -60,8 +64,7 @@ class Mixture:
         self._seed = seed
         self._length = sum(map(len, self.sources)) if length is None else length
         self._counts = _whole(np.array([weight for _, weight in pairs], float))
-        slots = np.arange(PERIOD) * _GOLDEN % PERIOD
-        self._pattern = np.searchsorted(np.cumsum(self._counts), slots, side="right")
+        self._pattern = _pattern(tuple(self._counts.tolist()))
         self._before = np.zeros(PERIOD, np.int64)
         for number in range(len(pairs)):
             here = self._pattern == number
@@ -138,6 +141,11 @@ class Mixture:
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
 
+    def file_of(self, index: int) -> str | None:
+        """Return the file that holds a sample."""
+        (part,) = self._parts(np.array([index]))
+        return file_of(part.source, int(part.samples[0]))
+
     def _parts(self, indices: Indices) -> Iterator["_Part"]:
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
@@ -172,7 +180,7 @@ class Mixture:
     def _make_uuid(self) -> str:
         counts = self._counts.tolist()
         sources = [[s.uuid, count] for s, count in zip(self.sources, counts, strict=True)]
-        text = json.dumps(["mixture", sources, self._length, self._seed])
+        text = json.dumps(["mixture", _PATTERN, sources, self._length, self._seed])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -220,6 +228,33 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
             f"the smallest weight of a mixture is 1/{PERIOD} of their sum, got {weights.tolist()}"
         )
     return counts
+
+
+@lru_cache(maxsize=16)
+def _pattern(counts: tuple[int, ...]) -> Indices:
+    """Say which source each sample of a period comes from.
+
+    The k-th sample of a source has the time in which its share passes from k to k + 1; among
+    those whose time has begun, the one whose time ends first comes next. So no time is missed.
+
+    Source: Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress".
+    """
+    common = math.gcd(*counts)
+    parts = [count // common for count in counts]
+    total = sum(parts)
+    turns = sorted(
+        (k * total // part, -(-(k + 1) * total // part), source)
+        for source, part in enumerate(parts)
+        for k in range(part)
+    )
+    turns.reverse()
+    begun: list[tuple[int, int]] = []
+    pattern = np.empty(total, np.int64)
+    for place in range(total):
+        while turns and turns[-1][0] <= place:
+            heapq.heappush(begun, turns.pop()[1:])
+        pattern[place] = heapq.heappop(begun)[1]
+    return np.tile(pattern, common)
 
 
 def _gathered(parts: list[Values], back: Indices) -> Values:

@@ -3,11 +3,13 @@
 Reading alone is faster in the loader's threads: a process costs a copy more.
 """
 
+import math
 import os
 import pickle
 import queue
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from multiprocessing import reduction
@@ -20,14 +22,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.data.decode.parcel import Inbox, Parcel
 from hpctrain.data.decode.processes import Processes
-from hpctrain.data.draws import refused_draws
-from hpctrain.data.transform import PerSample, Transform, apply
+from hpctrain.data.draws import begin_generators, refused_draws
+from hpctrain.data.samples import file_of
+from hpctrain.data.transform import OnSample, PerSample, Transform, apply
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from hpctrain.data.samples import Columns, Samples
+
+TIMEOUT_S = 300.0
+"""How long a worker may take for a batch; ranks that wait for it give up after 600 s."""
+START_S = 120.0
+"""How long the first start may take at least, from a file system that is cold."""
+_NAMED = 5
+"""Samples and files that an error names."""
 
 
 class DecodePool:
@@ -36,8 +44,8 @@ class DecodePool:
     Safe beside MPI and threads: nothing forks in this process, and the others never run the
     user's script. What the script defines travels by value, all else is imported by its name.
 
-    ``submit`` may be called from several threads. A worker that dies, or cannot load the data
-    set or the transform, fails every batch that is not there yet.
+    ``submit`` may be called from several threads. A worker that dies, takes too long, or cannot
+    load the data set or the transform, fails every batch that is not there yet.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class DecodePool:
         dataset: "Samples",
         transform: Transform | None,
         num_workers: int,
+        timeout_s: float = TIMEOUT_S,
         *,
         any_ranks: bool = False,
     ) -> None:
@@ -54,6 +63,8 @@ class DecodePool:
             dataset: what to read; each worker opens it for itself.
             transform: makes the batch from what ``dataset.take`` returns; None for that itself.
             num_workers: processes, each with one thread of torch.
+            timeout_s: how long a worker may take for a batch, or to load; ``inf`` for ever. One
+                that takes longer is ended.
             any_ranks: refuse a transform whose random numbers depend on the number of ranks: one
                 of whole batches that draws from a global generator.
 
@@ -62,6 +73,8 @@ class DecodePool:
         """
         if num_workers < 1:
             raise DataError(f"a decode pool has at least 1 worker, got {num_workers}")
+        if not timeout_s > 0:
+            raise DataError(f"the limit of a decode worker is positive, got {timeout_s} s")
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._tasks: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
@@ -70,7 +83,7 @@ class DecodePool:
         for number in range(num_workers):
             threading.Thread(
                 target=_drive,
-                args=(self._processes, number, task, self._tasks),
+                args=(_Driver(self._processes, number, dataset, timeout_s), task, self._tasks),
                 name=f"hpctrain-decode-{number}",
                 daemon=True,
             ).start()
@@ -85,7 +98,8 @@ class DecodePool:
 
         Returns:
             Holds the batch, or raises what ``take`` or the transform raised, with its traceback
-            as the cause, or a DataError that names the worker that died.
+            as the cause, or a DataError that names the worker that died or was ended, and where
+            it stood.
 
         Raises:
             DataError: the pool was closed.
@@ -137,69 +151,107 @@ class _Task(NamedTuple):
     transform: Transform | None
     any_ranks: bool = False
 
-    def __call__(self, indices: NDArray[np.int64], epoch: int, seed: int) -> Any:
+    def __call__(
+        self,
+        indices: NDArray[np.int64],
+        epoch: int,
+        seed: int,
+        on_sample: OnSample,
+    ) -> Any:
+        def begin(index: int) -> None:
+            on_sample(index)
+            begin_generators(np.array([index]), epoch, seed)
+
         columns = self.dataset.take(indices)
         if isinstance(self.transform, PerSample):
-            return self.transform.at(columns, indices, epoch, seed, begins_anew=True)
+            return self.transform.at(columns, indices, epoch, seed, begin)
         part = "whose numbers would be others on another number of ranks"
         with refused_draws(part) if self.any_ranks else nullcontext():
             return apply(self.transform, columns, indices, epoch, seed)
 
 
-def _drive(
-    processes: Processes, number: int, task: bytes, tasks: "queue.SimpleQueue[_Request | None]"
-) -> None:
+class _Driver:
+    """The rank's side of one worker."""
+
+    def __init__(
+        self, processes: Processes, number: int, dataset: "Samples", timeout_s: float
+    ) -> None:
+        self.processes = processes
+        self._number, self._dataset, self._timeout_s = number, dataset, timeout_s
+        self._worker, self._inbox = processes.workers[number], Inbox()
+
+    def load(self, task: bytes) -> None:
+        """Let the worker load what it does."""
+        self._answer(max(self._timeout_s, START_S), lambda: "its start")
+        self._worker.send_bytes(task)
+        answer = self._answer(self._timeout_s, lambda: "loading data set and transform")
+        if answer != "ready":
+            raise _remote(*answer)
+
+    def ask(self, request: _Request) -> Any:
+        """Return the batch that the worker makes."""
+        if self.processes.error is not None:
+            raise self.processes.error
+        worker, inbox = self._worker, self._inbox
+        offered, surplus = inbox.offer()
+        worker.send((offered, surplus, request.indices, request.epoch, request.seed))
+        answer = self._answer(self._timeout_s, lambda: self._work(request.indices))
+        if not isinstance(answer, Parcel):
+            inbox.take_back(offered)
+            raise _remote(*answer)
+        descriptor = reduction.recv_handle(worker) if answer.new_bytes else None
+        try:
+            return inbox.unpack(answer, offered, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return the error, or what the end of a connection means for the whole pool."""
+        if isinstance(error, (EOFError, ConnectionError)):
+            self.processes.error = self.processes.error or self.processes.death_of(self._number)
+            return self.processes.error
+        return error
+
+    def _answer(self, limit_s: float, work: Callable[[], str]) -> Any:
+        if not self._worker.poll(None if limit_s == math.inf else limit_s):
+            error = self.processes.abort(self._number, limit_s, work())
+            self.processes.error = self.processes.error or error
+            raise self.processes.error
+        return self._worker.recv()
+
+    def _work(self, indices: NDArray[np.int64]) -> str:
+        """Name the sample that the worker is at, or those of its batch, and their files."""
+        sample = self.processes.notes[self._number].sample
+        found = indices.tolist() if sample is None else [sample]
+        files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
+        where = f" ({_some(files)})" if files else ""
+        return f"sample{'s' * (len(found) != 1)} {_some(found)}{where}"
+
+
+def _drive(driver: _Driver, task: bytes, tasks: "queue.SimpleQueue[_Request | None]") -> None:
     """Serve requests with one worker until the pool is closed; afterwards fail them."""
-    worker, inbox = processes.workers[number], Inbox()
     try:
-        _load(worker, task)
+        driver.load(task)
     except BaseException as error:  # raised by every batch
-        processes.error = processes.error or _or_death(error, processes, number)
+        driver.processes.error = driver.processes.error or driver.told(error)
     while (request := tasks.get()) is not None:
         if not request.future.set_running_or_notify_cancel():
             continue
         try:
-            result = _ask(worker, inbox, request, processes)
+            result = driver.ask(request)
         except BaseException as error:  # raised by the batch
-            request.future.set_exception(_or_death(error, processes, number))
+            request.future.set_exception(driver.told(error))
         else:
             request.future.set_result(result)
             del result
         del request
 
 
-def _load(worker: "Connection[Any, Any]", task: bytes) -> None:
-    worker.send_bytes(task)
-    answer = worker.recv()
-    if answer != "ready":
-        raise _remote(*answer)
-
-
-def _ask(
-    worker: "Connection[Any, Any]", inbox: Inbox, request: _Request, processes: Processes
-) -> Any:
-    if processes.error is not None:
-        raise processes.error
-    offered, surplus = inbox.offer()
-    worker.send((offered, surplus, request.indices, request.epoch, request.seed))
-    answer = worker.recv()
-    if not isinstance(answer, Parcel):
-        inbox.take_back(offered)
-        raise _remote(*answer)
-    descriptor = reduction.recv_handle(worker) if answer.new_bytes else None
-    try:
-        return inbox.unpack(answer, offered, descriptor)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _or_death(error: BaseException, processes: Processes, number: int) -> BaseException:
-    """Return the error, or what the end of a connection means for the whole pool."""
-    if isinstance(error, (EOFError, ConnectionError)):
-        processes.error = processes.error or processes.death_of(number)
-        return processes.error
-    return error
+def _some(names: Iterable[object]) -> str:
+    shown = list(map(str, names))
+    rest = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+    return f"{', '.join(shown[:_NAMED])}{rest}"
 
 
 def _remote(copy: bytes | None, text: str) -> BaseException:

@@ -219,6 +219,11 @@ class ShardedDataset:
             order=parts if self._verify == "first" else None,
         )
 
+    def file_of(self, index: int) -> str:
+        """Return the shard that holds a sample."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return str(self.path / self.manifest.shards[number].file)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample; slow, ``take`` many at once.
 

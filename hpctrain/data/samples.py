@@ -64,3 +64,9 @@ class Samples(Protocol):
         Returns:
             Where to take the parts, if they are copied as they come; else None.
         """
+
+
+def file_of(samples: Samples, index: int) -> str | None:
+    """Return the file that holds a sample; None for data that cannot tell."""
+    tell = getattr(samples, "file_of", None)
+    return None if tell is None else tell(index)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from hpctrain.data.format.layout import Field
 from hpctrain.data.reading.early import EarlyCopies, Parts
-from hpctrain.data.samples import Columns, Indices, Samples
+from hpctrain.data.samples import Columns, Indices, Samples, file_of
 from hpctrain.errors import CorruptError, DataError
 
 
@@ -106,6 +106,10 @@ class Subset:
         if parts is None:
             return self.dataset.will_need(chosen)
         return self.dataset.will_need(chosen, lambda: [self._chosen(part) for part in parts()])
+
+    def file_of(self, index: int) -> str | None:
+        """Return the file that holds a sample."""
+        return file_of(self.dataset, int(self._chosen(np.array([index]))[0]))
 
     def _ends(self) -> tuple[int, int]:
         if self._range:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.data.draws import begin_generators
 from hpctrain.data.orders.feistel import key_of
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Values
@@ -17,6 +16,8 @@ from hpctrain.errors import DataError
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
 """From the values of a batch by field to others; it may change them in place."""
+OnSample = Callable[[int], None]
+"""Is told the index of each sample whose work begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,7 @@ class PerSample:
         indices: Indices,
         epoch: int,
         seed: int,
-        *,
-        begins_anew: bool = False,
+        on_sample: OnSample | None = None,
     ) -> dict[str, Values]:
         """Transform the samples ``indices`` of the data set.
 
@@ -62,17 +62,15 @@ class PerSample:
             indices: ``(num_samples,)``.
             epoch: with ``seed`` and the sample, where its random numbers begin.
             seed: of the run.
-            begins_anew: let the global generators begin anew with each sample too: in a process
-                that does nothing else.
+            on_sample: told of each sample before it is transformed.
         """
-        if not (self.random or begins_anew):
+        if not self.random and on_sample is None:
             return self(columns)
-        pass_key = key_of(seed, epoch)
-        made = []
-        for number, sample in enumerate(_samples(columns)):
-            if begins_anew:
-                begin_generators(indices[number : number + 1], epoch, seed)
-            own = [_generator(pass_key, int(indices[number]))] if self.random else []
+        pass_key, made = key_of(seed, epoch), []
+        for sample, index in zip(_samples(columns), indices.tolist(), strict=True):
+            if on_sample is not None:
+                on_sample(index)
+            own = [_generator(pass_key, index)] if self.random else []
             made.append(self.function(sample, *own))
         return _joined(made, columns)
 

@@ -70,7 +70,7 @@ class FailureHooks:
         self._crash = CrashReport(world.rank)
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
-        """Called before an error ends all ranks: what writes down what is not on disk yet."""
+        """Called before this rank ends all ranks: what writes down what is not on disk yet."""
         self.communicates: Callable[[int | None], bool] = _nobody
         """Says whether a thread, by its identifier, communicates with other ranks."""
         # Bound once: uninstall() compares by identity.
@@ -115,19 +115,17 @@ class FailureHooks:
             # One write: the lines of one rank stay together among those of the others.
             sys.stderr.write(self._tagged(summary or details))
             sys.stderr.flush()
-        for say in self.last_words:
-            with contextlib.suppress(Exception):
-                say()
         self.abort(code)
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks with exit code ``code``, this one within two seconds, come what may."""
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
         # A timer in C: a Python thread could not run while MPI_Abort holds the GIL.
         with contextlib.suppress(Exception):  # out of descriptors, MPI_Abort must do
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+        for say in (*self.last_words, sys.stdout.flush):
+            with contextlib.suppress(Exception):
+                say()
         try:
             self._world.Abort(code)
         finally:

@@ -48,6 +48,9 @@ class DataConfig:
     argument. In threads (workers = 0) the global generators are refused: their order is chance."""
     workers: int = 0
     """Processes on each rank that transform; 0 does it in threads."""
+    worker_timeout_s: float = 300.0
+    """Seconds that a worker may take for a batch before all ranks end with its stack; inf for
+    ever."""
     prefetch: int = 4
     """Batches read ahead."""
     stage: str = ""
@@ -59,6 +62,9 @@ class DataConfig:
         """Check the words and the numbers."""
         require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
         require(self.workers >= 0, "data.workers is 0 or more", self.workers)
+        require(
+            self.worker_timeout_s > 0, "data.worker_timeout_s is positive", self.worker_timeout_s
+        )
         require(
             self.per_sample or not self.random,
             "data.random gives each sample a generator: set data.per_sample = true too",

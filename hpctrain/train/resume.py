@@ -20,6 +20,7 @@ _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync
 """Tables whose keys decide what is learnt."""
 _NOT_MATHEMATICS = (
     "data.workers",
+    "data.worker_timeout_s",
     "data.prefetch",
     "data.stage",
     "train.on_non_finite",

@@ -246,6 +246,7 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
             order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
             transform=_transform(config.data),
             workers=config.data.workers,
+            worker_timeout_s=config.data.worker_timeout_s,
             **shared | _alone(config, comm),
         ),
         Loader(test, order="sequential", **shared),

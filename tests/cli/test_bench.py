@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.errors import CommError, ConfigError
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.benchmarks import operations, show
@@ -161,12 +162,18 @@ def test_send_needs_two_ranks():
 
 
 def test_a_wrong_value_is_exit_code_1(monkeypatch):
-    monkeypatch.setattr(operations, "num_wrong", lambda *_: 3)
-    monkeypatch.setattr(operations.Allreduce, "__call__", lambda _: None)
+    real = SerialCommunicator.allreduce_
+
+    def wrong(self, tensor, **options):
+        work = real(self, tensor, **options)
+        tensor[:2] += 1  # what is summed is 8 bytes of float32
+        return work
+
+    monkeypatch.setattr(SerialCommunicator, "allreduce_", wrong)
     result = CliRunner().invoke(app, ["bench", "allreduce", "--max-bytes", "8"])
     hpctrain.shutdown()
     assert result.exit_code == 1
-    assert "3 wrong values" in result.output
+    assert "2 wrong values" in result.output
 
 
 @pytest.mark.launches

@@ -196,13 +196,11 @@ def test_two_clusters_do_not_see_each_other(cluster):
     assert said == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
 
 
+@pytest.mark.requires("setpriv")
 def test_check_says_77_without_privileges():
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
     line = [sys.executable, "-m", "tests.cluster.vcluster", "check"]
-    try:
-        done = subprocess.run([*drop, *line], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("needs setpriv of util-linux")
+    done = subprocess.run([*drop, *line], capture_output=True, text=True, check=False)
     if "setpriv:" in done.stderr:  # nothing to drop: we are without privileges already
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == SKIPPED, done.stdout + done.stderr

@@ -183,6 +183,25 @@ def test_inside_a_node_ranks_are_added_in_rank_order(world):
     close(connection)
 
 
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inside_a_node_sixteen_bits_are_summed_in_float32_and_rounded_once(world, dtype):
+    connection, numel = connect(find_world(), Settings()), 10_001
+    every = [values_of(rank, numel, dtype) for rank in range(world.size)]
+    expected, narrow = every[0].float(), every[0].clone()
+    for values in every[1:]:
+        expected.add_(values.float())
+        narrow.add_(values)
+    expected = expected.to(dtype)
+    assert (narrow != expected).float().mean() > 0.05  # a sum in 16 bits would be seen
+    bucket, tensor = connection.comm.new_bucket(numel, dtype), every[world.rank].clone()
+    bucket.flat.copy_(tensor)
+    for result, what in ((bucket.flat, bucket), (tensor, tensor)):
+        connection.comm.allreduce_(what).wait()
+        assert torch.equal(result, expected)
+    close(connection)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_the_same_plan_gives_the_same_bits_again(world, comm):
     bucket = comm.new_bucket(100_003, torch.float32)

@@ -1,8 +1,10 @@
 """Features a machine may lack: what ``@pytest.mark.requires`` may name."""
 
 import functools
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,17 +70,50 @@ def _horovod() -> str:
     return ""
 
 
-def _h5dump() -> str:
-    return "" if shutil.which("h5dump") else "h5dump of hdf5-tools is not installed"
+def _foreign_mpich() -> str:
+    """An MPICH that is not the one of these ranks."""
+    if Path(sys.executable).parent == ROOT / ".venv-mpich/bin":
+        return "this run uses that MPICH itself"
+    return _mpich()
+
+
+def _memory_cgroup() -> str:
+    """Control groups that limit memory, which a test may make."""
+    root = Path("/sys/fs/cgroup")
+    controllers = root / "cgroup.subtree_control"
+    if (root / "memory/memory.limit_in_bytes").exists():
+        folder = root / "memory"
+    elif controllers.exists() and "memory" in controllers.read_text().split():
+        folder = root
+    else:
+        return "no control groups for memory"
+    return "" if os.access(folder, os.W_OK) else "no control group may be made"
+
+
+def _module(name: str) -> Callable[[], str]:
+    return lambda: (
+        "" if importlib.util.find_spec(name) else f"no module {name} in this environment"
+    )
+
+
+def _program(*names: str) -> Callable[[], str]:
+    return lambda: "" if any(map(shutil.which, names)) else f"no {' or '.join(names)} on PATH"
 
 
 FEATURES: dict[str, Callable[[], str]] = {
+    "c-compiler": _program("cc", "gcc"),
     "cluster": _cluster,
     "debian-openmpi": _debian_openmpi,
-    "h5dump": _h5dump,
+    "foreign-mpich": _foreign_mpich,
+    "h5dump": _program("h5dump"),
     "horovod": _horovod,
+    "horovod-module": _module("horovod"),
+    "memory-cgroup": _memory_cgroup,
     "mpich": _mpich,
+    "pip": _module("pip"),
     "root": _root,
+    "setpriv": _program("setpriv"),
+    "shellcheck": _program("shellcheck"),
     "slurm": _slurm,
     "slurm-accounting": _slurm_accounting,
 }
@@ -95,10 +130,16 @@ def required() -> set[str]:
     return names
 
 
-def check(item: pytest.Item) -> None:
-    """Skip a test whose features are missing here, or fail it where they are required."""
-    mark = item.get_closest_marker("requires")
-    for name in mark.args if mark else ():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose features are missing here, or fail it where they are required.
+
+    Before any fixture: those of a session would fail for want of the same features.
+    """
+    # Those of the file too: a mark of the function does not replace them.
+    for name in dict.fromkeys(
+        name for mark in item.iter_markers("requires") for name in mark.args
+    ):
         missing = FEATURES[name]()
         if missing and name in required():
             pytest.fail(f"HPCTRAIN_REQUIRE={name}: {missing}", pytrace=False)

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from tests.harness import features
 from tests.harness.hang import Roll, limit_of, watched
+from tests.harness.jitter import Jitter
 from tests.harness.json_report import JsonReport
 from tests.harness.verdict import Verdict, disagreement
 from tests.harness.voice import Voice
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
     config.stash[VOICE] = Voice(RANK)
     features.required()
+    config.pluginmanager.register(features, "hpctrain-features")
     if RANK > 0:
         config.pluginmanager.unregister(name="terminalreporter")
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -164,6 +166,14 @@ def world(request: pytest.FixtureRequest) -> MPI.Intracomm:
     return comm
 
 
-@pytest.fixture(autouse=True)
-def _requires(request: pytest.FixtureRequest) -> None:
-    features.check(request.node)
+@pytest.fixture
+def jitter() -> Generator[Callable[[], Jitter]]:
+    """Give a function that lets this rank come late from then on, until the test ends."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def start(seed: int = 0) -> Jitter:
+            jitter = Jitter(seed, RANK)
+            jitter.start(patch)
+            return jitter
+
+        yield start

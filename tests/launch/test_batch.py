@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -178,7 +177,7 @@ def test_an_unknown_template_is_answered_with_the_known_ones():
         batch.text("multi")
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck on PATH")
+@pytest.mark.requires("shellcheck")
 def test_shellcheck_finds_nothing(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}.sbatch").write_text(batch.script(name, SETTINGS))

@@ -19,19 +19,23 @@ from typing import Any
 
 import torch
 
+from hpctrain.data.decode.notes import Notes
 from hpctrain.data.decode.parcel import Outbox
 from hpctrain.data.draws import begin_generators
 
 GRACE_S = 1.0
 """How long a worker may go on after the rank has closed the pool, or is dead."""
+STACK_S = 2.0
+"""How long a worker that must end may take to write its stack before it is killed."""
 
 
-def serve(workers: list[int], control: int) -> None:
+def serve(workers: list[int], notes: list[int], control: int) -> None:
     """Fork the workers, tell the rank which ones die, and end them all when the rank is gone.
 
     Args:
         workers: a socket to the rank for each worker.
-        control: a socket to the rank for the server itself.
+        notes: memory for the ``Notes`` of each worker.
+        control: a socket to the rank for the server itself; the number of a worker ends that one.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(kind, signal.SIG_IGN)  # meant for the rank, which ends us by its sockets
@@ -42,7 +46,7 @@ def serve(workers: list[int], control: int) -> None:
             # Another end of a socket in here would hide the death of its owner.
             for other in {*workers, control} - {descriptor}:
                 os.close(other)
-            _run(descriptor)
+            _run(descriptor, notes[number])
         alive[pid] = number
     for descriptor in workers:
         os.close(descriptor)
@@ -60,18 +64,35 @@ def serve(workers: list[int], control: int) -> None:
 
 def _end_with(rank: "Connection[Any, Any]", alive: dict[int, int]) -> None:
     with contextlib.suppress(OSError, EOFError):
-        rank.recv()
+        while True:
+            number = rank.recv()
+            for pid in [pid for pid, other in list(alive.items()) if other == number]:
+                _abort(pid, alive)
     time.sleep(GRACE_S)  # idle workers have seen the end of their sockets meanwhile
     for pid in list(alive):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _run(descriptor: int) -> None:
+def _abort(pid: int, alive: dict[int, int]) -> None:
+    """End a worker, which writes its stack before if it can."""
+    end = time.monotonic() + STACK_S
+    # A worker that was stopped writes its stack once it goes on.
+    for kind in (signal.SIGABRT, signal.SIGCONT):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, kind)
+    while pid in alive and time.monotonic() < end:
+        time.sleep(0.01)
+    if pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _run(descriptor: int, notes: int) -> None:
     """Work, then end without the exit handlers of the server's copy."""
     code = 1
     try:
-        _work(Connection(descriptor))
+        _work(Connection(descriptor), Notes(notes))
         code = 0
     except (EOFError, ConnectionError):
         code = 0  # the rank is gone, or has closed the pool
@@ -81,10 +102,12 @@ def _run(descriptor: int) -> None:
         os._exit(code)
 
 
-def _work(rank: "Connection[Any, Any]") -> None:
+def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     """Load the task, then answer every request with a parcel or a failure."""
+    notes.catch_signals()
     torch.set_num_threads(1)
     outbox = Outbox()
+    rank.send("started")
     try:
         task = pickle.loads(rank.recv_bytes())  # noqa: S301 - of the rank that started us
     except Exception as error:  # what a user's module raises at its import
@@ -97,10 +120,14 @@ def _work(rank: "Connection[Any, Any]") -> None:
         try:
             # Random numbers depend on the samples, not on which worker happened to get them.
             begin_generators(indices, epoch, seed)
-            parcel, descriptor = outbox.pack(task(indices, epoch, seed), offered)
+            value = task(indices, epoch, seed, notes.begin_sample)
+            parcel, descriptor = outbox.pack(value, offered)
+            del value
         except Exception as error:  # the rank raises it
             rank.send(failure(error))
             continue
+        finally:
+            notes.end_samples()
         rank.send(parcel)
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)

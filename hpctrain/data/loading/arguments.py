@@ -12,12 +12,15 @@ def check_choice(name: str, value: str, *choices: str) -> None:
         raise DataError(f"{name} is one of {', '.join(choices)}, got {value!r}")
 
 
-def check_numbers(positive: Mapping[str, int], *, workers: int, rank: int, size: int) -> None:
+def check_numbers(
+    positive: Mapping[str, int], *, workers: int, worker_timeout_s: float, rank: int, size: int
+) -> None:
     """Raise a ``DataError`` for the first number that is too small or too large.
 
     Args:
         positive: numbers that are at least 1, by name.
         workers: 0 or more.
+        worker_timeout_s: above 0.
         rank: of this process.
         size: number of ranks.
     """
@@ -26,6 +29,8 @@ def check_numbers(positive: Mapping[str, int], *, workers: int, rank: int, size:
             raise DataError(f"{name} must be positive, got {number}")
     if workers < 0:
         raise DataError(f"workers is a number of processes or 0, got {workers}")
+    if not worker_timeout_s > 0:
+        raise DataError(f"worker_timeout_s is positive, inf for no limit, got {worker_timeout_s}")
     if not 0 <= rank < size:
         raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
 

@@ -26,6 +26,7 @@ class Phases:
             request = handle.request
             num_bytes = sum(tensor.nbytes for tensor in request.tensors)
             timeline.start(handle.name, request.kind.name, num_bytes)
+        timeline.flush()  # it may be the last that this process does
 
     def enter(self, phase: str) -> None:
         """Leave the phase before, if there was one, for this one."""
@@ -39,6 +40,7 @@ class Phases:
         self._leave()
         for name in self._names:
             self._timeline.end(name)
+        self._timeline.flush()  # before anybody hears of the result
 
     def _leave(self) -> None:
         if self._before is not None:

@@ -1,4 +1,4 @@
-"""Records what named operations do, cheaply; a thread that sleeps in between writes it down."""
+"""Trace of named operations: records are cheap, and written when asked for or by a thread."""
 
 import enum
 import logging
@@ -43,6 +43,7 @@ class Timeline:
         self._file = TraceFile(path)
         self._file.append(self._events.head())
         self._records: deque[Record] = deque()
+        self._writing = threading.Lock()
         self._is_awake = False
         self._wake = threading.Event()
         self._end = threading.Event()
@@ -83,6 +84,20 @@ class Timeline:
         if self._mark_cycles:
             self._add((perf_counter_ns(), What.CYCLE, "", None, None))
 
+    def flush(self) -> None:
+        """Write what there is: it stays in the file however this process ends."""
+        if os.getpid() != self._owner:
+            return  # a forked child must not write between the lines of its parent
+        with self._writing:
+            events: list[str] = []
+            for _ in range(len(self._records)):
+                events += self._events.of(self._records.popleft())
+            try:
+                self._file.append(events)
+            except OSError as error:
+                _LOG.warning("the timeline %s ends here: %s", self.path, error)
+                self._give_up()
+
     def close(self) -> None:
         """Write what there is and end; nothing is recorded any more. Harmless when repeated."""
         if os.getpid() != self._owner or self._end.is_set():
@@ -98,22 +113,18 @@ class Timeline:
             self._wake.set()
 
     def _write(self) -> None:
-        try:
-            while not self._end.is_set():
-                self._wake.wait()
-                self._end.wait(GATHER_S)
-                self._wake.clear()
-                self._is_awake = False  # before the records are taken: later ones wake us again
-                self._flush()
-            self._flush()
-        except OSError as error:
-            _LOG.warning("the timeline %s ends here: %s", self.path, error)
-        self._is_awake = True  # nobody wakes a thread that has ended
-        self._records = deque(maxlen=0)
-        self._file.close()
+        while not self._end.is_set():
+            self._wake.wait()
+            self._end.wait(GATHER_S)
+            self._wake.clear()
+            self._is_awake = False  # before the records are taken: later ones wake us again
+            self.flush()
+        self.flush()
+        with self._writing:
+            self._is_awake = True  # nobody wakes a thread that has ended
+            self._give_up()
+            self._file.close()
 
-    def _flush(self) -> None:
-        events: list[str] = []
-        for _ in range(len(self._records)):
-            events += self._events.of(self._records.popleft())
-        self._file.append(events)
+    def _give_up(self) -> None:
+        """Take no further records."""
+        self._records = deque(maxlen=0)

@@ -188,7 +188,7 @@ class Listener:
         self.heard = []
 
     def __getattr__(self, what):
-        return lambda name, *args: self.heard.append((what, name, *args[:1]))
+        return lambda name="", *args: self.heard.append((what, name, *args[:1]))
 
 
 @SIZES
@@ -201,6 +201,9 @@ def test_a_timeline_hears_every_phase_of_every_operation(ranks):
         *["phase_start", "phase_end"] * 3,
         "end",
     ]
+    written = [event[0] for event in listener.heard if event[0] in ("start", "end", "flush")]
+    alone = ["start", "flush", "end", "flush"]
+    assert written == ["start", "start", "flush", "end", "end", "flush", *alone]
     phases = [event[2] for event in listener.heard if event[0] == "phase_start"]
     copies = ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
     assert phases == [*(phase for phase in copies for _ in range(2)), "BARRIER"]

@@ -1,0 +1,175 @@
+"""A decode worker that hangs or crashes ends all ranks, and the error says where it stood."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.data.loader import Loader
+from hpctrain.data.mixture import Mixture
+from hpctrain.data.pool import DecodePool
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.subset import Subset
+from hpctrain.data.transform import PerSample
+from hpctrain.data.writer import write_arrays
+from hpctrain.errors import DataError
+from tests.data.conftest import numbered
+from tests.data.memory import InMemory
+from tests.runtime.victims import is_alive
+
+LIMIT_S = 50.0
+TIMEOUT_S = 4.0
+"""Longer than a good batch may take on a loaded machine."""
+FOR_EVER_S = 1_000_000
+KINDS = ("python", "c", "stopped")
+SAMPLES = (5, 4, 70, 98, 97, 96, 95)
+
+
+def make_hang(kind, folder):
+    """Return a function of a sample, by value, that hangs at number 70 and notes its process."""
+
+    def sleep_in_c():
+        ctypes.PyDLL(None).sleep(FOR_EVER_S)  # holds Python's lock
+
+    def hang(sample):
+        if sample["number"] == 70:
+            (folder / f"{kind}.pid").write_text(str(os.getpid()))
+            if kind == "python":
+                time.sleep(FOR_EVER_S)
+            elif kind == "c":
+                sleep_in_c()
+            elif kind == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                ctypes.string_at(0)
+        return sample
+
+    return hang
+
+
+def make_hang_of_a_batch():
+    return lambda columns: time.sleep(FOR_EVER_S) or columns
+
+
+def make_hang_while_it_is_loaded():
+    class Slow:
+        def __call__(self, columns):
+            return columns
+
+        def __reduce__(self):
+            return exec, (f"import time; time.sleep({FOR_EVER_S})",)
+
+    return Slow()
+
+
+@pytest.fixture(scope="module")
+def hung(dataset_of, tmp_path_factory):
+    """Give pools by how their worker hangs, a future that it fails, and a folder of process ids.
+
+    All of them hang at the same time, so that their limit is waited for once.
+    """
+    folder = tmp_path_factory.mktemp("hung")
+    transforms = {kind: PerSample(make_hang(kind, folder)) for kind in KINDS}
+    transforms |= {"batch": make_hang_of_a_batch(), "load": make_hang_while_it_is_loaded()}
+    with contextlib.ExitStack() as stack:
+        pools = {
+            kind: stack.enter_context(DecodePool(dataset_of(100), transform, 1, TIMEOUT_S))
+            for kind, transform in transforms.items()
+        }
+        futures = {kind: pool.submit(SAMPLES, 0, 0) for kind, pool in pools.items()}
+        yield pools, futures, folder
+
+
+def story_of(future):
+    with pytest.raises(DataError) as caught:
+        future.result(LIMIT_S)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_hangs_is_named_with_its_sample_its_file_and_its_stack(
+    hung, dataset_of, kind
+):
+    pools, futures, folder = hung
+    story, pid = story_of(futures[kind]), int((folder / f"{kind}.pid").read_text())
+    shard = dataset_of(100).path / dataset_of(100).manifest.shards[2].file
+    assert f"worker 0 of 1 (process {pid}) must answer within {TIMEOUT_S:g} s" in story
+    assert f"still at sample 70 ({shard}); " in story
+    assert "in hang\n" in story
+    assert "in sleep_in_c\n" in story or kind != "c"
+    assert "worker_timeout_s" in story
+    assert not is_alive(pid)
+    assert story_of(pools[kind].submit([1], 0, 0)) == story
+
+
+def test_a_transform_of_a_batch_that_hangs_is_named_with_the_samples_of_its_batch(hung):
+    words = r"samples 5, 4, 70, 98, 97 and 2 more \(\S+-00000-of-\S+, \S+-00002-of-\S+\); see"
+    story = story_of(hung[1]["batch"])
+    assert re.search(words, story)
+    assert "in <lambda>\n" in story
+
+
+def test_a_transform_that_hangs_while_it_is_loaded_is_named(hung):
+    story = story_of(hung[1]["load"])
+    assert "still at loading data set and transform" in story
+    assert "in _work\n" in story
+
+
+def test_a_worker_that_crashes_is_named_with_its_stack(dataset_of, tmp_path):
+    pool = DecodePool(dataset_of(100), PerSample(make_hang("crash", tmp_path)), 1)
+    words = r"(?s)was killed by SIGSEGV;.*string_at.*in hang\n"
+    with pool, pytest.raises(DataError, match=words):
+        pool.submit([70], 0, 0).result(LIMIT_S)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_worker_that_hangs_on_one_rank_is_the_same_error_on_all(world, tmp_path):
+    comm, folder = MpiCommunicator(world), world.bcast(tmp_path) / "set"
+    if world.rank == 0:
+        write_arrays(folder, numbered(100), samples_per_shard=50)
+    world.barrier()
+    dataset = Subset(ShardedDataset(folder), range(30, 100))
+    hang = PerSample(make_hang("python", tmp_path))
+    loader = Loader(
+        dataset,
+        global_batch=10,
+        comm=comm,
+        order="sequential",
+        transform=hang,
+        workers=1,
+        worker_timeout_s=TIMEOUT_S,
+    )
+    found = []
+    with loader, pytest.raises(DataError, match=r"(?s)still at sample 40 \(.*in hang\n"):
+        found.extend(loader)
+    assert len(set(world.allgather(len(found)))) == 1
+    assert len(found) <= 4
+    assert [path.name for path in tmp_path.glob("*.pid")] == ["python.pid"] * (world.rank == 0)
+
+
+def test_parts_and_mixtures_name_the_file_of_a_sample(dataset_of):
+    whole = dataset_of(100)
+    names = [str(whole.path / shard.file) for shard in whole.manifest.shards]
+    numbers = whole.take(range(100))["number"]
+    few = Subset(whole, [99, 0, 40])
+    assert [few.file_of(n) for n in range(3)] == [names[2], names[0], names[1]]
+    mixture = Mixture({Subset(whole, range(34)): 1, Subset(whole, range(68, 100)): 1})
+    for index in range(50):
+        number = int(mixture.take(np.array([index]))["number"][0])
+        assert mixture.file_of(index) == names[number // 34]
+    assert torch.equal(numbers, torch.arange(100))
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(limit_s):
+    with pytest.raises(DataError, match="positive, inf for no limit"):
+        Loader(InMemory(3), global_batch=1, worker_timeout_s=limit_s)
+    with pytest.raises(DataError, match="is positive, got"):
+        DecodePool(InMemory(3), None, 1, limit_s)
