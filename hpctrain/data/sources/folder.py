@@ -18,6 +18,9 @@ from hpctrain.errors import DataError
 
 LABEL = "label"
 _MAX_THREADS = 8
+_SPLITS = frozenset(
+    ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
+)
 
 
 @dataclass(kw_only=True)
@@ -80,7 +83,8 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
     Raises:
         DataError: there are neither images nor arrays, or both, or files beside classes.
     """
-    files = list(files_below(path))
+    links: list[str] = []
+    files = list(files_below(path, links))
     found = {
         "image": [file for file in files if ending_of(file) in images.ENDINGS],
         "array": [file for file in files if ending_of(file) == ".npy"],
@@ -108,6 +112,11 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
     )
     if len(mine) < len(files):
         folder.notes += (f"{len(files) - len(mine)} files below {path} are no {what}s: left out",)
+    if links:
+        folder.notes += (f"links to a folder above are left out: {', '.join(links)}",)
+    if classes and _SPLITS.issuperset(map(str.lower, classes)):
+        note = f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
+        folder.notes += (f"{note}splits, pack each by itself: {path / classes[0]}, ...",)
     _examine(folder, path, wanted)
     return folder
 

@@ -127,3 +127,29 @@ def test_pixels_of_more_than_8_bits_are_never_cut_to_8(tmp_path, packed, dtype):
         packed(tmp_path / "photos")
     done, _ = packed(tmp_path / "photos", encoded=True)
     assert done.manifest.fields["image"].ragged
+
+
+def test_links_to_a_folder_above_are_left_out(photos, packed, tmp_path):
+    (photos / "cat/up").symlink_to("..")
+    (photos / "dog/self").symlink_to(".")
+    (photos / "dog/far").symlink_to(tmp_path)
+    picture(7).save(tmp_path / "beside.png")
+    done, found = packed(photos)
+    for image, name in zip(found["image"], ORDER, strict=True):
+        assert np.array_equal(image, np.asarray(Image.open(photos / name)))
+    assert all(f"dog/{name}" in done.notes[0] for name in ("self", "far"))
+    assert "cat/up" in done.notes[0]
+
+
+def test_a_folder_that_is_met_twice_is_told(photos, packed):
+    (photos / "dog/more").symlink_to("../cat")
+    with pytest.raises(DataError, match=r"cat and .*dog/more are the same; remove the link"):
+        packed(photos)
+
+
+def test_classes_that_are_names_of_splits_are_noted(photos, packed):
+    (photos / "dog").rename(photos / "train")
+    assert not packed(photos)[0].notes
+    (photos / "cat").rename(photos / "Val")
+    (note,) = packed(photos)[0].notes
+    assert "named like splits: Val, train; if they are splits, pack each by itself" in note
