@@ -170,6 +170,8 @@ def _write(writer: ShardWriter, share: Share, watcher: Watcher) -> None:
         raise DataError(
             f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
         ) from error
+    except MemoryError as error:
+        raise _too_large(error) from error
 
 
 def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: bool = False) -> T:
@@ -187,6 +189,8 @@ def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: 
     if on_each or comm is None or comm.rank == 0:
         try:
             result = function()
+        except MemoryError as error:
+            failure = _too_large(error)
         except Exception as error:  # raised again below, when all ranks know
             failure = error
     message = _told(failure)
@@ -200,6 +204,13 @@ def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: 
     if message:
         raise DataError(message) from failure
     return result  # type: ignore[return-value]
+
+
+def _too_large(error: MemoryError) -> DataError:
+    return DataError(
+        f"some samples of the source fit into memory at a time, these do not: {reason_of(error)}; "
+        f"check what the source says of their size, or pack smaller ones"
+    )
 
 
 def _told(error: Exception | None) -> str:

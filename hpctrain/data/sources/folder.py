@@ -153,11 +153,13 @@ def _is_line(name: str) -> bool:
 def _examine(folder: Folder, path: Path, wanted: Wanted) -> None:
     """Learn the fields from some files, evenly spread: classes differ."""
     some = np.unique(np.linspace(0, len(folder) - 1, NUM_EXAMINED).astype(np.int64))
-    if folder.content == "image" and not wanted.resize and "image" in folder.names.values():
-        sizes = {images.size_of(folder.files[index]) for index in some}
-        if wanted.encoded or len(sizes) > 1:
+    if folder.content == "image" and wanted.encoded:
+        folder.content = "encoded"
+    elif folder.content == "image" and not wanted.resize and "image" in folder.names.values():
+        files = [folder.files[index] for index in some]
+        sizes = {images.size_of(file, str(file)) for file in files}
+        if len(sizes) > 1:
             folder.content = "encoded"
-        if not wanted.encoded and len(sizes) > 1:
             folder.notes += (images.kept_encoded(sizes, str(path)),)
     ragged = list(wanted.ragged)
     if folder.content == "encoded":

@@ -274,12 +274,34 @@ def _columns(
     return columns or {name: [at] for name, at in chosen(names, {}, str(path)).items()}, dtypes
 
 
+class _Blocks:
+    """A file in blocks that never end between CR and LF: pyarrow drops the LF, in quotes too."""
+
+    closed = False
+
+    def __init__(self, path: Path) -> None:
+        self._stream = needed("pyarrow", _WHAT).input_stream(path)
+        self._held = b""
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return at most so many bytes, none at the end of the file."""
+        block: bytes = self._held + self._stream.read(num_bytes - len(self._held))
+        is_last = len(block) < 2 or not block.endswith(b"\r")
+        self._held = b"" if is_last else b"\r"
+        return block if is_last else block[:-1]
+
+    def close(self) -> None:
+        """Close the file."""
+        self.closed = True
+        self._stream.close()
+
+
 def _opened_csv(path: Path, options: Any) -> Any:
     arrow, csv = needed("pyarrow", _WHAT), needed("pyarrow.csv", _WHAT)
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     try:
-        return csv.open_csv(path, parse_options=parse, convert_options=options)
+        return csv.open_csv(_Blocks(path), parse_options=parse, convert_options=options)
     except arrow.ArrowException as error:
         raise _unreadable(path, error) from None
 

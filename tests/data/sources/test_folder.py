@@ -1,6 +1,9 @@
 """Folders of images and arrays: samples sorted by name, classes numbered by name."""
 
 import os
+import struct
+import zlib
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -153,3 +156,24 @@ def test_classes_that_are_names_of_splits_are_noted(photos, packed):
     (photos / "cat").rename(photos / "Val")
     (note,) = packed(photos)[0].notes
     assert "named like splits: Val, train; if they are splits, pack each by itself" in note
+
+
+def claiming(side):
+    """Return a PNG of some bytes that claims to have ``side`` by ``side`` pixels."""
+    out = BytesIO()
+    Image.new("1", (8, 8)).save(out, "png")
+    data = bytearray(out.getvalue())
+    data[16:24] = struct.pack(">II", side, side)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [13_000, 20_000])
+def test_an_image_that_claims_to_be_large_meets_a_limit(tmp_path, packed, side):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.png").write_bytes(claiming(side))
+    with pytest.raises(DataError, match=r"at most 89478485 pixels, .*a.png has more .*--encoded"):
+        packed(tmp_path / "photos")
+    _, found = packed(tmp_path / "photos", encoded=True)
+    assert bytes(found["image"][0]) == (tmp_path / "photos/a.png").read_bytes()

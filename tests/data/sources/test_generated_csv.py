@@ -12,8 +12,8 @@ from hpctrain.errors import DataError
 WORDS = ['"', "\n", "\r\n", ",", "é", " ", "NA", "it's", "00", "word", '""', "\n\n", "5"]
 
 KINDS = {
-    "text": lambda draw: "".join(draw.choices(WORDS, k=draw.choice([0, 1, 2, 3, 40]))),
-    "long": lambda draw: "\n".join(draw.choices(WORDS, k=400)),
+    "text": lambda draw: "".join(draw.choices(WORDS, k=draw.choice([0, 1, 2, 3, 60]))),
+    "long": lambda draw: "\n".join(draw.choices(WORDS, k=30)) * 40,
     "whole": lambda draw: str(draw.randrange(-(10 ** draw.randrange(1, 19)), 10**18)),
     "float": lambda draw: repr(draw.uniform(-1, 1) * 10 ** draw.randrange(-300, 300)),
     "zeros": lambda draw: f"{draw.randrange(10**5):05}",
@@ -21,10 +21,10 @@ KINDS = {
 
 
 def write(path, draw):
-    """Write a file; every second one is larger than what pyarrow reads at once."""
-    kinds = draw.choices(list(KINDS), k=draw.randrange(1, 5))
+    """Write a file; some are larger than what pyarrow reads at once."""
+    large = draw.random() < 0.3
+    kinds = draw.choices(list(KINDS), k=draw.randrange(1, 5)) + ["long"] * large
     names = [f"{kind}{number}" for number, kind in enumerate(kinds)]
-    large = draw.random() < 0.4
     with path.open("w", newline="", encoding="utf-8") as file:
         quoting = draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
         end = draw.choice(["\n", "\r\n"])
@@ -32,7 +32,7 @@ def write(path, draw):
         writer.writerow(names)
         while True:
             writer.writerow([KINDS[kind](draw) for kind in kinds])
-            if draw.random() < 0.01 and (not large or file.tell() > 1.1 * 2**20):
+            if draw.random() < 0.02 and (not large or file.tell() > 1.1 * 2**20):
                 return names
 
 
@@ -93,3 +93,12 @@ def test_line_breaks_in_quotes_beyond_a_mebibyte(tmp_path, packed):
     _, found = packed(tmp_path / "t.csv")
     assert np.array_equal(found["number"], np.arange(4000))
     assert [bytes(one).decode() for one in found["text"]] == [f"{i}{text}" for i in range(4000)]
+
+
+@pytest.mark.parametrize("name", ["a", "ab"])
+def test_a_line_break_of_two_bytes_where_pyarrow_begins_to_read_anew(tmp_path, packed, name):
+    text = b"\r\n" * 300  # so that one of two names puts the MiB between the bytes
+    row = b'"' + text + b'"\n'
+    (tmp_path / "t.csv").write_bytes(name.encode() + b"\n" + row * 1800)
+    _, found = packed(tmp_path / "t.csv")
+    assert [bytes(one) for one in found[name]] == [text] * 1800
