@@ -72,8 +72,13 @@ def _h5dump() -> str:
     return "" if shutil.which("h5dump") else "h5dump of hdf5-tools is not installed"
 
 
+def _compiler() -> str:
+    return "" if shutil.which("cc") else "no C compiler: cc"
+
+
 FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
+    "compiler": _compiler,
     "debian-openmpi": _debian_openmpi,
     "h5dump": _h5dump,
     "horovod": _horovod,

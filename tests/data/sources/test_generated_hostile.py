@@ -180,7 +180,7 @@ def test_archives_are_packed_as_they_are_or_refused(tmp_path, packed):
 
 
 def test_hdf5_files_are_packed_as_they_are_or_refused(tmp_path, packed):
-    outcomes = check_hdf5(tmp_path, packed, range(8))
+    outcomes = check_hdf5(tmp_path, packed, range(8, 16))
     assert min(outcomes["packed"], outcomes["refused"]) >= 2
 
 
