@@ -153,6 +153,7 @@ def pack(
         compression=config.compression,
         comm=comm,
         resume_key=key,
+        may_replace=config.overwrite,
     ) as writer:
         share = share_of(found, config.shuffle, rank, size)
         (watcher or Silent()).start(share.total, writer.num_written)

@@ -88,6 +88,7 @@ def reshard(
         block_size=shape.block_size or manifest.block_size,
         comm=comm,
         resume_key=f"reshard {manifest.uuid}",
+        may_replace=False,
     )
     with writer:
         advance(writer.num_written)
