@@ -52,9 +52,10 @@ class WriterLock:
             )
         with suppress(FileNotFoundError):
             if self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino:
-                self._file.truncate(0)
-                self._file.write(f"process {os.getpid()} on {platform.node()}")
-                self._file.flush()
+                with suppress(OSError):  # a full disk; the lock holds without the words
+                    os.ftruncate(self._file.fileno(), 0)
+                    text = f"process {os.getpid()} on {platform.node()}"
+                    os.write(self._file.fileno(), text.encode())
                 return True
         return False
 
