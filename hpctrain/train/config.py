@@ -39,10 +39,12 @@ class DataConfig:
     order: str = "auto"
     """Of the training samples: global, window, sequential, or auto by their size."""
     transform: str = ""
-    """Function "module:function" that changes a training batch, a dict of tensors, as it is read;
-    per_sample changes what it is called with."""
+    """Function "module:function" that changes a batch, a dict of tensors, as it is read; of a
+    sample, with per_sample."""
+    test_transform: str = ""
+    """The same for batches of the test: another function, none, or when empty transform."""
     per_sample: bool = False
-    """Whether transform takes one sample at a time."""
+    """Whether transform and test_transform take one sample at a time."""
     workers: int = 0
     """Processes on each rank that transform; 0 does it in threads."""
     prefetch: int = 4

@@ -221,8 +221,9 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     train, test = data
     if config.sync.is_local:
         _check_enough(config, len(train), comm)
-    if not config.data.transform:
-        for dataset in (train, test):
+    transforms = [_transform(config.data, name) for name in _transforms(config.data)]
+    for dataset, transform in zip(data, transforms, strict=True):
+        if transform is None:
             _check_fields(config, dataset.fields)
     micro_shards = config.train.micro_shards_on(comm.size)
     shared: dict[str, Any] = {
@@ -238,11 +239,11 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
         Loader(
             train,
             order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
-            transform=_transform(config.data),
+            transform=transforms[0],
             workers=config.data.workers,
             **shared | _alone(config, comm),
         ),
-        Loader(test, order="sequential", **shared),
+        Loader(test, order="sequential", transform=transforms[1], **shared),
     )
 
 
@@ -280,8 +281,15 @@ def _has_samples(data: object) -> bool:
     return all(hasattr(data, name) for name in ("take", "fields", "__len__"))
 
 
-def _transform(config: DataConfig) -> Transform | None:
-    if not config.transform:
+def _transforms(config: DataConfig) -> tuple[str, str]:
+    """Return what changes the batches of training, and those of the test."""
+    test = config.test_transform or config.transform
+    return config.transform, "" if test == "none" else test
+
+
+def _transform(config: DataConfig, name: str) -> Transform | None:
+    if not name:
         return None
-    function = resolve(config.transform, "data.transform")
+    key = "data.transform" if name == config.transform else "data.test_transform"
+    function = resolve(name, key)
     return PerSample(function) if config.per_sample else function
