@@ -154,6 +154,7 @@ def pack(
         comm=comm,
         resume_key=key,
         may_replace=config.overwrite,
+        classes=found.classes,
     ) as writer:
         share = share_of(found, config.shuffle, rank, size)
         (watcher or Silent()).start(share.total, writer.num_written)

@@ -89,6 +89,7 @@ def reshard(
         comm=comm,
         resume_key=f"reshard {manifest.uuid}",
         may_replace=False,
+        classes=manifest.classes,
     )
     with writer:
         advance(writer.num_written)

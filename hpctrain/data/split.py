@@ -95,6 +95,7 @@ def _writer(directory: Path, name: str, manifest: Manifest, comm: Communicator) 
         block_size=manifest.block_size,
         comm=comm,
         may_replace=False,
+        classes=manifest.classes,
     )
 
 

@@ -104,6 +104,7 @@ class ShardWriter:
         comm: "Communicator | None" = None,
         resume_key: str | None = None,
         may_replace: bool = True,
+        classes: tuple[str, ...] = (),
     ) -> None:
         """Start a data set. Collective over ``comm``.
 
@@ -121,6 +122,7 @@ class ShardWriter:
                 killed or has failed are kept if key, fields, split, sizes and number of ranks
                 are the same: go on from sample ``num_written``.
             may_replace: False refuses a directory that holds a data set.
+            classes: names of the labels 0, 1, ..., for the manifest.
 
         Raises:
             DataError: an argument is not valid or not the same on every rank, the directory
@@ -133,7 +135,8 @@ class ShardWriter:
         self._lock: WriterLock | None = None
         self._may_replace = may_replace
         with together(self._comm):
-            self.manifest = _draft(fields, split, block_size, compression)
+            draft = _draft(fields, split, block_size, compression)
+            self.manifest = replace(draft, classes=classes)
             if samples_per_shard < 1:
                 raise DataError(f"samples_per_shard must be positive, got {samples_per_shard}")
             terms = {"key": resume_key, "per_shard": samples_per_shard, "ranks": self._comm.size}

@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from hpctrain.data.format.classes import CLASSES, read_classes
+from hpctrain.data.info import info
+from hpctrain.data.reshard import Shape, reshard
 from hpctrain.errors import DataError
 
 
@@ -177,3 +179,11 @@ def test_an_image_that_claims_to_be_large_meets_a_limit(tmp_path, packed, side):
         packed(tmp_path / "photos")
     _, found = packed(tmp_path / "photos", encoded=True)
     assert bytes(found["image"][0]) == (tmp_path / "photos/a.png").read_bytes()
+
+
+def test_the_names_of_classes_are_those_of_the_manifest(photos, packed, tmp_path):
+    packed(photos)
+    (tmp_path / "packed" / CLASSES).write_text("dog\ncat\n")  # of another packing
+    assert info(tmp_path / "packed").classes == ("cat", "dog")
+    reshard(tmp_path / "packed", tmp_path / "again", Shape(samples_per_shard=1))
+    assert info(tmp_path / "again").classes == ("cat", "dog")
