@@ -125,8 +125,7 @@ def pack(
         watcher: is told how it goes on, on each rank.
 
     Returns:
-        What was packed, the same on every rank. The names of classes are also in
-        ``classes.txt``.
+        What was packed, the same on every rank.
 
     Raises:
         DataError: the source cannot be read, its samples are not alike, or the directory cannot
