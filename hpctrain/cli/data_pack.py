@@ -161,9 +161,12 @@ def pack(  # noqa: PLR0913 - a command's options
 
       hpctrain data pack shards/ data/train --field x=jpg:bytes --field y=cls
 
-    Tables (.csv, .tsv, .parquet), a field for each column, or for several:
+    Tables (.csv, .tsv, .parquet), a field for each column, or for several;
+    numbers as f4, i8, ..., and columns of CSV as text, where that is said:
 
-      hpctrain data pack table.csv data/train --field x=width,height
+      hpctrain data pack table.csv data/train --field x=width,height:f4
+
+      hpctrain data pack table.csv data/train --field id=id:text --field x=width
 
     Text (.txt), lines as bytes, or samples of one length, of bytes or tokens:
 

@@ -77,7 +77,7 @@ def info(directory: Path | str) -> Info:
         num_bytes=manifest.num_bytes,
         block_size=manifest.block_size,
         created_by=_created_by(directory / manifest.shards[0].file) if manifest.shards else "",
-        classes=read_classes(directory),
+        classes=manifest.classes or read_classes(directory),
         fields=tuple(_field(manifest, name) for name in manifest.fields),
         shards=tuple(_shard(directory, shard) for shard in manifest.shards),
     )

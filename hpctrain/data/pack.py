@@ -125,8 +125,7 @@ def pack(
         watcher: is told how it goes on, on each rank.
 
     Returns:
-        What was packed, the same on every rank. The names of classes are also in
-        ``classes.txt``.
+        What was packed, the same on every rank.
 
     Raises:
         DataError: the source cannot be read, its samples are not alike, or the directory cannot
@@ -153,6 +152,8 @@ def pack(
         compression=config.compression,
         comm=comm,
         resume_key=key,
+        may_replace=config.overwrite,
+        classes=found.classes,
     ) as writer:
         share = share_of(found, config.shuffle, rank, size)
         (watcher or Silent()).start(share.total, writer.num_written)
@@ -170,6 +171,8 @@ def _write(writer: ShardWriter, share: Share, watcher: Watcher) -> None:
         raise DataError(
             f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
         ) from error
+    except MemoryError as error:
+        raise _too_large(error) from error
 
 
 def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: bool = False) -> T:
@@ -187,6 +190,8 @@ def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: 
     if on_each or comm is None or comm.rank == 0:
         try:
             result = function()
+        except MemoryError as error:
+            failure = _too_large(error)
         except Exception as error:  # raised again below, when all ranks know
             failure = error
     message = _told(failure)
@@ -200,6 +205,13 @@ def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: 
     if message:
         raise DataError(message) from failure
     return result  # type: ignore[return-value]
+
+
+def _too_large(error: MemoryError) -> DataError:
+    return DataError(
+        f"some samples of the source fit into memory at a time, these do not: {reason_of(error)}; "
+        f"check what the source says of their size, or pack smaller ones"
+    )
 
 
 def _told(error: Exception | None) -> str:

@@ -10,6 +10,7 @@ from hpctrain.checksum import crc32
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.data.copying.copy import in_turns
+from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.classes import carry_classes
 from hpctrain.data.format.layout import MANIFEST, Manifest, Shard
 from hpctrain.data.format.together import together
@@ -159,8 +160,14 @@ class _Repair:
     def _alone(self) -> Iterator[bool]:
         """Tell whether this rank may write now: one does, none where nothing shall change."""
         with together(self._comm):
+            may_write = self._comm.rank == 0 and not self._plan.dry_run
             try:
-                yield self._comm.rank == 0 and not self._plan.dry_run
+                lock = WriterLock(self._directory) if may_write else None
+                try:
+                    yield may_write
+                finally:
+                    if lock:
+                        lock.release()
             except OSError as error:
                 raise _refused(self._directory, error) from error
 

@@ -88,6 +88,8 @@ def reshard(
         block_size=shape.block_size or manifest.block_size,
         comm=comm,
         resume_key=f"reshard {manifest.uuid}",
+        may_replace=False,
+        classes=manifest.classes,
     )
     with writer:
         advance(writer.num_written)

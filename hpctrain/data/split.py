@@ -94,6 +94,8 @@ def _writer(directory: Path, name: str, manifest: Manifest, comm: Communicator) 
         split=name,
         block_size=manifest.block_size,
         comm=comm,
+        may_replace=False,
+        classes=manifest.classes,
     )
 
 

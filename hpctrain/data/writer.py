@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.compression import load_filters, rows_per_chunk
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.format.names import shard_part
 from hpctrain.data.format.part import ShardPart
 from hpctrain.data.format.publication import (
@@ -102,6 +103,8 @@ class ShardWriter:
         compression: str | None = None,
         comm: "Communicator | None" = None,
         resume_key: str | None = None,
+        may_replace: bool = True,
+        classes: tuple[str, ...] = (),
     ) -> None:
         """Start a data set. Collective over ``comm``.
 
@@ -118,17 +121,22 @@ class ShardWriter:
             resume_key: a text that tells what is written. Finished shards of a writer that was
                 killed or has failed are kept if key, fields, split, sizes and number of ranks
                 are the same: go on from sample ``num_written``.
+            may_replace: False refuses a directory that holds a data set.
+            classes: names of the labels 0, 1, ..., for the manifest.
 
         Raises:
             DataError: an argument is not valid or not the same on every rank, the directory
-                cannot be had, or it holds another split.
+                cannot be had, another writer is at work in it, or it holds another split.
         """
         self._directory = Path(directory)
         self._samples_per_shard = samples_per_shard
         self._comm: Communicator = comm or SerialCommunicator()
         self._part: ShardPart | None = None
+        self._lock: WriterLock | None = None
+        self._may_replace = may_replace
         with together(self._comm):
-            self.manifest = _draft(fields, split, block_size, compression)
+            draft = _draft(fields, split, block_size, compression)
+            self.manifest = replace(draft, classes=classes)
             if samples_per_shard < 1:
                 raise DataError(f"samples_per_shard must be positive, got {samples_per_shard}")
             terms = {"key": resume_key, "per_shard": samples_per_shard, "ranks": self._comm.size}
@@ -136,8 +144,12 @@ class ShardWriter:
         self._journal = None if resume_key is None else journal
         self._publication = Publication(self._directory, self._comm, self._journal)
         self._check_same((self.manifest.fields_record(), split, block_size, terms))
-        self._open_directory()
-        self._recover()
+        try:
+            self._open_directory()
+            self._recover()
+        except BaseException:
+            self._release()
+            raise
 
     @property
     def num_written(self) -> int:
@@ -176,18 +188,21 @@ class ShardWriter:
         traceback: TracebackType | None,
     ) -> None:
         """Publish the data set, or after an exception remove what was written. Collective."""
-        if error is not None:
-            tell(self._comm, error)
-            self._abandon()
-            return
         try:
-            with together(self._comm), explained(self._directory):
-                if self._part:
-                    self._finish_part()
-            self.manifest = self._publication.publish(self.manifest)
-        except BaseException:
-            self._abandon()
-            raise
+            if error is not None:
+                tell(self._comm, error)
+                self._abandon()
+                return
+            try:
+                with together(self._comm), explained(self._directory):
+                    if self._part:
+                        self._finish_part()
+                self.manifest = self._publication.publish(self.manifest)
+            except BaseException:
+                self._abandon()
+                raise
+        finally:
+            self._release()
 
     def _check_same(self, arguments: object) -> None:
         first = self._comm.broadcast_object(arguments)
@@ -203,6 +218,12 @@ class ShardWriter:
         with together(self._comm), explained(self._directory):
             if self._comm.rank == 0:
                 make_folder(self._directory)
+                self._lock = WriterLock(self._directory)
+                if not self._may_replace and (self._directory / MANIFEST).exists():
+                    raise DataError(
+                        f"a directory holds one data set, {self._directory} holds one already; "
+                        f"choose another directory"
+                    )
                 self._check_split()
                 found = self._journal and self._journal.uuid()
                 if found and names_shards_of(self._directory, found):
@@ -239,6 +260,10 @@ class ShardWriter:
                 f"a directory holds one split, {self._directory} holds {split!r}; "
                 f"write {self.manifest.split!r} to another directory"
             )
+
+    def _release(self) -> None:
+        if self._lock:
+            self._lock.release()
 
     def _new_part(self) -> ShardPart:
         draft = self.manifest

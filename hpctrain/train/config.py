@@ -39,13 +39,16 @@ class DataConfig:
     order: str = "auto"
     """Of the training samples: global, window, sequential, or auto by their size."""
     transform: str = ""
-    """Function "module:function" that changes a training batch, a dict of tensors, as it is read;
-    per_sample changes what it is called with."""
+    """Function "module:function" that changes a batch, a dict of tensors, as it is read; of a
+    sample, with per_sample."""
+    test_transform: str = ""
+    """The same for batches of the test: another function, none, or when empty transform."""
     per_sample: bool = False
-    """Whether transform takes one sample at a time."""
+    """Whether transform and test_transform take one sample at a time."""
     random: bool = False
     """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
-    argument. In threads (workers = 0) the global generators are refused: their order is chance."""
+    argument; test_transform does not. In threads (workers = 0) the global generators are refused:
+    their order is chance."""
     workers: int = 0
     """Processes on each rank that transform; 0 does it in threads."""
     worker_timeout_s: float = 300.0
@@ -68,6 +71,12 @@ class DataConfig:
         require(
             self.per_sample or not self.random,
             "data.random gives each sample a generator: set data.per_sample = true too",
+            self.random,
+        )
+        require(
+            bool(self.test_transform) or not self.random,
+            "data.random changes training samples at random, and a test takes data.transform too "
+            "unless told: set data.test_transform to a function without a generator, or to none",
             self.random,
         )
         require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)

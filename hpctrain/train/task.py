@@ -227,8 +227,9 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     train, test = data
     if config.sync.is_local:
         _check_enough(config, len(train), comm)
-    if not config.data.transform:
-        for dataset in (train, test):
+    transforms = [_transform(config.data, name) for name in _transforms(config.data)]
+    for dataset, transform in zip(data, transforms, strict=True):
+        if transform is None:
             _check_fields(config, dataset.fields)
     micro_shards = config.train.micro_shards_on(comm.size)
     shared: dict[str, Any] = {
@@ -244,12 +245,12 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
         Loader(
             train,
             order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
-            transform=_transform(config.data),
+            transform=transforms[0],
             workers=config.data.workers,
             worker_timeout_s=config.data.worker_timeout_s,
             **shared | _alone(config, comm),
         ),
-        Loader(test, order="sequential", **shared),
+        Loader(test, order="sequential", transform=transforms[1], **shared),
     )
 
 
@@ -287,9 +288,17 @@ def _has_samples(data: object) -> bool:
     return all(hasattr(data, name) for name in ("take", "fields", "__len__"))
 
 
-def _transform(config: DataConfig) -> Transform | None:
-    if not config.transform:
+def _transforms(config: DataConfig) -> tuple[str, str]:
+    """Return what changes the batches of training, and those of the test."""
+    test = config.test_transform or config.transform
+    return config.transform, "" if test == "none" else test
+
+
+def _transform(config: DataConfig, name: str) -> Transform | None:
+    if not name:
         return None
-    function = resolve(config.transform, "data.transform")
-    check(function, 2 if config.random else 1, {}, "data.transform")
-    return PerSample(function, random=config.random) if config.per_sample else function
+    is_training = name == config.transform
+    key = "data.transform" if is_training else "data.test_transform"
+    function, takes_random = resolve(name, key), config.random and is_training
+    check(function, 2 if takes_random else 1, {}, key)
+    return PerSample(function, random=takes_random) if config.per_sample else function

@@ -1,7 +1,9 @@
 """Packing goes on after a kill, finds out what a source is, and refuses what it cannot do."""
 
+import errno
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,9 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpctrain.data.format import alone
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.pack import PackConfig, pack
+from hpctrain.data.repair import Plan, repair
 from hpctrain.data.sources.kinds import kind_of
+from hpctrain.data.verify import verify
+from hpctrain.data.writer import ShardWriter, write_arrays
 from hpctrain.errors import DataError
 from tests.data.sources.conftest import read
 
@@ -91,6 +97,73 @@ def test_after_a_kill_it_goes_on_behind_the_finished_shards(tmp_path, monkeypatc
     assert np.array_equal(found["number"], fresh["number"])
     assert sorted(found["number"]) == list(range(100))
     assert [len(row) for row in found["row"]] == [number % 4 for number in found["number"]]
+
+
+@pytest.mark.limit(180)
+def test_the_same_packing_twice_at_once_is_refused_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_twice.py").write_text(CODE)
+    monkeypatch.setattr("hpctrain.data.sources.python.NUM_EXAMINED", 10)
+    line = [sys.executable, "-c", PACK, "slow_twice:Items", "None"]
+    config = PackConfig(samples_per_shard=8, ragged=("row",))
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            written = 0
+            while written < 32:
+                written += int(first.stdout.readline())
+            for again in (config, replace(config, overwrite=True)):
+                with pytest.raises(DataError, match=f"one writer at a time, process {first.pid} "):
+                    pack("slow_twice:Items", "set", again)
+        finally:
+            (tmp_path / "go").touch()
+        first.communicate()
+        assert first.returncode == 0
+    assert sorted(read(tmp_path / "set")["number"]) == list(range(100))
+    report = verify("set")
+    assert report.is_whole
+    assert not report.leftovers
+
+
+def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
+    np.save(tmp_path / "x.npy", ROWS)
+
+    class Meanwhile:
+        """Another packing ends between the first look and the lock."""
+
+        def __len__(self):
+            if not (tmp_path / "set").exists():
+                pack(tmp_path / "x.npy", tmp_path / "set")
+            return 3
+
+        def __getitem__(self, index):
+            return {"x": -1}
+
+    with pytest.raises(DataError, match=r"a directory holds one data set, .* one already"):
+        pack(Meanwhile(), tmp_path / "set")
+    assert read(tmp_path / "set")["x"] == list(range(100))
+
+
+def test_repairing_waits_for_no_writer_and_takes_nothing_from_it(tmp_path):
+    write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
+    with ShardWriter(
+        tmp_path / "set", {"x": ((), "i8")}, samples_per_shard=2, resume_key="x"
+    ) as writer:
+        writer.append({"x": ROWS[:5]})
+        with pytest.raises(DataError, match="one writer at a time"):
+            repair(tmp_path / "set", Plan())
+    assert read(tmp_path / "set")["x"] == list(range(5))
+
+
+def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(alone.fcntl, "flock", refuse)
+    monkeypatch.setattr(alone.logger, "propagate", True)
+    write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
+    assert "has no locks (Function not implemented)" in caplog.text
+    assert read(tmp_path / "set")["x"] == list(range(100))
 
 
 @pytest.mark.parametrize("change", ["none", "source", "option", "object"])

@@ -37,8 +37,35 @@ if end == "held":
 """
 
 
+# The locks of NFS: exclusive ones are for descriptors that may be written to, shared ones for
+# those that may be read.
+NFS = """
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int flock(int file, int operation) {
+    int mode = fcntl(file, F_GETFL) & O_ACCMODE;
+    int refused = operation & LOCK_EX ? O_RDONLY : operation & LOCK_SH ? O_WRONLY : -1;
+    if (mode == refused) { errno = EBADF; return -1; }
+    return syscall(SYS_flock, file, operation);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def nfs(tmp_path_factory):
+    """Give the environment of a process whose files are locked as on NFS."""
+    folder = tmp_path_factory.mktemp("nfs")
+    (folder / "nfs.c").write_text(NFS)
+    library = folder / "nfs.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "nfs.c"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
 @contextlib.contextmanager
-def job(parent, kept="kept"):
+def job(parent, kept="kept", environ=()):
     """Run a process that holds a directory of its own below ``parent``."""
     script = [sys.executable, "-c", JOB, str(parent), kept]
     process = subprocess.Popen(
@@ -47,7 +74,11 @@ def job(parent, kept="kept"):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **dict(environ),
+        },
     )
     try:
         path, survives_fork = process.stdout.readline().split()
@@ -71,6 +102,34 @@ def test_it_goes_when_the_process_is_killed(tmp_path):
         process.send_signal(signal.SIGKILL)
         assert wait_until(lambda: not path.exists(), LIMIT_S)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.requires("compiler")
+def test_it_goes_with_the_process_on_nfs(tmp_path, nfs):
+    with job(tmp_path, environ=nfs) as (process, path):
+        process.communicate("\n")
+        assert process.returncode == 0
+        assert not path.exists()
+    with job(tmp_path, environ=nfs) as (process, path):
+        process.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not path.exists(), LIMIT_S)
+
+
+@pytest.mark.requires("compiler")
+def test_what_a_killed_job_leaves_on_nfs_is_swept(tmp_path, nfs):
+    code = "import sys; from pathlib import Path; from hpctrain.data.stage.directory import sweep;"
+    code += "print(*sweep(Path(sys.argv[1])))"
+
+    def swept():
+        line = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.check_output(line, env={**os.environ, **nfs}, text=True).split()
+
+    with job(tmp_path, "alone", nfs) as (process, path):
+        assert swept() == []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert swept() == [str(path)]
+    assert not path.exists()
 
 
 def test_what_a_killed_job_leaves_is_swept_and_what_is_held_is_not(tmp_path):

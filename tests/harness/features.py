@@ -100,9 +100,14 @@ def _program(*names: str) -> Callable[[], str]:
     return lambda: "" if any(map(shutil.which, names)) else f"no {' or '.join(names)} on PATH"
 
 
+def _compiler() -> str:
+    return "" if shutil.which("cc") else "no C compiler: cc"
+
+
 FEATURES: dict[str, Callable[[], str]] = {
     "c-compiler": _program("cc", "gcc"),
     "cluster": _cluster,
+    "compiler": _compiler,
     "debian-openmpi": _debian_openmpi,
     "foreign-mpich": _foreign_mpich,
     "h5dump": _program("h5dump"),

@@ -156,6 +156,16 @@ def jolted(sample):
     return {**sample, "x": sample["x"] + 0.1 * drawn + 0.1 * torch.randn_like(sample["x"])}
 
 
+def renamed(columns):
+    """A transform that makes the field that the model takes."""
+    return {"image": columns["x"] * 2, "y": columns["y"]}
+
+
+def renamed_for_test(columns):
+    """Another one."""
+    return {"image": columns["x"], "y": columns["y"]}
+
+
 def distance(output: Tensor, label: Tensor) -> Tensor:
     """A metric with one value per sample."""
     return output.gather(1, label[:, None])[:, 0].abs()

@@ -7,11 +7,13 @@ from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_run
 
+NO_TEST = "data.test_transform=none"
 RANDOM = [
     "model.target=tests.train.problem:noisy_model",
     "train.epochs=2",
     "log.hash_every=3",
     "data.per_sample=true",
+    NO_TEST,
     "data.prefetch=6",
 ]
 IN_THREADS = ["data.transform=tests.train.problem:jittered", "data.random=true"]
@@ -54,7 +56,9 @@ def test_reproducible_runs_refuse_a_transform_of_batches_that_draws(here, config
 
 def test_a_generator_is_given_to_functions_of_a_sample_that_take_it(here, configure):
     with pytest.raises(ValueError, match=r"data.random .* set data.per_sample = true"):
-        configure("data.random=true", "data.transform=tests.train.problem:jittered")
+        configure(*IN_THREADS, NO_TEST)
     takes_none = "data.transform=tests.train.problem:unchanged"
     with pytest.raises(MismatchError, match=r"data\.transform: unchanged"):
-        build(configure(takes_none, "data.per_sample=true", "data.random=true"), here.comm)
+        build(configure(takes_none, *IN_THREADS[1:], "data.per_sample=true", NO_TEST), here.comm)
+    with pytest.raises(ValueError, match="set data.test_transform to a function without"):
+        configure(*IN_THREADS, "data.per_sample=true")

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hpctrain.errors import DataError, MismatchError
+from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loop import train_step
 from hpctrain.train.task import build
 from tests.train.problem import NUM_SAMPLES
@@ -60,6 +61,25 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
     task = build(config, here.comm)
     with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
         train_step(task, next(iter(task.train)), here.comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, configure):
+    problem = "tests.train.problem"
+    made = ("data.input=image", f"data.transform={problem}:renamed")
+    task = build(configure(*made), here.comm)
+    assert evaluate(task, here.comm).num_samples == NUM_SAMPLES
+    plain = build(configure(), here.comm)
+    for more, factor in [((), 2), ((f"data.test_transform={problem}:renamed_for_test",), 1)]:
+        task = build(configure(*made, *more), here.comm)
+        for batch, want in zip(task.test, plain.test, strict=True):
+            assert torch.equal(batch.image, want.x * factor)
+    with pytest.raises(MismatchError, match='"image" is no field of the data; there are x, y'):
+        build(configure(*made, "data.test_transform=none"), here.comm)
+    unchanged = build(
+        configure(f"data.transform={UNCHANGED}", "data.test_transform=none"), here.comm
+    )
+    assert evaluate(unchanged, here.comm).num_samples == NUM_SAMPLES
 
 
 def test_labels_in_bytes_are_taken(here, configure):

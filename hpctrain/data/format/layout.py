@@ -124,6 +124,8 @@ class Manifest:
     """Samples per crc32, counted from the start of each shard."""
     fields: Mapping[str, Field]
     shards: tuple[Shard, ...]
+    classes: tuple[str, ...] = ()
+    """Names of the labels 0, 1, ...; ``classes.txt`` is a copy for people."""
 
     def __post_init__(self) -> None:
         """Check that names are plain and places lie inside their files."""
@@ -202,6 +204,7 @@ class Manifest:
             "block_size": self.block_size,
             "fields": self.fields_record(),
             "shards": [shard_record(shard) for shard in self.shards],
+            **({"classes": list(self.classes)} if self.classes else {}),
         }
 
     @classmethod
@@ -222,6 +225,7 @@ class Manifest:
             block_size=record["block_size"],
             fields={name: _field(value) for name, value in record["fields"].items()},
             shards=tuple(map(shard_of, record["shards"])),
+            classes=tuple(map(str, record.get("classes", ()))),
         )
 
     def _check_shard(self, shard: Shard) -> None:

@@ -47,6 +47,7 @@ def drop(
         split=manifest.split,
         block_size=manifest.block_size,
         comm=comm,
+        classes=manifest.classes,
     )
     with writer:
 

@@ -4,6 +4,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.data.format.alone import LOCK
 from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.format.names import SHARD_FILE
 from hpctrain.files import PART
@@ -32,6 +33,6 @@ def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
 
 
 def _is_ours(name: str, *, any_shard: bool) -> bool:
-    if name == MANIFEST + PART or _JOURNAL.fullmatch(name):
+    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
         return True
     return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))

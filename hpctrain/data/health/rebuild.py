@@ -11,6 +11,7 @@ import numpy as np
 
 from hpctrain.checksum import crc32
 from hpctrain.data.format.layout import FORMAT, Field, Manifest, Place, Shard
+from hpctrain.data.format.own import own_dataset
 from hpctrain.data.format.part import raw_offset
 from hpctrain.data.health.salvage import UNREADABLE
 from hpctrain.errors import DataError
@@ -131,14 +132,14 @@ def _place(file: Any, name: str, field: Field, num_samples: int, num_blocks: int
     num_bytes = Path(file.filename).stat().st_size
     index_offset, index_crc32, num_rows = None, None, None
     if field.ragged:
-        index = file[f"index/{name}"]
+        index = own_dataset(file, f"index/{name}")
         _expect(index, (num_samples + 1,), "<u8")
         offsets = index[:]
         if offsets[0] or np.any(np.diff(offsets.astype(np.int64)) < 0):
             raise DataError(f"the index of field {name} does not grow from 0")
         index_offset, num_rows = raw_offset(index, num_bytes), int(offsets[-1])
         index_crc32 = crc32(offsets.data)
-    data, crcs = file[f"data/{name}"], file[f"crc/{name}"]
+    data, crcs = (own_dataset(file, f"{table}/{name}") for table in ("data", "crc"))
     _expect(data, (num_samples if num_rows is None else num_rows, *field.shape), field.dtype)
     _expect(crcs, (num_blocks,), "<u4")
     return Place(

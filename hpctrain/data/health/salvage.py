@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checksum import crc32
+from hpctrain.data.format import own
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.errors import DataError
 from hpctrain.units import MIB
 
-UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, DataError)
+UNREADABLE = (*own.UNREADABLE, DataError)
 """What a damaged file leads to, below and in HDF5."""
 
 PIECE_BYTES = 4 * MIB
@@ -172,7 +173,7 @@ class ShardBlocks:
     def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
             self._hdf5 = h5py.File(self.path, "r", locking=False)
-        dataset = self._hdf5[path]
+        dataset = own.own_dataset(self._hdf5, path)
         found = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
         if found != (shape, np.dtype(dtype)):
             raise DataError(f"/{path} is not what the manifest says")

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.reading.buffers import Buffers
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.early import EarlyCopies, Parts
 from hpctrain.data.reading.line import Line, Piece
 from hpctrain.data.reading.shard import OpenShard
-from hpctrain.data.reading.shardfile import IO, UNREADABLE, ShardIO
+from hpctrain.data.reading.shardfile import IO, ShardIO
 from hpctrain.data.reading.stitched import Stitched
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import DataError

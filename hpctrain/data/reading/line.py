@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
 
-from hpctrain.data.reading.shardfile import UNREADABLE
+from hpctrain.data.format.own import UNREADABLE
 
 _THREADS = 2
 """One looks at what it has read while the other one waits for the disk."""

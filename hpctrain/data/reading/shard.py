@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.reading.ahead import distinct, runs_of
 from hpctrain.data.reading.chunks import ChunkCache
 from hpctrain.data.reading.coming import ask_for, pieces_of_new, pieces_of_old
 from hpctrain.data.reading.early import EarlyCopies
 from hpctrain.data.reading.line import Piece
-from hpctrain.data.reading.shardfile import UNREADABLE, ShardFile, ShardIO
+from hpctrain.data.reading.shardfile import ShardFile, ShardIO
 from hpctrain.data.reading.values import Array
 from hpctrain.errors import CorruptError
 from hpctrain.files import reason_of

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.checksum import crc32
 from hpctrain.data.format.compression import is_compressed, load_filters
 from hpctrain.data.format.layout import Field, Manifest, Place
+from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.reading.arrivals import Arrivals
 from hpctrain.data.reading.chunks import CachedValues, ChunkCache, chunk_rows_for
 from hpctrain.data.reading.direct import read_at
@@ -28,9 +29,6 @@ IO = Literal["map", "read", "auto"]
 """What a user may wish."""
 ShardIO = Literal[IO, "keep"]
 """``keep`` is ``auto`` for a data set that stays in memory once it was read."""
-
-UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
-"""What a file that is not the shard of its manifest leads to, here and in HDF5."""
 
 _SMALL_ROW_BYTES = 64
 _SMALL_FIELD_BYTES = 16 * MIB
@@ -288,7 +286,7 @@ class ShardFile:
         if self._hdf5 is None:
             load_filters(self._manifest.fields)
             self._hdf5 = open_hdf5(self._path)
-        dataset = self._hdf5[what]
+        dataset = own_dataset(self._hdf5, what)
         # The checksum covers the values, not what HDF5 says of them.
         is_dataset = isinstance(dataset, h5py.Dataset)
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):

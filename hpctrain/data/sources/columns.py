@@ -1,11 +1,16 @@
 """Columns of pyarrow as arrays."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpctrain.data.sources.source import Array, needed
 from hpctrain.errors import DataError
+
+_LARGEST_WHOLE = 2**53
+"""Up to which floats of 8 bytes hold all whole numbers."""
 
 
 def values_of(column: Any, what: str) -> Array | list[Array]:
@@ -61,3 +66,81 @@ def _numbers(column: Any, what: str, arrow: Any) -> Array:
             f"out: --field NAME=COLUMN"
         )
     return np.asarray(column.to_numpy(zero_copy_only=False))
+
+
+def check_numbers(column: Any, what: str, dtype: str) -> None:
+    """Check that a column can be had as ``dtype``, or as it is written, with ``text``.
+
+    Raises:
+        DataError: one is text and the other is not.
+    """
+    types = needed("pyarrow", what).types
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    is_text = any(
+        check(kind)
+        for check in (
+            types.is_string,
+            types.is_large_string,
+            types.is_binary,
+            types.is_large_binary,
+        )
+    )
+    if is_text != (dtype == "text"):
+        raise DataError(
+            f"numbers have a type such as f4, and CSV alone keeps them as text: {what} holds "
+            f"{column.type}, got :{dtype}; leave the type out"
+        )
+
+
+def cast(values: Array | list[Array], dtype: str, what: str) -> Array | list[Array]:
+    """Convert numbers; of what they are, floats lose digits at most.
+
+    Raises:
+        DataError: one of them does not fit.
+    """
+    if isinstance(values, list):
+        return [_cast(row, dtype, what) for row in values]
+    return _cast(values, dtype, what)
+
+
+def _cast(values: Array, dtype: str, what: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.astype(dtype)
+    if found.dtype.kind == "f":
+        wrong = np.isinf(found) & np.isfinite(values)
+    else:
+        wrong = found != values
+        if found.dtype.kind in "iu" and values.dtype.kind == "f":
+            # The largest whole number of 8 bytes is none of float64, which rounds it up.
+            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
+    if wrong.any():
+        raise DataError(
+            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
+            f"type: --field NAME=COLUMN:TYPE"
+        )
+    return found
+
+
+def side_by_side(columns: Sequence[tuple[str, Array | list[Array]]], path: Path) -> Array:
+    """Return columns of numbers as one array, ``(num_rows, num_columns)``.
+
+    Raises:
+        DataError: one has more than a number a row, or whole numbers that a float beside them
+            would change.
+    """
+    for at, values in columns:
+        if isinstance(values, list) or values.ndim > 1:
+            raise DataError(
+                f"columns side by side hold one number a row, column {at} of {path} holds more; "
+                f"give it a field of its own"
+            )
+    table = np.column_stack([np.asarray(values) for _, values in columns])
+    for at, values in columns:
+        whole = np.asarray(values)
+        is_cut = whole.dtype.kind in "iu" and table.dtype.kind == "f"
+        if is_cut and ((whole > _LARGEST_WHOLE) | (whole < -_LARGEST_WHOLE)).any():
+            raise DataError(
+                f"columns side by side become one type, here {table.dtype}, which changes whole "
+                f"numbers of column {at} of {path}; give it a field of its own"
+            )
+    return table

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import overload
 
+from hpctrain.errors import DataError
+
 _NUM_THREADS = 16
 _FILES_PER_TASK = 256
 
@@ -33,16 +35,57 @@ class Paths(Sequence[Path]):
         return Path(self.texts[index])
 
 
-def files_below(folder: Path) -> Iterator[str]:
+def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
     """Find all files below a folder, in the order of their names, a folder's own files first.
 
-    What begins with a dot is left out.
+    Links are followed, but for those to a folder above: they lead round in circles. What begins
+    with a dot is left out.
+
+    Args:
+        folder: to look in.
+        left_out: gets the links to folders above.
+
+    Raises:
+        DataError: a link leads to a folder that is below already.
+        OSError: a folder cannot be read.
     """
-    for at, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    root = str(folder)
+    seen = {_identity(str(above)): root for above in folder.resolve().parents}
+    seen[_identity(root)] = root
+    for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        inside = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [name for name in inside if _is_new(at, name, seen, left_out)]
         for name in sorted(names):
             if not name.startswith("."):
                 yield os.path.join(at, name)  # noqa: PTH118 - a Path for each takes too long
+
+
+def _is_new(
+    at: str, name: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
+) -> bool:
+    """Say whether a folder is to be looked at; it is remembered."""
+    path = os.path.join(at, name)  # noqa: PTH118 - as above
+    identity = _identity(path)
+    before = seen.setdefault(identity, path)
+    if before == path:
+        return True
+    if not f"{at}/".startswith(os.path.join(before, "")):  # noqa: PTH118 - with one slash
+        raise DataError(
+            f"a folder of samples is packed once, {before} and {path} are the same; remove the "
+            f"link"
+        )
+    if left_out is not None:
+        left_out.append(path)
+    return False
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)  # noqa: PTH116 - as above
+    return status.st_dev, status.st_ino
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def ending_of(text: str) -> str:

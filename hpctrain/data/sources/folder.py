@@ -18,6 +18,9 @@ from hpctrain.errors import DataError
 
 LABEL = "label"
 _MAX_THREADS = 8
+_SPLITS = frozenset(
+    ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
+)
 
 
 @dataclass(kw_only=True)
@@ -80,7 +83,8 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
     Raises:
         DataError: there are neither images nor arrays, or both, or files beside classes.
     """
-    files = list(files_below(path))
+    links: list[str] = []
+    files = list(files_below(path, links))
     found = {
         "image": [file for file in files if ending_of(file) in images.ENDINGS],
         "array": [file for file in files if ending_of(file) == ".npy"],
@@ -108,6 +112,11 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
     )
     if len(mine) < len(files):
         folder.notes += (f"{len(files) - len(mine)} files below {path} are no {what}s: left out",)
+    if links:
+        folder.notes += (f"links to a folder above are left out: {', '.join(links)}",)
+    if classes and _SPLITS.issuperset(map(str.lower, classes)):
+        note = f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
+        folder.notes += (f"{note}splits, pack each by itself: {path / classes[0]}, ...",)
     _examine(folder, path, wanted)
     return folder
 
@@ -144,11 +153,13 @@ def _is_line(name: str) -> bool:
 def _examine(folder: Folder, path: Path, wanted: Wanted) -> None:
     """Learn the fields from some files, evenly spread: classes differ."""
     some = np.unique(np.linspace(0, len(folder) - 1, NUM_EXAMINED).astype(np.int64))
-    if folder.content == "image" and not wanted.resize and "image" in folder.names.values():
-        sizes = {images.size_of(folder.files[index]) for index in some}
-        if wanted.encoded or len(sizes) > 1:
+    if folder.content == "image" and wanted.encoded:
+        folder.content = "encoded"
+    elif folder.content == "image" and not wanted.resize and "image" in folder.names.values():
+        files = [folder.files[index] for index in some]
+        sizes = {images.size_of(file, str(file)) for file in files}
+        if len(sizes) > 1:
             folder.content = "encoded"
-        if not wanted.encoded and len(sizes) > 1:
             folder.notes += (images.kept_encoded(sizes, str(path)),)
     ragged = list(wanted.ragged)
     if folder.content == "encoded":

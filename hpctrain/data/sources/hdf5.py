@@ -1,6 +1,7 @@
 """Datasets of existing HDF5 files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.layout import Field
+from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.format.part import raw_offset
 from hpctrain.data.sources.images import raw
 from hpctrain.data.sources.source import Array, Batch, Indexed, Wanted, chosen, field_of
@@ -35,16 +37,17 @@ class Hdf5(Indexed):
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """Gather samples: through HDF5 where they follow each other, else from a map if it can."""
-        if self._file is None:
-            self._file = _opened(self.files[0])
-        return {name: self._rows(name, indices) for name in self.places}
+        with _explained(self.files[0]):
+            if self._file is None:
+                self._file = _opened(self.files[0])
+            return {name: self._rows(name, indices) for name in self.places}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is open."""
         return {**self.__dict__, "_file": None, "_mapped": {}}
 
     def _rows(self, name: str, indices: NDArray[np.int64]) -> Array | list[Array]:
-        dataset = self._file[self.places[name]]
+        dataset = own_dataset(self._file, self.places[name])
         if len(indices) and (np.diff(indices) == 1).all():
             rows = dataset[int(indices[0]) : int(indices[-1]) + 1]
         elif (mapped := self._map(name, dataset)) is not None:
@@ -86,7 +89,7 @@ def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
         DataError: the file cannot be read, the datasets have different lengths, or one of them
             is of a type that a data set cannot hold.
     """
-    with _opened(path) as file:
+    with _explained(path), _opened(path) as file:
         available: list[str] = []
         file.visititems(
             lambda name, item: available.append(name) if isinstance(item, h5py.Dataset) else None
@@ -96,8 +99,10 @@ def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
         if not asked:
             places = chosen([name.rpartition("/")[2] for name in available], {}, str(path))
             places = dict(zip(places, available, strict=True))
-        datasets = {name: file[at] for name, at in places.items()}
-        lengths = {at: _length(file[at], f"{path}:/{at}") for at in places.values()}
+        datasets = {name: own_dataset(file, at) for name, at in places.items()}
+        lengths = {
+            places[name]: _length(datasets[name], f"{path}:/{places[name]}") for name in places
+        }
         if len(set(lengths.values())) != 1:
             raise DataError(
                 f"all fields have the same number of samples, the datasets of {path} have "
@@ -116,9 +121,15 @@ def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
 
 
 def _opened(path: Path) -> Any:
+    return h5py.File(path, "r", locking=False)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what HDF5 says of a damaged file as a DataError."""
     try:
-        return h5py.File(path, "r", locking=False)
-    except OSError as error:
+        yield
+    except UNREADABLE as error:
         raise DataError(
             f"{path} cannot be read as an HDF5 file: {reason_of(error)}; check the file"
         ) from None

@@ -1,7 +1,10 @@
 """Images become pixels, all of one size, or stay the bytes of their files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,18 +22,14 @@ _WIDE_MODES = ("I", "F")
 Size = tuple[int, int]
 
 
-def size_of(path: Path) -> Size:
+def size_of(file: Path | BytesIO, where: str) -> Size:
     """Return height and width of an image, of which only the head is read.
 
     Raises:
         DataError: it cannot be read.
     """
-    pil = needed("PIL.Image", "an image")
-    try:
-        with pil.open(path) as image:
-            return int(image.height), int(image.width)
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
-        raise _unreadable(str(path), error) from None
+    with _opened(file, where) as image:
+        return int(image.height), int(image.width)
 
 
 def pixels(data: bytes, where: str, resize: Size | None = None) -> Array:
@@ -45,15 +44,15 @@ def pixels(data: bytes, where: str, resize: Size | None = None) -> Array:
         ``(height, width, 3)`` uint8, RGB.
 
     Raises:
-        DataError: it cannot be decoded.
+        DataError: it cannot be decoded, or has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     pil = needed("PIL.Image", "an image")
-    try:
-        with pil.open(BytesIO(data)) as image:
-            mode = image.mode
-            rgb = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
-        raise _unreadable(where, error) from None
+    with _opened(BytesIO(data), where) as image:
+        mode = image.mode
+        most = pil.MAX_IMAGE_PIXELS
+        if most is not None and image.width * image.height > most:
+            raise _too_large(where, f"{image.height}x{image.width}")
+        rgb = image.convert("RGB")
     if mode.startswith(_WIDE_MODES):
         # Pillow would make 255 of everything above.
         raise DataError(
@@ -63,6 +62,18 @@ def pixels(data: bytes, where: str, resize: Size | None = None) -> Array:
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)
     return np.asarray(rgb)
+
+
+@contextmanager
+def _opened(file: Path | BytesIO, where: str) -> Iterator[Any]:
+    pil = needed("PIL.Image", "an image")
+    try:
+        with pil.open(file) as image:
+            yield image
+    except pil.DecompressionBombError as error:
+        raise _too_large(where, str(error)) from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _unreadable(where, error) from None
 
 
 def raw(data: bytes) -> Array:
@@ -77,6 +88,14 @@ def kept_encoded(sizes: set[Size], where: str) -> str:
         f"the images of {where} differ in size, from {least[0]}x{least[1]} to "
         f"{most[0]}x{most[1]}: they are packed as the bytes of their files; "
         f"--resize HxW packs pixels"
+    )
+
+
+def _too_large(where: str, found: str) -> DataError:
+    most = needed("PIL.Image", "an image").MAX_IMAGE_PIXELS
+    return DataError(
+        f"an image that is decoded has at most {most} pixels, {where} has more ({found}): a small "
+        f"file can claim any number; make it smaller, or keep it as it is: --encoded"
     )
 
 

@@ -1,5 +1,6 @@
 """Columns of CSV and Parquet files, read some rows at a time."""
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data.format.layout import Field
-from hpctrain.data.sources.columns import values_of
+from hpctrain.data.sources.columns import cast, check_numbers, side_by_side, values_of
 from hpctrain.data.sources.source import (
     Batch,
     Streamed,
@@ -25,6 +26,10 @@ from hpctrain.files import reason_of
 
 _WHAT = "a CSV or Parquet file"
 _ROWS_PER_BATCH = 4096
+_TEXT = "text"
+_TYPE = re.compile(rf"{_TEXT}|b1|[iu][1248]|f[248]")
+_ODD_NUMBER = r"^\s*[+-]?(0\d|\d{16})"
+"""Numbers that may be names, or that a float cannot hold."""
 
 
 @dataclass(kw_only=True)
@@ -32,6 +37,8 @@ class Table(Streamed):
     """Rows of tables. A field is a column, or several columns of numbers side by side."""
 
     columns: Mapping[str, Sequence[str]]
+    dtypes: Mapping[str, str]
+    """Of the fields whose type was asked for; ``text`` keeps a column of CSV as it is written."""
 
     @abstractmethod
     def tables(self, part: int) -> Iterator[Any]:
@@ -56,24 +63,23 @@ class Table(Streamed):
         except (arrow.ArrowException, OSError, KeyError) as error:
             raise DataError(
                 f"{path} cannot be read as the table it was at first: {reason_of(error)}; "
-                f"repair it, or take it out of the source"
+                f"repair it, take it out of the source, or keep a column of CSV as it is "
+                f"written: --field NAME=COLUMN:{_TEXT}"
             ) from None
 
     def batch(self, table: Any, path: Path) -> Batch:
         """Turn rows into a batch."""
         batch: Batch = {}
         for name, columns in self.columns.items():
-            found = [values_of(table.column(at), f"column {at} of {path}") for at in columns]
-            if len(columns) == 1:
-                batch[name] = found[0]
-                continue
-            for at, values in zip(columns, found, strict=True):
-                if isinstance(values, list) or values.ndim > 1:
-                    raise DataError(
-                        f"columns side by side hold one number a row, column {at} of {path} "
-                        f"holds more; give it a field of its own"
-                    )
-            batch[name] = np.column_stack([np.asarray(values) for values in found])
+            dtype = self.dtypes.get(name)
+            found = []
+            for at in columns:
+                what = f"column {at} of {path}"
+                if dtype is not None:
+                    check_numbers(table.column(at), what, dtype)
+                values = values_of(table.column(at), what)
+                found.append((at, values if dtype in (None, _TEXT) else cast(values, dtype, what)))
+            batch[name] = found[0][1] if len(columns) == 1 else side_by_side(found, path)
         return batch
 
     def learn(self) -> None:
@@ -158,13 +164,67 @@ def open_csv(files: Sequence[Path], wanted: Wanted) -> Csv:
     Raises:
         DataError: a file cannot be read, or a column is not there.
     """
+    arrow = needed("pyarrow", _WHAT)
     with _opened_csv(files[0], None) as reader:
         types = reader.schema
-    found = Csv(
-        fields={}, files=files, columns=_columns(types.names, wanted, files[0]), types=types
-    )
+    columns, dtypes = _columns(types.names, wanted, files[0])
+    for name, dtype in dtypes.items():
+        # Read as what is asked for: a float between would lose digits.
+        if dtype == _TEXT or dtype[0] in "iu":
+            kind = arrow.string() if dtype == _TEXT else arrow.from_numpy_dtype(np.dtype(dtype))
+            for at in columns[name]:
+                types = types.set(types.get_field_index(at), arrow.field(at, kind))
+    found = Csv(fields={}, files=files, columns=columns, dtypes=dtypes, types=types)
     found.learn()
+    found.notes = tuple(_notes(found))
     return found
+
+
+def _notes(found: Csv) -> Iterator[str]:
+    """Name the columns that a user may have meant otherwise, as the first rows show them."""
+    arrow, compute = needed("pyarrow", _WHAT), needed("pyarrow.compute", _WHAT)
+    path, kinds = found.files[0], {one.name: one.type for one in found.types}
+    numbers = {
+        at: name
+        for name, columns in found.columns.items()
+        for at in columns
+        if name not in found.dtypes and kinds[at] in (arrow.int64(), arrow.float64())
+    }
+    for at, text in _as_written(path, list(numbers)).items():
+        odd = text.filter(compute.match_substring_regex(text, _ODD_NUMBER)).to_pylist()
+        kind = int if kinds[at] == arrow.int64() else float
+        if one := next((one for one in odd if _is_cut(one, kind)), None):
+            yield (
+                f"column {at} of {path} has numbers such as {one}, packed as {kind(one)}; to "
+                f"keep them as they are written: --field {numbers[at]}={at}:{_TEXT}"
+            )
+    floats = [name for name in numbers.values() if found.fields[name].dtype == "<f8"]
+    if floats:
+        first = f"{floats[0]}={','.join(found.columns[floats[0]])}"
+        yield (
+            f"floats of {path} are packed in 8 bytes ({', '.join(dict.fromkeys(floats))}), which "
+            f"no model in float32 takes; in 4 bytes: --field {first}:f4"
+        )
+
+
+def _as_written(path: Path, columns: list[str]) -> dict[str, Any]:
+    """Return the first rows of some columns as texts."""
+    if not columns:
+        return {}
+    text, csv = needed("pyarrow", _WHAT).string(), needed("pyarrow.csv", _WHAT)
+    options = csv.ConvertOptions(
+        column_types=dict.fromkeys(columns, text), include_columns=columns
+    )
+    with _opened_csv(path, options) as reader:
+        rows = reader.read_next_batch()
+    return {at: rows.column(at) for at in columns}
+
+
+def _is_cut(text: str, kind: type[int] | type[float]) -> bool:
+    digits = text.strip().lstrip("+-")
+    if digits.startswith("0"):
+        return True
+    return kind is float and digits.isdigit() and int(float(digits)) != int(digits)
 
 
 def open_parquet(files: Sequence[Path], wanted: Wanted) -> Parquet:
@@ -186,27 +246,62 @@ def open_parquet(files: Sequence[Path], wanted: Wanted) -> Parquet:
                 ]
         except arrow.ArrowException as error:
             raise _unreadable(path, error) from None
-    found = Parquet(
-        fields={}, files=files, columns=_columns(names, wanted, files[0]), groups=groups
-    )
+    columns, dtypes = _columns(names, wanted, files[0])
+    found = Parquet(fields={}, files=files, columns=columns, dtypes=dtypes, groups=groups)
     found.learn()
     return found
 
 
-def _columns(names: Sequence[str], wanted: Wanted, path: Path) -> dict[str, list[str]]:
-    """Return the columns of each field; ``a,b,c`` puts three side by side."""
-    asked = {name: at.split(",") for name, at in wanted.fields.items()}
-    for columns in asked.values():
-        chosen(names, {at: at for at in columns}, str(path))
-    return asked or {name: [at] for name, at in chosen(names, {}, str(path)).items()}
+def _columns(
+    names: Sequence[str], wanted: Wanted, path: Path
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the columns and the type of each field; ``a,b:f4`` puts two side by side."""
+    columns, dtypes = {}, {}
+    for name, what in wanted.fields.items():
+        listed, _, dtype = what.rpartition(":")
+        if _TYPE.fullmatch(dtype) and what.rpartition(",")[2] not in names:
+            dtypes[name] = dtype
+        else:
+            listed = what
+        columns[name] = listed.split(",")
+        chosen(names, {at: at for at in columns[name]}, str(path))
+        for at in columns[name]:
+            if names.count(at) > 1:
+                raise DataError(
+                    f"columns have different names, {path} has {names.count(at)} named {at}; "
+                    f"rename them"
+                )
+    return columns or {name: [at] for name, at in chosen(names, {}, str(path)).items()}, dtypes
+
+
+class _Blocks:
+    """A file in blocks that never end between CR and LF: pyarrow drops the LF, in quotes too."""
+
+    closed = False
+
+    def __init__(self, path: Path) -> None:
+        self._stream = needed("pyarrow", _WHAT).input_stream(path)
+        self._held = b""
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return at most so many bytes, none at the end of the file."""
+        block: bytes = self._held + self._stream.read(num_bytes - len(self._held))
+        is_last = len(block) < 2 or not block.endswith(b"\r")
+        self._held = b"" if is_last else b"\r"
+        return block if is_last else block[:-1]
+
+    def close(self) -> None:
+        """Close the file."""
+        self.closed = True
+        self._stream.close()
 
 
 def _opened_csv(path: Path, options: Any) -> Any:
     arrow, csv = needed("pyarrow", _WHAT), needed("pyarrow.csv", _WHAT)
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    parse = csv.ParseOptions(delimiter=delimiter)
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     try:
-        return csv.open_csv(path, parse_options=parse, convert_options=options)
+        return csv.open_csv(_Blocks(path), parse_options=parse, convert_options=options)
     except arrow.ArrowException as error:
         raise _unreadable(path, error) from None
 

@@ -4,7 +4,7 @@ import json
 import lzma
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -18,13 +18,29 @@ from hpctrain.data.sources.samples import NUM_EXAMINED, Sample, batched, fields_
 from hpctrain.data.sources.source import Array, Batch, Streamed, Wanted, chosen
 from hpctrain.errors import DataError
 from hpctrain.files import reason_of
+from hpctrain.units import GIB, MIB, format_bytes
 
 Form = Literal["image", "array", "number", "bytes"]
 Files = tuple[str, dict[str, bytes]]
 """Key of a sample, and the contents of its files by ending."""
 
+MAX_SAMPLE_BYTES = GIB
+"""Of the files of a sample: what an archive of a few KB can claim to hold has no end."""
+
+_MAX_HEADER_BYTES = MIB
+"""Of long names and other notes on a file, which tarfile reads into memory."""
+
 _ALWAYS_NUMBERS = ("cls", "id", "index")
 _MAYBE_NUMBERS = ("txt", "json")
+_NOTES = frozenset(
+    (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +110,7 @@ def open_tar(files: Sequence[Path], wanted: Wanted) -> Tar:
         contents = [sample[1][ending] for sample in some if ending in sample[1]]
         found.forms[name] = "bytes" if is_bytes else _form(ending, contents, wanted)
         if _is_image(ending) and found.forms[name] == "bytes" and not is_bytes | wanted.encoded:
-            sizes = {images.pixels(content, ending).shape[:2] for content in contents}
+            sizes = {_size(content, ending) for content in contents}
             found.notes += (images.kept_encoded(sizes, str(files[0])),)
     as_bytes = [name for name, form in found.forms.items() if form == "bytes"]
     ragged = [*wanted.ragged, *as_bytes]
@@ -113,7 +129,7 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
     wanted = set(endings.values())
     key = ""
     contents: dict[str, bytes] = {}
-    for name, content in _files_in(path):
+    for name, num_bytes, read in _files_in(path):
         folder, _, last = name.rpartition("/")
         stem, _, ending = last.partition(".")
         if not stem or not ending or stem.startswith("__"):
@@ -128,13 +144,24 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
                     f"the files of a sample have different endings, {path}:{key} has two "
                     f".{ending}; give each sample a name of its own"
                 )
-            contents[ending] = content
+            claimed = num_bytes + sum(map(len, contents.values()))
+            if claimed > MAX_SAMPLE_BYTES:
+                raise DataError(
+                    f"the files of a sample have at most {format_bytes(MAX_SAMPLE_BYTES)} "
+                    f"together, {path}:{key} claims {format_bytes(claimed)}; name some of its "
+                    f"endings, --field NAME=ENDING, or pack samples of this size by a function "
+                    f"of yours"
+                )
+            contents[ending] = read()
     if contents:
         yield f"{path}:{key}", contents
 
 
-def _files_in(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Read the files of an archive, and make sure that it is whole: tarfile does not."""
+def _files_in(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+    """Yield name, size and reader of each file of an archive.
+
+    Makes sure that the archive is whole, which tarfile does not.
+    """
     ended = False
 
     class Header(tarfile.TarInfo):
@@ -145,14 +172,22 @@ def _files_in(path: Path) -> Iterator[tuple[str, bytes]]:
             """Read a header."""
             nonlocal ended
             ended = bool(buf) and not any(buf)
-            return super().frombuf(buf, encoding, errors)
+            header = super().frombuf(buf, encoding, errors)
+            if header.type in _NOTES and header.size > _MAX_HEADER_BYTES:
+                raise tarfile.ReadError(f"a header claims {format_bytes(header.size)}")
+            return header
 
     try:
         with tarfile.open(path, "r|*", tarinfo=Header) as archive:
             for member in archive:
-                file = archive.extractfile(member) if member.isfile() else None
-                if file:
-                    yield member.name, file.read()
+                if member.issym() or member.islnk():
+                    raise DataError(
+                        f"an archive of samples holds their files themselves, {member.name} of "
+                        f"{path} is a link to {member.linkname}; write it anew with tar "
+                        f"--dereference --hard-dereference"
+                    )
+                if file := archive.extractfile(member) if member.isfile() else None:
+                    yield member.name, member.size, file.read
         if not ended:
             raise tarfile.ReadError("its end is missing")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -166,12 +201,16 @@ def _is_image(ending: str) -> bool:
     return f".{ending.rpartition('.')[2].lower()}" in images.ENDINGS
 
 
+def _size(content: bytes, ending: str) -> images.Size:
+    return images.size_of(BytesIO(content), f"a .{ending}")
+
+
 def _form(ending: str, contents: Sequence[bytes], wanted: Wanted) -> Form:
     last = ending.rpartition(".")[2].lower()
     if _is_image(ending) and not wanted.encoded:
         if wanted.resize:
             return "image"
-        sizes = {images.pixels(content, ending).shape for content in contents}
+        sizes = {_size(content, ending) for content in contents}
         return "image" if len(sizes) == 1 else "bytes"
     if last == "npy":
         return "array"
@@ -197,7 +236,7 @@ def _decoded(content: bytes, form: Form, what: str, resize: images.Size | None) 
         if form == "array":
             return np.asarray(np.load(BytesIO(content), allow_pickle=False))
         array = np.asarray(json.loads(content))
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, MemoryError, OverflowError) as error:
         raise DataError(
             f"{what} must be {'an array of numpy' if form == 'array' else 'a number'}: {error}; "
             f"to keep it as bytes: --field NAME={what.rpartition('.')[2]}:bytes"

@@ -27,7 +27,7 @@ _KEEPER = """
 import fcntl, os, shutil, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-lock = os.open(sys.argv[1] + "/" + sys.argv[2], os.O_RDONLY)
+lock = os.open(sys.argv[1] + "/" + sys.argv[2], os.O_RDWR)
 fcntl.flock(lock, fcntl.LOCK_EX)
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
@@ -63,7 +63,7 @@ class StageDirectory:
         try:
             # Locked before it has its name: nobody can find it unlocked.
             part = path / (LOCK + PART)
-            lock = _locked(part, os.O_RDONLY | os.O_CREAT)
+            lock = _locked(part, os.O_CREAT)
             part.rename(path / LOCK)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
@@ -80,7 +80,7 @@ class StageDirectory:
         Raises:
             OSError: it cannot be seen from here.
         """
-        return cls(path, _locked(path / LOCK, os.O_RDONLY))
+        return cls(path, _locked(path / LOCK))
 
     def close(self) -> None:
         """Let go; the last process removes the directory. Harmless the second time."""
@@ -108,7 +108,7 @@ def sweep(parent: Path) -> list[Path]:
 
 def _is_stale(path: Path) -> bool:
     try:
-        lock = os.open(path / LOCK, os.O_RDONLY)
+        lock = os.open(path / LOCK, os.O_RDWR)
     except FileNotFoundError:
         # Ours, and killed just after it was made; or nothing that we know.
         return (path / (LOCK + PART)).exists() and time.time() - path.stat().st_mtime > YOUNG_S
@@ -121,8 +121,9 @@ def _is_stale(path: Path) -> bool:
     return True
 
 
-def _locked(path: Path, flags: int) -> int:
-    lock = os.open(path, flags, 0o600)
+def _locked(path: Path, flags: int = 0) -> int:
+    # NFS gives a lock for this process alone to who may write, so nobody opens it read-only.
+    lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError:

@@ -73,7 +73,7 @@ def _used(folder: Path, proc: Path) -> set[str]:
 def _is_locked(path: Path) -> bool:
     """Say whether a process holds the lock of a folder; one without a lock is left alone."""
     try:
-        lock = os.open(path / "lock", os.O_RDONLY)
+        lock = os.open(path / "lock", os.O_RDWR)  # NFS asks for it
     except OSError:
         return True
     try:

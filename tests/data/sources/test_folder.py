@@ -1,12 +1,17 @@
 """Folders of images and arrays: samples sorted by name, classes numbered by name."""
 
 import os
+import struct
+import zlib
+from io import BytesIO
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from hpctrain.data.format.classes import CLASSES, read_classes
+from hpctrain.data.info import info
+from hpctrain.data.reshard import Shape, reshard
 from hpctrain.errors import DataError
 
 
@@ -127,3 +132,58 @@ def test_pixels_of_more_than_8_bits_are_never_cut_to_8(tmp_path, packed, dtype):
         packed(tmp_path / "photos")
     done, _ = packed(tmp_path / "photos", encoded=True)
     assert done.manifest.fields["image"].ragged
+
+
+def test_links_to_a_folder_above_are_left_out(photos, packed, tmp_path):
+    (photos / "cat/up").symlink_to("..")
+    (photos / "dog/self").symlink_to(".")
+    (photos / "dog/far").symlink_to(tmp_path)
+    picture(7).save(tmp_path / "beside.png")
+    done, found = packed(photos)
+    for image, name in zip(found["image"], ORDER, strict=True):
+        assert np.array_equal(image, np.asarray(Image.open(photos / name)))
+    assert all(f"dog/{name}" in done.notes[0] for name in ("self", "far"))
+    assert "cat/up" in done.notes[0]
+
+
+def test_a_folder_that_is_met_twice_is_told(photos, packed):
+    (photos / "dog/more").symlink_to("../cat")
+    with pytest.raises(DataError, match=r"cat and .*dog/more are the same; remove the link"):
+        packed(photos)
+
+
+def test_classes_that_are_names_of_splits_are_noted(photos, packed):
+    (photos / "dog").rename(photos / "train")
+    assert not packed(photos)[0].notes
+    (photos / "cat").rename(photos / "Val")
+    (note,) = packed(photos)[0].notes
+    assert "named like splits: Val, train; if they are splits, pack each by itself" in note
+
+
+def claiming(side):
+    """Return a PNG of some bytes that claims to have ``side`` by ``side`` pixels."""
+    out = BytesIO()
+    Image.new("1", (8, 8)).save(out, "png")
+    data = bytearray(out.getvalue())
+    data[16:24] = struct.pack(">II", side, side)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [13_000, 20_000])
+def test_an_image_that_claims_to_be_large_meets_a_limit(tmp_path, packed, side):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.png").write_bytes(claiming(side))
+    with pytest.raises(DataError, match=r"at most 89478485 pixels, .*a.png has more .*--encoded"):
+        packed(tmp_path / "photos")
+    _, found = packed(tmp_path / "photos", encoded=True)
+    assert bytes(found["image"][0]) == (tmp_path / "photos/a.png").read_bytes()
+
+
+def test_the_names_of_classes_are_those_of_the_manifest(photos, packed, tmp_path):
+    packed(photos)
+    (tmp_path / "packed" / CLASSES).write_text("dog\ncat\n")  # of another packing
+    assert info(tmp_path / "packed").classes == ("cat", "dog")
+    reshard(tmp_path / "packed", tmp_path / "again", Shape(samples_per_shard=1))
+    assert info(tmp_path / "again").classes == ("cat", "dog")

@@ -94,3 +94,21 @@ def test_what_cannot_be_packed_is_told(file, packed, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError, match=r"a.h5 cannot be read as an HDF5 file"):
         packed(file, fields=FIELDS)
+
+
+def test_values_in_other_files_are_told(tmp_path, packed):
+    X.tofile(tmp_path / "x.bin")
+    with h5py.File(tmp_path / "b.h5", "w") as other:
+        other["x"] = X
+    layout = h5py.VirtualLayout(X.shape, X.dtype)
+    layout[:] = h5py.VirtualSource(tmp_path / "b.h5", "x", X.shape)
+    with h5py.File(tmp_path / "c.h5", "w") as file:
+        file["x"] = X
+        where = [(str(tmp_path / "x.bin"), 0, X.nbytes)]
+        file.create_dataset("outside", X.shape, X.dtype, external=where)
+        file.create_virtual_dataset("virtual", layout)
+    for name, words in [("outside", "external storage"), ("virtual", "a virtual dataset")]:
+        with pytest.raises(DataError, match=f"/{name} is {words}; copy them into the file"):
+            packed(tmp_path / "c.h5", fields={"x": name})
+    _, found = packed(tmp_path / "c.h5", fields={"x": "x"})
+    assert np.array_equal(found["x"], X)

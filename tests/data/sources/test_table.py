@@ -105,3 +105,53 @@ def test_a_file_without_a_column_of_the_first_is_told(tmp_path, packed):
     pq.write_table(pa.table({"b": [1]}), tmp_path / "1.parquet")
     with pytest.raises(DataError, match=r"1.parquet cannot be read as the table it was at first"):
         packed(f"{tmp_path}/*.parquet")
+
+
+def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("id,when\n00123,2020-01-01\n7,2021-01-01\n")
+    done, found = packed(tmp_path / "t.csv", fields={"id": "id", "when": "when:text"})
+    assert list(found["id"]) == [123, 7]
+    assert [bytes(text) for text in found["when"]] == [b"2020-01-01", b"2021-01-01"]
+    assert "such as 00123, packed as 123; to keep them" in done.notes[0]
+    assert "--field id=id:text" in done.notes[0]
+    done, found = packed(tmp_path / "t.csv", fields={"id": "id:text"})
+    assert [bytes(text) for text in found["id"]] == [b"00123", b"7"]
+    assert done.notes == ()
+
+
+def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,b,c,d\n0.1,2,18446744073709551615,255\n0.5,3,1,0\n")
+    done, found = packed(tmp_path / "t.csv", fields={"x": "a,b:f4", "c": "c:u8", "d": "d:u1"})
+    assert [field.dtype for field in done.manifest.fields.values()] == ["<f4", "<u8", "|u1"]
+    assert np.array_equal(found["x"], np.array([[0.1, 2], [0.5, 3]], "f4"))
+    assert list(found["c"]) == [2**64 - 1, 1]
+    assert list(found["d"]) == [255, 0]
+    done, _ = packed(tmp_path / "t.csv", fields={"x": "a,b"})
+    assert "in 4 bytes: --field x=a,b:f4" in done.notes[-1]
+    pq.write_table(pa.table({"a": [[1, 2], [3]], "b": ["x", "y"]}), tmp_path / "t.parquet")
+    done, found = packed(tmp_path / "t.parquet", fields={"a": "a:f4"})
+    assert [row.tolist() for row in found["a"]] == [[1, 2], [3]]
+    assert done.manifest.fields["a"].dtype == "<f4"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a:i1", "value '300'|holds 300"),
+        ("f:i4", "value '0.5'|holds 0.5"),
+        ("f:f2", "holds 100000.0, which f2 cannot hold"),
+        ("t:f4", "numbers have a type such as f4"),
+        ("a,f", "changes whole numbers of column a"),
+        ("a:f16", "but no 'a:f16'"),
+    ],
+)
+def test_a_type_that_loses_something_is_told(tmp_path, packed, what, words):
+    (tmp_path / "t.csv").write_text(f"a,f,t\n300,0.5,x\n{2**53 + 1},1e5,y\n")
+    with pytest.raises(DataError, match=words):
+        packed(tmp_path / "t.csv", fields={"x": what})
+
+
+def test_columns_of_one_name_are_told(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DataError, match="has 2 named a"):
+        packed(tmp_path / "t.csv", fields={"x": "a"})

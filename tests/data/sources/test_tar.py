@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.errors import DataError
+from tests.data.sources.test_folder import claiming
 
 
 def png(seed, size=4):
@@ -115,3 +116,60 @@ def test_two_files_of_one_ending_never_become_one(tmp_path, packed):
             archive.addfile(member, BytesIO(content))
     with pytest.raises(DataError, match=r"0.tar:/same has two .cls; give each sample a name"):
         packed(tmp_path / "0.tar")
+
+
+def sparse(path, claimed):
+    """Write an archive of some KB with a file that claims to be large: holes take no room."""
+    info = tarfile.TarInfo("a.bin")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:512] = bytes(126)
+    header[386:410] = b"%011o\0%011o\0" % (claimed, 0)
+    header[483:495] = b"%011o\0" % claimed
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
+    path.write_bytes(bytes(header) + bytes(10240 - 512))
+
+
+def test_files_that_claim_to_be_large_meet_a_limit(tmp_path, packed):
+    sparse(tmp_path / "0.tar", 1000)
+    _, found = packed(tmp_path / "0.tar")
+    assert bytes(found["bin"][0]) == bytes(1000)
+    sparse(tmp_path / "0.tar", 6 * 10**9)
+    with pytest.raises(DataError, match=r"at most 1.0 GiB together, .*a claims 5.6 GiB"):
+        packed(tmp_path / "0.tar")
+
+
+def test_notes_on_a_file_that_claim_to_be_large_meet_a_limit(tmp_path, packed):
+    with tarfile.open(tmp_path / "0.tar.gz", "w:gz") as archive:
+        note = tarfile.TarInfo("././@LongLink")
+        note.type, note.size = tarfile.GNUTYPE_LONGNAME, 2**26
+        archive.addfile(note, BytesIO(bytes(2**26)))
+    assert (tmp_path / "0.tar.gz").stat().st_size < 2**20
+    with pytest.raises(DataError, match=r"a header claims 64.0 MiB"):
+        packed(tmp_path / "0.tar.gz")
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_links_in_an_archive_are_told(tmp_path, packed, kind):
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for index in range(3):
+            member = tarfile.TarInfo(f"{index}.txt")
+            if index == 2:
+                member.type, member.linkname = kind, "0.txt"
+            else:
+                member.size = 1
+            archive.addfile(member, BytesIO(b"5"))
+    with pytest.raises(DataError, match=r"2.txt of .*0.tar is a link to 0.txt; .*--hard-deref"):
+        packed(tmp_path / "0.tar")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_that_claims_to_be_large_is_kept_as_it_is_when_asked(tmp_path, packed):
+    image = claiming(13000)
+    write(tmp_path / "0.tar", {"a": {"png": image}})
+    with pytest.raises(
+        DataError, match=r"at most 89478485 pixels, .*a.png has more \(13000x13000"
+    ):
+        packed(tmp_path / "0.tar")
+    _, found = packed(tmp_path / "0.tar", encoded=True)
+    assert bytes(found["png"][0]) == image
