@@ -1,0 +1,332 @@
+"""Training scripts drawn at random, compared with replicas of plain torch.
+
+In the tests, and as a program that starts its own ranks, goes on behind a script that hangs, and
+shrinks what fails: ``python -m tests.sync.programs --ranks 3 -n 500 --seed 1``.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import hpctrain
+from hpctrain.errors import HpctrainError
+from tests.sync.program_oracle import LOOSE, Oracle, dense
+from tests.sync.program_table import PRELUDE, draw_program
+
+LIMIT_S = 15.0
+"""A script that makes no progress for so long hangs."""
+LAUNCHES = 16
+"""Smaller scripts that are tried for one that hangs, each in a world of its own."""
+BROKEN = 3
+"""Exit code of ranks whose world is of no use any more."""
+
+
+@dataclass
+class Trace:
+    """What a script has done on one rank, or on all replicas: the models, and an error."""
+
+    models: list
+    """After each statement: parameters and gradients by name."""
+    error: BaseException | None = None
+    story: str = ""
+
+
+def snapshot(model):
+    return {
+        name: (p.detach().clone(), None if p.grad is None else dense(p.grad).detach().clone())
+        for name, p in model.named_parameters()
+    }
+
+
+def carry_out(program, on_statement):
+    """Run the script of one rank by hpctrain. Collective."""
+    names, trace = {"hvd": hpctrain}, Trace([])
+    exec(PRELUDE, names)
+    try:
+        for number, statement in enumerate(program.statements):
+            on_statement(number)
+            exec(statement.line, names)
+            trace.models.append(snapshot(names["model"]) if "model" in names else {})
+    except Exception as error:
+        trace.error, trace.story = error, traceback.format_exc()
+        trace.error.__traceback__ = None
+    return trace
+
+
+def foretell(program):
+    """Return what the script does to each replica, and the oracle."""
+    oracle = Oracle(PRELUDE, program.size, program.nodes)
+    traces = [Trace([]) for _ in range(program.size)]
+    try:
+        for statement in program.statements:
+            oracle.run(statement)
+            for trace, names in zip(traces, oracle.names, strict=True):
+                trace.models.append(snapshot(names["model"]) if "model" in names else {})
+    except Exception as error:
+        for trace in traces:
+            trace.error, trace.story = error, traceback.format_exc()
+    return traces, oracle
+
+
+def distance(one, other):
+    """Return how far two models are apart, by what, and by which dtype that is excused."""
+    worst, what = 0.0, ""
+    for name, (p, grad) in one.items():
+        theirs, their_grad = other[name]
+        pairs = [("", p, theirs)]
+        if (grad is None) != (their_grad is None):
+            return float("inf"), f"{name}.grad is None on one side"
+        if grad is not None:
+            pairs.append((".grad", grad, their_grad))
+        for part, a, b in pairs:
+            a, b = a.double(), b.double()
+            if a.shape != b.shape:
+                return float("inf"), f"{name}{part} has another shape"
+            same = (a == b) | (a.isnan() & b.isnan())
+            apart = float(((a - b).abs() / (1 + b.abs())).masked_fill(same, 0.0).nan_to_num(nan=9e9).max())
+            if apart > worst:
+                worst, what = apart, name + part
+    return worst, what
+
+
+def tolerance_of(program, oracle):
+    lines = " ".join(statement.line for statement in program.statements)
+    by_dtype = 2e-2 if "half()" in lines else 1e-4 if "float()" in lines else 1e-9
+    return max(by_dtype, oracle.atol * 10)
+
+
+def compare(program, mine, traces, oracle, rank):
+    """Return what is wrong on this rank: nothing, or a kind of finding and a sentence."""
+    expected = traces[rank]
+    at, due = len(mine.models), len(expected.models)
+    refused = isinstance(mine.error, HpctrainError)
+    if mine.error is not None and not refused and type(mine.error) is not type(expected.error):
+        return "error", f"statement {at}: {mine.story.splitlines()[-1]}"
+    may_refuse = oracle.may_refuse or ("reentrant" in program.script() and "a graph that changes")
+    if refused and not may_refuse:
+        return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"
+    if not refused and at != due:
+        return "error", f"ended at statement {at} of {due}: {mine.error!r}, not {expected.error!r}"
+    limit = LOOSE if oracle.unclear else tolerance_of(program, oracle)
+    if program.statements[0].line == "model = Model()" and freezes(program):
+        limit = LOOSE
+    for number in range(min(at, due)):
+        if program.statements[number].kind in ("partial", "each"):
+            continue
+        apart, what = distance(mine.models[number], expected.models[number])
+        if apart > limit:
+            return "value", f"statement {number}: {what} differs by {apart:.3g}"
+    return "", ""
+
+
+def freezes(program):
+    lines = " ".join(statement.line for statement in program.statements)
+    return "requires_grad_" in lines and ("DiLoCo" in lines or "StagedSGD" in lines)
+
+
+def check(world, program, on_statement=lambda _: None):
+    """Carry a program out and compare it with the oracle. Collective over ``world``.
+
+    Returns:
+        The kind of finding and what each rank found, the same on every rank; empty if all is well.
+    """
+    warnings.simplefilter("ignore")
+    before = {name: os.environ.get(name) for name in program.settings}
+    os.environ |= program.settings
+    hpctrain.init(ranks_per_node=program.per_node)
+    torch.set_num_threads(1)
+    traces, oracle = foretell(program)
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        mine = carry_out(program, on_statement)
+        kind, what = compare(program, mine, traces, oracle, world.rank)
+        mark = (len(mine.models), type(mine.error).__name__)
+        last = mine.models[-1] if mine.models else {}
+        found = world.allgather((kind, what, mark, last))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    kinds = [one[0] for one in found]
+    said = [f"rank {rank}: {one[0]} {one[1]}" for rank, one in enumerate(found)]
+    if len({one[2] for one in found}) > 1:
+        return "ranks differ", "\n".join([*said, *(f"rank {r}: {one[2]}" for r, one in enumerate(found))])
+    hpctrain.shutdown()
+    if any(kinds):
+        return next(filter(None, kinds)), "\n".join(said)
+    for rank, one in enumerate(found):
+        apart, where = distance({n: (p, None) for n, (p, _) in last.items()}, {n: (p, None) for n, (p, _) in one[3].items()})
+        if apart and mine.error is None and not left_apart(program):
+            return "parted", f"rank {rank} differs from rank {world.rank} in {where} by {apart:.3g}"
+    return "", ""
+
+
+def left_apart(program):
+    """Say whether the script may end in mid-round."""
+    return "method" in program.script() and program.statements[-1].kind != "finish"
+
+
+def shrink(world, program, kind, keep, save):
+    """Leave out what is not needed for this kind of finding. Collective.
+
+    Args:
+        keep: the numbers of the moves that are there; changed in place.
+        save: is called with each smaller program.
+    """
+    count = max(len(keep) // 2, 1)
+    while count:
+        first = 0
+        while first < len(keep):
+            rest = keep[:first] + keep[first + count :]
+            smaller = part_of(program, rest)
+            found, said = check(world, smaller)
+            if found == kind:
+                keep[:] = rest
+                save(smaller, said)
+            else:
+                first += count
+        count //= 2
+
+
+def part_of(program, keep):
+    return dataclasses.replace(program, moves=tuple(program.moves[i] for i in keep))
+
+
+def work(asked):
+    """Be one of the ranks: carry out programs, and write what is found."""
+    from mpi4py import MPI  # noqa: PLC0415 - the supervisor is no rank
+
+    world = MPI.COMM_WORLD.Dup()
+    place = asked.folder / f"place-{world.rank}"
+
+    def note(finding, program, said):
+        if world.rank == 0:
+            finding.write_text(program.script(said))
+
+    for number in range(asked.first, asked.first + asked.n):
+        program = draw_program(f"{asked.seed}/{number}", world.size)
+        if asked.keep:
+            program = part_of(program, [int(i) for i in asked.keep.split(",")])
+        kind, said = check(world, program, lambda at, n=number: place.write_text(f"{n} {at}"))
+        if kind:
+            name = f"{world.size}-{asked.seed}-{number}-{kind.replace(' ', '-')}"
+            finding = asked.folder / f"{name}.py"
+            if kind == "ranks differ":
+                sys.stdout.write(f"{said}\n")
+                sys.stdout.flush()
+                world.Barrier()
+                os._exit(BROKEN)
+            if asked.keep:
+                continue
+            note(finding, program, said)
+            keep = list(range(len(program.moves)))
+            shrink(world, program, kind, keep, lambda p, s, f=finding: note(f, p, s))
+        place.write_text(f"{number + 1} 0")
+    world.Barrier()
+
+
+def launch(asked, first, count, keep=""):
+    """Start the ranks, and end them if they make no progress.
+
+    Returns:
+        The program that broke the world, or None; and what is known of it.
+    """
+    for place in asked.folder.glob("place-*"):
+        place.unlink()
+    command = [sys.executable, "-m", "hpctrain", "launch", "-n", str(asked.ranks), "--"]
+    command += [sys.executable, "-m", "tests.sync.programs", "--folder", str(asked.folder)]
+    command += ["-n", str(count), "--seed", str(asked.seed), "--first", str(first)]
+    command += ["--keep", keep] if keep else []
+    log = (asked.folder / "log").open("w")
+    running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    last, since = {}, time.monotonic()
+    while (code := poll(running)) is None:
+        places = {p.name: p.read_text() for p in asked.folder.glob("place-*")}
+        if places != last:
+            last, since = places, time.monotonic()
+        elif time.monotonic() - since > LIMIT_S:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            code = "hang"
+            break
+    done = [int(text.split()[0]) for text in last.values() if text]
+    if code == 0:
+        return None, ""
+    said = (asked.folder / "log").read_text()[-1500:] + f"{code}: " + ", ".join(f"{n} at statement {t}" for n, t in sorted(last.items()))
+    return min(done, default=first), said
+
+
+def poll(running):
+    try:
+        return running.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def supervise(asked):
+    """Carry out all programs, in as many worlds as that needs."""
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    first, end = asked.first, asked.first + asked.n
+    while first < end:
+        broken, said = launch(asked, first, end - first)
+        if broken is None:
+            break
+        program = draw_program(f"{asked.seed}/{broken}", asked.ranks)
+        finding = asked.folder / f"{asked.ranks}-{asked.seed}-{broken}-broken.py"
+        finding.write_text(program.script(said))
+        shrink_apart(asked, broken, program, finding)
+        first = broken + 1
+    found = sorted(asked.folder.glob(f"{asked.ranks}-{asked.seed}-*.py"))
+    for finding in found:
+        sys.stdout.write(f"{finding}\n{finding.read_text()}\n")
+    sys.stdout.write(f"{asked.n} programs on {asked.ranks} ranks, {len(found)} findings\n")
+    return bool(found)
+
+
+def shrink_apart(asked, number, program, finding):
+    """Shrink what hangs, each smaller program in a world of its own."""
+    keep = list(range(len(program.moves)))
+    count, left = max(len(keep) // 2, 1), LAUNCHES
+    while count and left:
+        first = 0
+        while first < len(keep) and left:
+            rest = keep[:first] + keep[first + count :]
+            broken, said = launch(asked, number, 1, ",".join(map(str, rest))) if rest else (None, "")
+            left -= 1
+            if broken is not None:
+                keep[:] = rest
+                finding.write_text(part_of(program, keep).script(said))
+            else:
+                first += count
+        count //= 2
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-n", type=int, default=100, help="programs")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other programs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first program")
+    parser.add_argument("--ranks", type=int, default=0, help="start so many; else be one of them")
+    parser.add_argument("--keep", default="", help="the moves of one program that are kept")
+    parser.add_argument("--folder", type=Path, default=Path("build/programs"))
+    asked = parser.parse_args()
+    if asked.ranks:
+        sys.exit(supervise(asked))
+    work(asked)
+
+
+if __name__ == "__main__":
+    main()
