@@ -179,12 +179,16 @@ def left_apart(program):
     return "method" in program.script() and program.statements[-1].kind != "finish"
 
 
-def shrink(world, program, kind, keep, save):
+def shrink(world, program, kind, keep, save, on_statement):
     """Leave out what is not needed for this kind of finding. Collective.
 
     Args:
+        world: the ranks.
+        program: all of it.
+        kind: of the finding.
         keep: the numbers of the moves that are there; changed in place.
         save: is called with each smaller program.
+        on_statement: is called with the number of each statement.
     """
     count = max(len(keep) // 2, 1)
     while count:
@@ -192,7 +196,7 @@ def shrink(world, program, kind, keep, save):
         while first < len(keep):
             rest = keep[:first] + keep[first + count :]
             smaller = part_of(program, rest)
-            found, said = check(world, smaller)
+            found, said = check(world, smaller, on_statement)
             if found == kind:
                 keep[:] = rest
                 save(smaller, said)
@@ -211,6 +215,7 @@ def work(asked):
 
     world = MPI.COMM_WORLD.Dup()
     place = asked.folder / f"place-{world.rank}"
+    (asked.folder / f"pid-{world.rank}").write_text(str(os.getpid()))
 
     def note(finding, program, said):
         if world.rank == 0:
@@ -220,7 +225,8 @@ def work(asked):
         program = draw_program(f"{asked.seed}/{number}", world.size)
         if asked.keep:
             program = part_of(program, [int(i) for i in asked.keep.split(",")])
-        kind, said = check(world, program, lambda at, n=number: place.write_text(f"{n} {at}"))
+        tell = lambda at, n=number: place.write_text(f"{n} {at} {time.monotonic()}")
+        kind, said = check(world, program, tell)
         if kind:
             name = f"{world.size}-{asked.seed}-{number}-{kind.replace(' ', '-')}"
             finding = asked.folder / f"{name}.py"
@@ -233,7 +239,7 @@ def work(asked):
                 continue
             note(finding, program, said)
             keep = list(range(len(program.moves)))
-            shrink(world, program, kind, keep, lambda p, s, f=finding: note(f, p, s))
+            shrink(world, program, kind, keep, lambda p, s, f=finding: note(f, p, s), tell)
         place.write_text(f"{number + 1} 0")
     world.Barrier()
 
@@ -244,8 +250,8 @@ def launch(asked, first, count, keep=""):
     Returns:
         The program that broke the world, or None; and what is known of it.
     """
-    for place in asked.folder.glob("place-*"):
-        place.unlink()
+    for left in (*asked.folder.glob("place-*"), *asked.folder.glob("pid-*")):
+        left.unlink()
     command = [sys.executable, "-m", "hpctrain", "launch", "-n", str(asked.ranks), "--"]
     command += [sys.executable, "-m", "tests.sync.programs", "--folder", str(asked.folder)]
     command += ["-n", str(count), "--seed", str(asked.seed), "--first", str(first)]
@@ -257,8 +263,9 @@ def launch(asked, first, count, keep=""):
         places = {p.name: p.read_text() for p in asked.folder.glob("place-*")}
         if places != last:
             last, since = places, time.monotonic()
-        elif time.monotonic() - since > LIMIT_S:
-            os.killpg(running.pid, signal.SIGKILL)
+        elif places and time.monotonic() - since > LIMIT_S:
+            for one in asked.folder.glob("pid-*"):  # then the launcher ends by itself
+                os.kill(int(one.read_text()), signal.SIGKILL)
             running.wait()
             code = "hang"
             break
