@@ -13,6 +13,10 @@ def params_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def kept(grad):
+    return None if grad is None else (grad._version, grad.detach().clone())
+
+
 def dense(grad):
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
@@ -54,12 +58,10 @@ class Oracle:
     def _run(self, line, kind, target):
         optimizers = [names.get(target) for names in self.names]
         made = [one for one in self.made if one.optimizers[0] in optimizers[:1]]
-        if kind in ("step", "sync"):
-            for one in made:
-                one.reduce()
-        if kind == "step":
-            for one in made:
-                one.before_step()
+        for one in made if kind in ("step", "sync") else ():
+            one.reduce()
+        for one in made if kind == "step" else ():
+            one.before_step()
         before = self._gradients()
         if kind == "join":
             self._join(line, target, made[0])
@@ -70,12 +72,10 @@ class Oracle:
             self._after_backward(before, reduces=kind == "backward")
         elif kind == "each":
             self._after_edit(before)
-        elif kind in ("step", "raw"):
-            for one in made:
-                one.after_step()
-        elif kind == "finish":
-            for one in self.made:
-                one.finish()
+        for one in made if kind in ("step", "raw") else ():
+            one.after_step()
+        for one in self.made if kind == "finish" else ():
+            one.finish()
 
     def _join(self, line, target, wrap):
         """Train on 2, 3, 2 batches; who has none adds zeros, and takes over the last model."""
@@ -99,10 +99,7 @@ class Oracle:
         return list(found.values())
 
     def _gradients(self):
-        return {
-            ps[0]: [(p.grad, p.grad if p.grad is None else (p.grad._version, p.grad.clone())) for p in ps]
-            for ps, _ in self._tuples()
-        }
+        return {ps[0]: [(p.grad, kept(p.grad)) for p in ps] for ps, _ in self._tuples()}
 
     def _after_backward(self, before, *, reduces):
         touched = set()
@@ -253,7 +250,9 @@ class Wrap:
                 total = base + sum(g - base for g in grads if g is not None)
             else:
                 rows = zip(weights, grads, strict=True)
-                total = sum((w * g for w, g in rows if w and g is not None), torch.zeros_like(ps[0]))
+                total = sum(
+                    (w * g for w, g in rows if w and g is not None), torch.zeros_like(ps[0])
+                )
                 total = total / (sum(weights) or 1.0)
             for p in ps:
                 sparse = p.grad is not None and p.grad.is_sparse
@@ -291,7 +290,7 @@ class Local:
         self.steps = steps or options["steps"]
         self.step = self.start = 0
         self.due, self.sent = 0, None
-        self.agrees = True
+        self.agrees, self.is_counted = True, False
         size = oracle.size
         self.optimizers, self.models = [None] * size, [None] * size
         self.samples = [[[0.0, 0.0] for _ in range(size)] for _ in range(2)]
@@ -322,6 +321,7 @@ class Local:
         return [group for wrap in self.phase(self.step) for group in wrap.groups()]
 
     def weigh(self, rank, num_samples, nominal):
+        self.is_counted = True
         for wrap in self.wraps:
             wrap.weights[rank] = num_samples / nominal
         for sums in self.samples:
@@ -405,8 +405,9 @@ class Local:
         self.sent = None
 
     def _weights(self, ranks, level):
+        """Return what replicas count by: samples since they met, once any were counted."""
         sums = [self.samples[level][rank] for rank in ranks]
-        return [n / nominal if nominal else 1.0 for n, nominal in sums]
+        return [n / (nominal or 1.0) if self.is_counted else 1.0 for n, nominal in sums]
 
     @torch.no_grad()
     def _means(self, ranks, level):
@@ -416,6 +417,8 @@ class Local:
 
     @torch.no_grad()
     def _average(self, ranks, level):
+        if not sum(self._weights(ranks, level)):
+            return
         means = self._means(ranks, level)
         for rank in ranks:
             for p, value in zip(self.models[rank].parameters(), means, strict=True):

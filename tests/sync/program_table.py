@@ -144,7 +144,13 @@ EDITS = (
 LOSS = "loss_of(model, '{parts}', {number})"
 BACKWARDS = (
     (30, (LOSS + ".backward()",)),
-    (6, ("loss_of(model, '{left}', {number}).backward()", "loss_of(model, '{right}', {number}).backward()")),
+    (
+        6,
+        (
+            "loss_of(model, '{left}', {number}).backward()",
+            "loss_of(model, '{right}', {number}).backward()",
+        ),
+    ),
     (4, ("loss = " + LOSS, "loss.backward(retain_graph=True)", "loss.backward()")),
     (3, (LOSS + ".backward(inputs=list(model.{layer}.parameters()))",)),
     (3, ("torch.autograd.backward([loss_of(model, '{left}', {number}), " + LOSS + "])",)),
@@ -158,6 +164,7 @@ BACKWARDS = (
     ),
 )
 PARTS = ("left", "right", "lone", "embed", "checkpointed")
+DISJOINT = {"opt": ("trunk", "left"), "other": ("right", "lone", "embed")}
 LAYERS = ("trunk", "left", "right", "lone", "embed")
 OPTIMIZERS = (
     "torch.optim.SGD({of}, lr=0.1)",
@@ -217,7 +224,9 @@ class Draw:
         local = self.chance(0.25)
         moves = LocalScript(self).moves() if local else Script(self).moves()
         per_node = self.luck.choice((None, 1, 2))
-        return Program(self.size, per_node, self.luck.choice(("thread", "inline", "end")), tuple(moves))
+        return Program(
+            self.size, per_node, self.luck.choice(("thread", "inline", "end")), tuple(moves)
+        )
 
 
 class Script:
@@ -267,10 +276,8 @@ class Script:
         own = "[p for n, p in model.named_parameters() if 'late' not in n]"
         of = {"opt": own, "other": own}
         if self.shape == "disjoint":
-            of = {
-                "opt": "[*model.trunk.parameters(), *model.left.parameters()]",
-                "other": "[*model.right.parameters(), *model.lone.parameters(), *model.embed.parameters()]",
-            }
+            for name, layers in DISJOINT.items():
+                of[name] = f"[{', '.join(f'*model.{layer}.parameters()' for layer in layers)}]"
         for name in self.optimizers:
             plain = luck.choice(OPTIMIZERS[:1] if self.sparse else OPTIMIZERS)
             made = plain.format(of=of[name])
@@ -281,13 +288,15 @@ class Script:
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
         if draw.chance(0.9):
-            zero = luck.choice(("{}.zero_grad()", "{}.zero_grad()", "{}.zero_grad(set_to_none=False)"))
+            zero = luck.choice(
+                ("{}.zero_grad()", "{}.zero_grad()", "{}.zero_grad(set_to_none=False)")
+            )
             names = ["model"] if draw.chance(0.35) else self.optimizers
             found += [(Statement(zero.format(name)),) for name in names]
         if self.weighted:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
-            found += [(Statement(line.format(name, number)),) for name in self.optimizers]
+            found.append(tuple(Statement(line.format(name, number)) for name in self.optimizers))
         if self.shape == "one" and draw.chance(0.15):
             return [*found, self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
@@ -319,14 +328,22 @@ class Script:
                 meaning = ((line, "partial"), ("pass", "sync"))
                 if self.passes == 1:
                     return (
-                        Statement(either, "partial", meaning=meaning), clip, Statement("opt.step()", "step")
+                        Statement(either, "partial", meaning=meaning),
+                        clip,
+                        Statement("opt.step()", "step"),
                     )
         return (backward, Statement("opt.step()", "step"))
 
     def closure(self):
+        """Let step() call forward and backward."""
         loss = self.draw.fill(LOSS)
-        line = f"def closure():\n    opt.zero_grad()\n    loss = {loss}\n    loss.backward()\n    return loss\nopt.step(closure)"
-        meaning = (("opt.zero_grad()", "each"), (f"{loss}.backward()", "backward"), ("opt.step()", "step"))
+        body = ("opt.zero_grad()", f"loss = {loss}", "loss.backward()", "return loss")
+        line = "\n    ".join(("def closure():", *body)) + "\nopt.step(closure)"
+        meaning = (
+            ("opt.zero_grad()", "each"),
+            (f"{loss}.backward()", "backward"),
+            ("opt.step()", "step"),
+        )
         return (Statement(line, "step", meaning=meaning),)
 
     def step(self):
@@ -348,7 +365,10 @@ class Script:
                 yield (Statement(f"scaler.step({name})", "step", name),)
             elif form == "forced" and self.op != "Adasum":
                 raw = f"with {name}.skip_synchronize():\n    {name}.step()"
-                yield (Statement(f"{name}.synchronize()", "sync", name), Statement(raw, "raw", name))
+                yield (
+                    Statement(f"{name}.synchronize()", "sync", name),
+                    Statement(raw, "raw", name),
+                )
             else:
                 yield (step,)
                 if form == "twice":

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,12 +89,14 @@ def distance(one, other):
             return float("inf"), f"{name}.grad is None on one side"
         if grad is not None:
             pairs.append((".grad", grad, their_grad))
-        for part, a, b in pairs:
-            a, b = a.double(), b.double()
+        for part, *both in pairs:
+            a, b = (tensor.double() for tensor in both)
             if a.shape != b.shape:
                 return float("inf"), f"{name}{part} has another shape"
             same = (a == b) | (a.isnan() & b.isnan())
-            apart = float(((a - b).abs() / (1 + b.abs())).masked_fill(same, 0.0).nan_to_num(nan=9e9).max())
+            apart = float(
+                ((a - b).abs() / (1 + b.abs())).masked_fill(same, 0.0).nan_to_num(nan=9e9).max()
+            )
             if apart > worst:
                 worst, what = apart, name + part
     return worst, what
@@ -139,44 +142,52 @@ def check(world, program, on_statement=lambda _: None):
 
     Returns:
         The kind of finding and what each rank found, the same on every rank; empty if all is well.
+        After "ranks differ" the world is of no use any more.
     """
     warnings.simplefilter("ignore")
-    before = {name: os.environ.get(name) for name in program.settings}
-    os.environ |= program.settings
-    hpctrain.init(ranks_per_node=program.per_node)
-    torch.set_num_threads(1)
-    traces, oracle = foretell(program)
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    try:
-        mine = carry_out(program, on_statement)
-        kind, what = compare(program, mine, traces, oracle, world.rank)
-        mark = (len(mine.models), type(mine.error).__name__)
-        last = mine.models[-1] if mine.models else {}
-        found = world.allgather((kind, what, mark, last))
-    finally:
+    with environment(program.settings):
+        hpctrain.init(ranks_per_node=program.per_node)
+        torch.set_num_threads(1)
+        traces, oracle = foretell(program)
         torch.__future__.set_swap_module_params_on_conversion(False)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    kinds = [one[0] for one in found]
-    said = [f"rank {rank}: {one[0]} {one[1]}" for rank, one in enumerate(found)]
-    if len({one[2] for one in found}) > 1:
-        return "ranks differ", "\n".join([*said, *(f"rank {r}: {one[2]}" for r, one in enumerate(found))])
+        mine = carry_out(program, on_statement)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    kind, what = compare(program, mine, traces, oracle, world.rank)
+    mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
+    last = mine.models[-1] if mine.models else {}
+    last = {name: (p, None) for name, (p, _) in last.items()}
+    kinds, whats, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
+    said = "\n".join(
+        f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, whats, marks, strict=True))
+    )
+    if len(set(marks)) > 1:
+        return "ranks differ", said
     hpctrain.shutdown()
     if any(kinds):
-        return next(filter(None, kinds)), "\n".join(said)
-    for rank, one in enumerate(found):
-        apart, where = distance({n: (p, None) for n, (p, _) in last.items()}, {n: (p, None) for n, (p, _) in one[3].items()})
-        if apart and mine.error is None and not left_apart(program):
-            return "parted", f"rank {rank} differs from rank {world.rank} in {where} by {apart:.3g}"
+        return next(filter(None, kinds)), said
+    if mine.error is None and not left_apart(program):
+        for rank, model in enumerate(models):
+            apart, where = distance(models[0], model)
+            if apart:
+                return "parted", f"ranks 0 and {rank} differ in {where} by {apart:.3g}"
     return "", ""
+
+
+@contextmanager
+def environment(settings):
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 def left_apart(program):
     """Say whether the script may end in mid-round."""
-    return "method" in program.script() and program.statements[-1].kind != "finish"
+    return "method = " in program.script() and program.statements[-1].kind != "finish"
 
 
 def shrink(world, program, kind, keep, save, on_statement):
@@ -225,7 +236,10 @@ def work(asked):
         program = draw_program(f"{asked.seed}/{number}", world.size)
         if asked.keep:
             program = part_of(program, [int(i) for i in asked.keep.split(",")])
-        tell = lambda at, n=number: place.write_text(f"{n} {at} {time.monotonic()}")
+
+        def tell(at, number=number):
+            place.write_text(f"{number} {at} {time.monotonic()}")
+
         kind, said = check(world, program, tell)
         if kind:
             name = f"{world.size}-{asked.seed}-{number}-{kind.replace(' ', '-')}"
@@ -272,7 +286,8 @@ def launch(asked, first, count, keep=""):
     done = [int(text.split()[0]) for text in last.values() if text]
     if code == 0:
         return None, ""
-    said = (asked.folder / "log").read_text()[-1500:] + f"{code}: " + ", ".join(f"{n} at statement {t}" for n, t in sorted(last.items()))
+    places = ", ".join(f"{name} at {text}" for name, text in sorted(last.items()))
+    said = f"{(asked.folder / 'log').read_text()[-1500:]}{code}: {places}"
     return min(done, default=first), said
 
 
@@ -311,7 +326,7 @@ def shrink_apart(asked, number, program, finding):
         first = 0
         while first < len(keep) and left:
             rest = keep[:first] + keep[first + count :]
-            broken, said = launch(asked, number, 1, ",".join(map(str, rest))) if rest else (None, "")
+            broken, said = launch(asked, number, 1, ",".join(map(str, rest or keep[:1])))
             left -= 1
             if broken is not None:
                 keep[:] = rest
