@@ -85,6 +85,10 @@ class Program:
     def statements(self):
         return [statement for move in self.moves for statement in move]
 
+    def says(self, *words):
+        """Say whether one of the words is in a statement."""
+        return any(word in statement.line for statement in self.statements for word in words)
+
     @property
     def settings(self):
         return {"HPCTRAIN_OVERLAP": self.overlap, "HPCTRAIN_BUCKET_BYTES": "128 B"}
@@ -114,6 +118,12 @@ EDITS = (
     (3, ANY, "model.{p}.grad = None"),
     (2, (FREE, AFTER), "model.{p}.grad = torch.full_like(model.{p}, 0.1 * {number})"),
     (1, (FREE, AFTER), "model.{p}.grad = torch.full_like(model.{p}, 0.1 * hvd.rank())"),
+    (1, (AFTER,), "for p in params_of(opt):\n    p.grad = torch.full_like(p, 0.1 * hvd.rank())"),
+    (
+        1,
+        (AFTER,),
+        "model.zero_grad()\nfor p in params_of(opt):\n    p.grad = torch.full_like(p, {number})",
+    ),
     (2, ANY, GIVEN + "model.{p}.grad = model.{p}.grad * 0.5"),
     (3, (AFTER,), GIVEN + "model.{p}.grad.data = model.{p}.grad.data.clamp(-0.02, 0.02)"),
     (2, ANY, GIVEN + "model.{p}.grad.mul_(0.5)"),
@@ -129,7 +139,7 @@ EDITS = (
     (2, (FREE, AFTER), "model.share_memory()"),
     (1, (FREE,), "torch.__future__.set_swap_module_params_on_conversion(True)"),
     (2, (FREE, LOCAL), "with torch.no_grad():\n    model.{p}.mul_(0.9)"),
-    (1, (FREE,), "opt.load_state_dict(opt.state_dict())"),
+    (1, (FREE, AFTER), "opt.load_state_dict(opt.state_dict())"),
     (1, (FREE,), "model.load_state_dict(copy.deepcopy(model.state_dict()))"),
     (1, (FREE, AFTER), "model.zero_grad(set_to_none={flag})"),
     (1, (FREE,), "opt.set_backward_passes_per_step({few})"),
