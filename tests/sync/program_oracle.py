@@ -210,9 +210,16 @@ class Wrap:
         self.sums = op == "sum"
         self.weights = [1.0] * oracle.size
         self.optimizers = [None] * oracle.size
+        self.known = set()
+        """Parameters of replica 0 at the last reduction."""
         oracle.atol = max(oracle.atol, compression)
 
     def take(self, rank, optimizer):
+        own = set(params_of(optimizer))
+        for other in self.oracle.made:
+            there = other.optimizers[rank]
+            if other is not self and there is not None and own & set(params_of(there)):
+                self.oracle.may_refuse = "two optimizers have one parameter"
         self.optimizers[rank] = optimizer
 
     def groups(self):
@@ -239,6 +246,10 @@ class Wrap:
         self.done = 0
         if self.op == "adasum" or self.optimizers[-1] is None:
             return
+        firsts = {ps[0] for ps in self.groups()[0]}
+        if self.sums and firsts - self.known and firsts & self.oracle.shared:
+            self.oracle.may_refuse = "a parameter comes with its gradient while there is a sum"
+        self.known = firsts
         for ps in self.groups()[0]:
             grads = [dense(p.grad) for p in ps]
             if ps[0] in self.oracle.shared or all(g is None for g in grads):
@@ -312,7 +323,7 @@ class Local:
     def take(self, rank, optimizer, model):
         self.optimizers[rank], self.models[rank] = optimizer, model
         for wrap in self.wraps:
-            wrap.take(rank, optimizer)
+            wrap.optimizers[rank] = optimizer
         if rank == self.oracle.size - 1:
             self.anchor = [p.detach().clone() for p in model.parameters()]
             self.momenta = [torch.zeros_like(p) for p in self.anchor]
