@@ -110,25 +110,32 @@ def tolerance_of(program, oracle):
 def compare(program, mine, traces, oracle, rank):
     """Return what is wrong on this rank: nothing, or a kind of finding and a sentence."""
     expected = traces[rank]
-    at, due = len(mine.models), len(expected.models)
+    at, end = len(mine.models), len(expected.models)
     refused = isinstance(mine.error, HpctrainError)
     if mine.error is not None and not refused and type(mine.error) is not type(expected.error):
         return "error", f"statement {at}: {mine.story.splitlines()[-1]}"
     may_refuse = oracle.may_refuse or program.says(" reentrant", "'reentrant")  # the graph changes
     if refused and not may_refuse:
         return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"
-    if not refused and at != due:
-        return "error", f"ended at statement {at} of {due}: {mine.error!r}, not {expected.error!r}"
+    if not refused and at != end:
+        return "error", f"ended at statement {at} of {end}: {mine.error!r}, not {expected.error!r}"
     limit = LOOSE if oracle.unclear else tolerance_of(program, oracle)
     if freezes(program):
         limit = LOOSE
-    for number in range(min(at, due)):
+    for number in range(min(at, end)):
         if program.statements[number].kind in ("partial", "each"):
             continue
-        apart, what = distance(mine.models[number], expected.models[number])
+        got, due = mine.models[number], expected.models[number]
+        if program.statements[number].kind == "join":  # a rank that has joined has no gradients
+            got, due = without_gradients(got), without_gradients(due)
+        apart, what = distance(got, due)
         if apart > limit:
             return "value", f"statement {number}: {what} differs by {apart:.3g}"
     return "", ""
+
+
+def without_gradients(model):
+    return {name: (p, None) for name, (p, _) in model.items()}
 
 
 def freezes(program):
@@ -153,7 +160,7 @@ def check(world, program, on_statement=lambda _: None):
     kind, what = compare(program, mine, traces, oracle, world.rank)
     mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
     last = mine.models[-1] if mine.models else {}
-    last = {name: (p, None) for name, (p, _) in last.items()}
+    last = without_gradients(last)
     kinds, whats, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
     said = "\n".join(
         f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, whats, marks, strict=True))
