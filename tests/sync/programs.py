@@ -114,7 +114,9 @@ def compare(program, mine, traces, oracle, rank):
     refused = isinstance(mine.error, HpctrainError)
     if mine.error is not None and not refused and type(mine.error) is not type(expected.error):
         return "error", f"statement {at}: {mine.story.splitlines()[-1]}"
-    may_refuse = oracle.may_refuse or program.says(" reentrant", "'reentrant")  # the graph changes
+    changes_graph = program.says(" reentrant", "'reentrant")
+    half_a_step = program.says("closure") and program.says("backward_passes_per_step")
+    may_refuse = oracle.may_refuse or changes_graph or half_a_step
     if refused and not may_refuse:
         return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"
     if not refused and at != end:
