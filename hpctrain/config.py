@@ -29,6 +29,9 @@ ENGINES = ("hpctrain", "horovod")
 HOROVOD_WAYS = ("auto", "flat", "two-level")
 """How Horovod's sums travel between nodes: as measured, by one call, or in three."""
 
+CHECK_WEIGHTS = ("error", "warn", "off")
+"""Replicas that part: end all ranks, tell of it once, or are not compared."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """What is printed: from so important on."""
 
@@ -95,6 +98,9 @@ class Settings:
     """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
     bucket_bytes: int = 25 * MIB
     """Largest message while gradients travel during backward."""
+    check_weights: str = "error"
+    """What replicas that part lead to, which each step compares by a sample of their weights:
+    ``error``, ``warn``, or ``off``."""
     timeout: float = 600.0
     """Seconds that a wait for other ranks may last; ``inf`` for ever."""
     plan: Path | None = None
@@ -153,6 +159,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "shared_memory": _one_of(SHARED_MEMORY),
     "overlap": _one_of(OVERLAPS),
     "bucket_bytes": parse_bytes,
+    "check_weights": _one_of(CHECK_WEIGHTS),
     "timeout": _seconds,
     "plan": _file,
     "probe": _one_of(PROBE),

@@ -40,5 +40,5 @@ def test_nothing_else_scales_a_gradient():
 
 
 def test_one_file_decides_the_factor():
-    users = [p for p in (PACKAGE / "sync").glob("*.py") if "count.exchange(" in p.read_text()]
+    users = [p for p in (PACKAGE / "sync").glob("*.py") if " SampleCount(" in p.read_text()]
     assert [p.name for p in users] == ["reduction.py"]

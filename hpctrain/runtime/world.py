@@ -3,9 +3,10 @@
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
     from hpctrain.runtime.process_sets import ProcessSet
 
 
+class StepHeader(Protocol):
+    """The opening messages of steps, as a rank that has joined knows them."""
+
+    def take_part(self, comm: Communicator) -> bool:
+        """Take part in the next step of the other ranks with nothing. Collective.
+
+        Returns:
+            False if all ranks do so: there is no other step.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     """What ``init`` found and made."""
@@ -62,6 +74,8 @@ class World:
     """The timeline that this rank records, if any."""
     last_call: LastCall
     """What this rank has communicated last."""
+    step_headers: MutableMapping[Communicator, StepHeader]
+    """What opens the steps of distributed optimizers, by the ranks that take them."""
 
 
 _world: World | None = None
@@ -192,6 +206,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
+        step_headers=WeakKeyDictionary(),
     )
     logs.setup(
         found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level

@@ -10,11 +10,13 @@ from torch import Tensor
 from hpctrain.comm.adasum import adasum_
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.ops import Op
+from hpctrain.comm.eager import eager
+from hpctrain.comm.threaded import start_on
 from hpctrain.compress.compressor import Compressor
 from hpctrain.errors import ConfigError
 from hpctrain.sync.distributed_methods import DistributedMethods
 from hpctrain.sync.parameter_names import NamedParameters
+from hpctrain.sync.step_header import Announcement, Opening, StepHeader
 
 
 class AdasumStep:
@@ -32,13 +34,15 @@ class AdasumStep:
         comm: Communicator,
         compressor: Compressor,
         parameters: Callable[[], NamedParameters],
+        header: StepHeader,
     ) -> None:
         """Compare the parameters of all ranks. Collective.
 
         Args:
             comm: the ranks.
             compressor: what changes travel as.
-            parameters: returns those that are trained today, with their names.
+            parameters: returns all of today, with their names.
+            header: opens the steps of all optimizers over ``comm``.
 
         Raises:
             MismatchError: the ranks do not have the same parameters; on every rank.
@@ -51,13 +55,39 @@ class AdasumStep:
         """Time that the last step needed beside that of the optimizer."""
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
-        lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters()]
-        require_equal(comm, lines, "parameters")
+        self._header, self._member = header, header.enter(self)
+        self._num_steps = 0
+        self._lines = _lines_of(_stepped(parameters()))
+        require_equal(comm, self._lines, "parameters")
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Keep the parameters as they are before this rank's own step."""
-        self._before = [(p, p.detach().clone()) for _, p in self._parameters()]
+        """Keep the parameters as they are before this rank's own step. Collective.
+
+        Raises:
+            MismatchError: the ranks take different steps, or step different parameters; on every
+                rank.
+        """
+        today = _stepped(self._parameters())
+        lines = _lines_of(today)
+        mine = Announcement(
+            member=self._member,
+            step=self._num_steps,
+            outdated=lines != self._lines,
+            needs_all=True,
+            flags=self.flags,
+        )
+        heard: list[Opening] = []
+        start_on(self._comm, lambda: heard.append(self._header.exchange(self._comm, mine))).wait()
+        if heard[0].outdated:
+            require_equal(self._comm, lines, "parameters")
+            self._lines = lines
+        self.raised_flags = heard[0].flags
+        self._before = [(p, p.detach().clone()) for _, p in today]
+
+    def stand_in(self, opening: Opening) -> None:
+        """Not reached: ranks that have joined are refused by the header."""
+        raise AssertionError(opening)
 
     @torch.no_grad()
     def combine(self) -> None:
@@ -68,10 +98,17 @@ class AdasumStep:
         for (p, before), (change, ctx) in zip(self._before, changes, strict=True):
             p.copy_(before.add_(self._compressor.decompress(change, ctx)))
         self._before = []
-        flags = torch.tensor(self.flags)
-        self._comm.allreduce_(flags, op=Op.BOR).wait()
-        self.raised_flags = int(flags)
+        self._num_steps += 1
         self.exposed_seconds = time.perf_counter() - start
+
+
+def _stepped(parameters: NamedParameters) -> NamedParameters:
+    """Return those that a step may change: trained, or frozen with a gradient."""
+    return [(name, p) for name, p in parameters if p.requires_grad or p.grad is not None]
+
+
+def _lines_of(parameters: NamedParameters) -> list[str]:
+    return [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters]
 
 
 class AdasumMethods(DistributedMethods):
@@ -116,11 +153,13 @@ class AdasumMethods(DistributedMethods):
         )
 
 
+@eager
 def begin_step(stepping: Any, *_: object) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
     stepping._adasum.begin()  # noqa: SLF001
 
 
+@eager
 def combine_steps(stepped: Any, *_: object) -> None:
     """Combine the steps of all ranks: torch calls this at the end of ``step()``."""
     stepped._adasum.combine()  # noqa: SLF001

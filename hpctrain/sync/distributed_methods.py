@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from hpctrain.comm.eager import eager
 from hpctrain.errors import ConfigError
 from hpctrain.sync.reducer import Reducer
 from hpctrain.sync.sample_count import NUM_FLAGS
@@ -101,7 +102,11 @@ class DistributedMethods:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside take the gradients as they are; after ``synchronize()``."""
+        """Let ``step()`` inside come after ``synchronize()`` without a warning.
+
+        Gradients are averaged once in any case, and what was changed since stays changed where
+        all ranks have changed it alike.
+        """
         self._is_synchronizing = False
         try:
             yield
@@ -116,6 +121,12 @@ class DistributedMethods:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         if self._reducer:
             self._reducer.new_step()
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks do."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._reducer:
+            self._reducer.hook()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Replace the state; see ``torch.optim.Optimizer.load_state_dict``.
@@ -134,11 +145,10 @@ class DistributedMethods:
         )
 
 
+@eager
 def before_step(stepping: Any, *_: object) -> None:
     """Average what is not averaged yet: torch calls this at the start of ``step()``."""
-    if not stepping._is_synchronizing:  # noqa: SLF001
-        return
-    if stepping._was_synchronized:  # noqa: SLF001
+    if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
         warnings.warn(
             "optimizer.step() called without optimizer.skip_synchronize() after "
             "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
@@ -148,10 +158,11 @@ def before_step(stepping: Any, *_: object) -> None:
     stepping._reducer.finish()  # noqa: SLF001
 
 
+@eager
 def after_step(stepped: Any, *_: object) -> None:
     """Expect the next step: torch calls this at the end of ``step()``."""
     stepped._was_synchronized = False  # noqa: SLF001
-    stepped._reducer.new_step()  # noqa: SLF001
+    stepped._reducer.end_step()  # noqa: SLF001
 
 
 def check_passes(passes: int) -> None:

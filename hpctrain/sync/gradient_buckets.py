@@ -15,14 +15,21 @@ from hpctrain.sync.sparse_gradients import as_sparse
 
 
 class Slot:
-    """The place of one parameter's gradient in its bucket."""
+    """The place of one parameter's gradient in its bucket.
+
+    A program sees the place as ``.grad``, by a tensor that shares its memory and nothing else:
+    what is done to that tensor's ``data`` or storage leaves the place as it is.
+    """
 
     __slots__ = (
+        "_address",
+        "_shown",
         "_sparse_grad",
         "bucket",
         "fires",
         "is_filled",
         "is_present",
+        "is_result",
         "layout",
         "mark",
         "name",
@@ -43,8 +50,12 @@ class Slot:
         self.fires = 0
         self.is_filled = False
         self.is_present = False
+        self.is_result = False
+        """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
         self.sparse_dim: int | None = None
         """Sparse dimensions of the gradient where it is sparse on some rank."""
+        self._address = view.data_ptr()
+        self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
 
     @property
@@ -54,12 +65,17 @@ class Slot:
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
 
     @property
-    def holds_gradient(self) -> bool:
-        """Whether the parameter's gradient is what the last step has left there."""
+    def holds_result(self) -> bool:
+        """Whether ``.grad`` is the result of a reduction, where that was put."""
         grad = self.parameter.grad
-        if grad is None or grad.is_sparse:
-            return grad is not None and grad is self._sparse_grad
-        return grad.data_ptr() == self.view.data_ptr()
+        return self.is_result and grad is not None and self.holds(grad)
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a reduced gradient was dropped or replaced since."""
+        if self.is_result:
+            return not self.holds_result
+        return self.parameter.grad is not None
 
     def fits(self, parameter: Tensor) -> bool:
         """Say whether the parameter still has the dtype, shape and strides of its place."""
@@ -69,11 +85,15 @@ class Slot:
             and self.layout == parameter.stride()
         )
 
-    def fill(self, weight: float) -> None:
+    def fill(self, weight: float, *, keeps_result: bool) -> None:
         """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
 
         A parameter without a gradient adds zeros. A weight of zero adds zeros too, so that the
         NaN which a mean over no samples is stays out of the sum.
+
+        Args:
+            weight: factor of this rank's gradient.
+            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -83,35 +103,77 @@ class Slot:
             return
         if grad.is_sparse:
             self.sparse_dim = grad.sparse_dim()
-        dense = grad.to_dense() if grad.is_sparse else grad.detach()
-        if weight == 0.0:
+        if weight == 0.0 or (not keeps_result and self.holds_result):
             self.view.zero_()
-        elif dense.data_ptr() == self.view.data_ptr():
+        elif not grad.is_sparse and self.holds(grad):
             if weight != 1.0:
                 self.view.mul_(weight)
-        elif weight == 1.0:
-            self.view.copy_(dense)
+            return
         else:
-            torch.mul(dense, weight, out=self.view)
-        self.parameter.grad = self.view
+            dense = grad.to_dense() if grad.is_sparse else grad.detach()
+            if weight == 1.0:
+                self.view.copy_(dense)
+            else:
+                torch.mul(dense, weight, out=self.view)
+        self._show()
 
     def settle(self) -> None:
         """After the sum: give the parameter its gradient, also if only other ranks had one."""
         if not self.is_present and self.mark.item() > 0:
-            self.parameter.grad = self.view
+            self._show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
             self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
+        self.is_result = self.parameter.grad is not None
 
     def adopt(self) -> None:
-        """Take over a gradient that was reduced already, from another place."""
+        """Take over what is the same on all ranks already, from another place."""
         grad = self.parameter.grad
-        self.is_present = grad is not None
+        self.is_present = self.is_result = grad is not None
         if grad is None:
             return
         if self.sparse_dim is None:
-            self.parameter.grad = self.view.copy_(grad)
+            self.view.copy_(grad.detach())
+            self._show()
         else:
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
+
+    def forget_result(self) -> None:
+        """Let ``.grad`` be zeros: another rank keeps the sum that was there."""
+        grad = self.parameter.grad
+        if grad is not None and grad.is_sparse:
+            self.parameter.grad = None
+        else:
+            self.view.zero_()
+
+    def holds(self, grad: Tensor) -> bool:
+        """Say whether a gradient of the parameter lies in its place, as it should."""
+        if grad.is_sparse:
+            return grad is self._sparse_grad
+        return (
+            (grad.data_ptr() == self._address or not grad.numel())
+            and grad.stride() == self.view.stride()
+            and grad.dtype == self.view.dtype
+            and not (grad.is_conj() or grad.is_neg())
+        )
+
+    def _show(self) -> None:
+        if self._shown.data_ptr() != self._address:  # a program has moved the storage
+            self._shown = _of_its_own(self.view)
+        self.parameter.grad = self._shown.detach()
+
+
+def memory_of(flat: Tensor) -> tuple[int, int]:
+    """Return the first address of a bucket, and the one behind it."""
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def _of_its_own(view: Tensor) -> Tensor:
+    """Return a tensor on the same memory, which has a storage of its own."""
+    if not view.numel() or not view.is_cpu:
+        return view.detach()
+    flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
+    memory = flat.view(torch.uint8).numpy()
+    return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
 class GradientBucket:

@@ -4,7 +4,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,9 +30,10 @@ from hpctrain.sync.distributed_methods import (
     check_passes,
 )
 from hpctrain.sync.grouping import Grouping, Groups
-from hpctrain.sync.parameter_names import names_of, trained
+from hpctrain.sync.parameter_names import named, names_of
 from hpctrain.sync.reducer import Reducer
 from hpctrain.sync.reduction import Reduction, ReductionOptions
+from hpctrain.sync.step_header import StepHeader
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
@@ -85,14 +86,14 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         predivide=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         grouping=Grouping(groups),
+        check_weights=world.current().settings.check_weights,
     )
-    names = names_of(optimizer, named_parameters)
-    comm = _communicator(process_set or global_process_set)
+    names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
     compressor = compression or Compression.none
     if comm is not None and op is Adasum:
         _combine_steps(optimizer, comm, compressor, names)
     elif comm is not None:
-        reduction = Reduction(comm, world.current().plan, codec_for(compressor), options)
+        reduction = _reduction(comm, compressor, options)
         _reduce_gradients(optimizer, reduction, names, backward_passes_per_step)
     return _upgrade(optimizer, names, backward_passes_per_step)
 
@@ -113,9 +114,10 @@ def _reduce_gradients(
     owner = weakref.ref(optimizer)
     optimizer._reducer = Reducer(  # noqa: SLF001
         reduction,
-        lambda: trained(owner(), names),
+        lambda: named(owner(), names),
         passes=passes,
         note=world.current().last_call.note,
+        is_exclusive=True,
     )
     # They find the reducer by the optimizer: functions that held it would keep both for ever.
     optimizer.register_step_pre_hook(before_step)
@@ -126,7 +128,9 @@ def _combine_steps(
     optimizer: Any, comm: Communicator, compressor: Compressor, names: Mapping[Tensor, str]
 ) -> None:
     owner = weakref.ref(optimizer)
-    optimizer._adasum = AdasumStep(comm, compressor, lambda: trained(owner(), names))  # noqa: SLF001
+    optimizer._adasum = AdasumStep(  # noqa: SLF001
+        comm, compressor, lambda: named(owner(), names), _header(comm)
+    )
     optimizer.register_step_pre_hook(begin_step)
     optimizer.register_step_post_hook(combine_steps)
 
@@ -146,9 +150,22 @@ def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) ->
         raise ConfigError(f"gradient_predivide_factor must be above 0, got {predivide}")
 
 
-def _communicator(process_set: ProcessSet) -> Communicator | None:
+def _reduction(comm: Communicator, compressor: Compressor, options: ReductionOptions) -> Reduction:
+    plan, codec = world.current().plan, codec_for(compressor)
+    return Reduction(comm, plan, codec, options, _header(comm))
+
+
+def _header(comm: Communicator) -> StepHeader:
+    """Return what opens the steps over these ranks. Collective the first time."""
+    headers = world.current().step_headers
+    if comm not in headers:
+        headers[comm] = StepHeader(comm)
+    return cast("StepHeader", headers[comm])
+
+
+def _communicator(process_set: ProcessSet | None) -> Communicator | None:
     """Return what to average over; None where there is nobody else."""
-    here = world.current()
+    here, process_set = world.current(), process_set or global_process_set
     if process_set.process_set_id is not None and not process_set.included():
         return None
     comm = here.sets.communicator(process_set)

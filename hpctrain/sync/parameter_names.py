@@ -53,8 +53,13 @@ def trained(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedPa
         optimizer: None for no parameters.
         names: of those that it had when it was wrapped.
     """
+    return [(name, p) for name, p in named(optimizer, names) if p.requires_grad]
+
+
+def named(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
+    """Return all parameters of today with their names; see ``trained``."""
     places = _places(optimizer) if optimizer is not None else []
-    return [(names.get(p) or place, p) for place, p in places if p.requires_grad]
+    return [(names.get(p) or place, p) for place, p in places]
 
 
 def _places(optimizer: Optimizer) -> NamedParameters:

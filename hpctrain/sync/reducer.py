@@ -8,15 +8,19 @@ backward ends                    complete      waits; ``.grad`` is the average f
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
+from torch.nn import Parameter
 
-from hpctrain.errors import CommError, ConfigError
+from hpctrain.comm.eager import eager
+from hpctrain.errors import CommError, ConfigError, MismatchError
 from hpctrain.sync.parameter_names import NamedParameters
 from hpctrain.sync.reduction import Reduction
+from hpctrain.sync.step_header import Opening
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -41,16 +45,21 @@ class Reducer:
         *,
         passes: int,
         note: Callable[[str], object],
+        is_exclusive: bool = False,
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective.
 
         Args:
             reduction: moves the gradients.
-            parameters: returns the named parameters of today; asked again in every step.
+            parameters: returns all named parameters of today; asked again in every step. Those
+                that are frozen and without a gradient take no part.
             passes: backward passes that are accumulated locally before one reduction.
             note: is told what this rank has done with others, once per step.
+            is_exclusive: whether another such reducer may not reduce the same gradients: the one
+                made last does.
         """
         self._reduction = reduction
+        self._is_exclusive = is_exclusive
         self.is_on = True
         """Whether gradients are reduced; while it is off they stay as this rank made them. It
         changes between two steps, on all ranks in the same one."""
@@ -60,9 +69,13 @@ class Reducer:
         self._is_reduced = False
         self._passes_done = 0
         self._forget_backward()
+        self._superseded = ""
+        """Why these gradients are no longer reduced here, if so."""
+        self._gradient_hook = _GradientHook(self)
         self._hooks: list[RemovableHandle] = []
-        reduction.build(parameters())
-        self._hook()
+        reduction.enter(self)
+        reduction.build(self._today())
+        self._hook_anew()
         weakref.finalize(self, _remove, self._hooks)
 
     @property
@@ -105,23 +118,33 @@ class Reducer:
     @property
     def raised_flags(self) -> int:
         """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._reduction.count.raised_flags
+        return self._reduction.raised_flags
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits when a step is over, from the next one on."""
-        self._reduction.count.flags = flags
+        self._reduction.flags = flags
 
+    @eager
     def finish(self) -> bool:
-        """Reduce now unless ``backward()`` has done so in this step. Collective.
+        """Reduce now what ``backward()`` has not reduced in this step. Collective.
+
+        Gradients that the program has replaced or dropped since are the ranks' own: where all
+        ranks have done the same they stay, else they are averaged.
 
         Returns:
             Whether there was anything to do.
         """
-        is_due = self.is_on and (not self._is_reduced or self._was_dropped())
+        if not self.is_on:
+            return False
+        self._check_owner()
+        changed = self._changed()
+        by_hand = self._reduction.changed_by_hand(changed) if self._is_reduced else None
+        is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            self._complete()
+            self._complete(changed, by_hand)
         return is_due
 
+    @eager
     def new_step(self) -> None:
         """Expect the gradients of another step."""
         self._is_reduced = False
@@ -129,6 +152,13 @@ class Reducer:
         if self._graph_tasks:  # a backward has raised
             self._break_off()
 
+    @eager
+    def end_step(self) -> None:
+        """Count a step that was taken, and expect another."""
+        self._reduction.end_step()
+        self.new_step()
+
+    @eager
     def start_again(self) -> None:
         """Forget what a backward that raised has left: parameters and state were replaced.
 
@@ -136,57 +166,98 @@ class Reducer:
         calls this, and the rest travels too, so that the ranks meet again.
         """
         if self._graph_tasks and self._reduction.has_sent:
-            self._reduction.complete()
-        self._reduction.forget()
+            with suppress(MismatchError):
+                self._reduction.complete()
+        self._reduction.drop()
+        self._reduction.step = None
         self._passes_done = 0
         self._is_reduced = False
         self._forget_backward()
 
-    def _hook(self) -> None:
-        me = weakref.ref(self)
+    def stand_in(self, opening: Opening) -> None:
+        """Take part in a step of the others with nothing. Collective."""
+        for parameter in self._reduction.slot_of:
+            parameter.grad = None
+        changed = self._today() if opening.outdated else None
+        self._reduction.complete(changed, opening=opening)
+        if changed is not None:
+            self._hook_anew()
+        self._reduction.end_step()
 
-        def on_ready(parameter: torch.Tensor) -> None:
-            if (reducer := me()) is not None:
-                reducer._on_ready(parameter)  # noqa: SLF001
+    def hook(self) -> None:
+        """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
+        for name, parameter in self._parameters():
+            if self._is_hooked(parameter) or not _can_have_gradient(parameter):
+                continue
+            self._take_over(parameter, name)
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # torch hooks no frozen parameter
+            hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
+            if not self._reduction.average:
+                hooks.append(parameter.register_hook(_SumHook(self, id(parameter))))
+            parameter.requires_grad_(is_trained)
+            self._hooks += hooks
 
-        _remove(self._hooks)
-        slots = self._reduction.slot_of
-        self._hooks += [p.register_post_accumulate_grad_hook(on_ready) for p in slots]
+    def _hook_anew(self) -> None:
+        self.hook()
+        self._slots = {id(parameter): slot for parameter, slot in self._reduction.slot_of.items()}
         # The first step keeps everything to its end and learns how often each hook fires.
         self._expected_fires = -1
         self._fires_once = False
 
-    def _was_dropped(self) -> bool:
-        """Say whether somebody else than the optimizer has dropped reduced gradients."""
-        slots = self._reduction.slot_of.values()
-        return any(slot.is_present and slot.parameter.grad is None for slot in slots)
+    def _take_over(self, parameter: Parameter, name: str) -> None:
+        """Tell an older optimizer that reduces this gradient that another does from now on."""
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # noqa: SLF001
+            other = hook.reducer() if isinstance(hook, _GradientHook) else None
+            if other is not None and self._is_exclusive and other._is_exclusive:  # noqa: SLF001
+                other._superseded = name  # noqa: SLF001
+
+    def _check_owner(self) -> None:
+        if self._superseded:
+            raise ConfigError(
+                f"the gradient of {self._superseded} is reduced by a DistributedOptimizer that "
+                f"was made later; step that one, or drop it and wrap this optimizer anew"
+            )
 
     # -- while backward runs ----------------------------------------------------------------
 
     def _on_ready(self, parameter: torch.Tensor) -> None:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
-        if not self.is_on:
+        if not self.is_on or self._superseded:
             return
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
             self._enter_graph_task(task)
-        slot = self._reduction.slot_of[parameter]
-        slot.fires += 1
         self._num_fires += 1
-        if self._was_reduced and not self._reduction.average and slot.holds_gradient:
-            raise CommError(
-                "backward ran again before step(), and with op=Sum its gradients would be added "
-                "to a sum; use backward_passes_per_step, or optimizer.zero_grad() in between"
-            )
+        slot = self._reduction.slot_of.get(parameter)
+        if slot is None:  # it was frozen
+            return
+        slot.fires += 1
+        slot.is_result = False
         if self._takes_early:
             self._reduction.take(slot)
+
+    def _before_sum(self, parameter_id: int) -> None:
+        """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
+        slot = self._slots.get(parameter_id)
+        if not self.is_on or self._superseded or slot is None or not slot.is_result:
+            return
+        if slot.holds_result:
+            if not self._reduction.keeps_result:
+                slot.forget_result()
+        elif slot.parameter.grad is not None:
+            raise CommError(
+                f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
+                f"step() or optimizer.zero_grad() in between"
+            )
+        slot.is_result = False
 
     def _enter_graph_task(self, task: int) -> None:
         outermost = _is_outermost_backward()
         if outermost and self._has_outer_end:
             self._break_off()
         if not self._graph_tasks:
-            self._was_reduced, self._is_reduced = self._is_reduced, False
+            self._is_reduced = False
             last_pass = self._passes_done + 1 >= self._num_passes
             self._takes_early = self._fires_once and last_pass and self._changed() is None
         self._graph_tasks.add(task)
@@ -194,6 +265,7 @@ class Reducer:
         end = self._on_backward_end if outermost else self._on_nested_end
         Variable._execution_engine.queue_callback(end)  # noqa: SLF001
 
+    @eager
     def _on_nested_end(self) -> None:
         """A backward inside backward (reentrant checkpointing) is over.
 
@@ -202,10 +274,11 @@ class Reducer:
         if not self._has_outer_end and self._num_fires == self._expected_fires:
             self._on_backward_end()
 
+    @eager
     def _on_backward_end(self) -> None:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
-            self._complete()
+            self._on_pass_end()
         else:
             self._forget_backward()
 
@@ -224,23 +297,37 @@ class Reducer:
         self._graph_tasks: set[int] = set()
         self._has_outer_end = False
         self._takes_early = False
-        self._was_reduced = False
         self._num_fires = 0
 
     # -- the reduction ----------------------------------------------------------------------
 
-    def _changed(self) -> NamedParameters | None:
-        """Return the parameters of today if the buckets no longer fit them."""
-        today = self._parameters()
-        return None if self._reduction.fits(today) else today
+    def _today(self) -> NamedParameters:
+        """Return the parameters that a step may change: trained, or frozen with a gradient."""
+        return [
+            named
+            for named in self._parameters()
+            if named[1].requires_grad or named[1].grad is not None
+        ]
 
-    def _complete(self) -> None:
+    def _changed(self) -> NamedParameters | None:
+        """Return the parameters of today if buckets or hooks no longer fit them."""
+        today = self._today()
+        is_hooked = all(self._is_hooked(p) or not p.requires_grad for _, p in today)
+        return None if is_hooked and self._reduction.fits(today) else today
+
+    def _is_hooked(self, parameter: Parameter) -> bool:
+        hooks = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001
+        return self._gradient_hook in hooks.values()
+
+    def _on_pass_end(self) -> None:
+        self._complete(None if self._takes_early else self._changed())
+
+    def _complete(self, changed: NamedParameters | None, by_hand: int | None = None) -> None:
         self._learn()
-        changed = None if self._takes_early else self._changed()
-        self._reduction.complete(changed)
+        self._reduction.complete(changed, by_hand=by_hand)
         self._note("gradients")
         if changed is not None:
-            self._hook()
+            self._hook_anew()
         self._passes_done = 0
         self._is_reduced = True
         self._forget_backward()
@@ -255,9 +342,41 @@ class Reducer:
         self._expected_fires = self._num_fires
 
 
+class _GradientHook:
+    """Tells a reducer that autograd has added to a gradient; does not keep the reducer."""
+
+    __slots__ = ("reducer",)
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
+
+    @eager
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (reducer := self.reducer()) is not None:
+            reducer._on_ready(parameter)  # noqa: SLF001
+
+
+class _SumHook:
+    """Tells a reducer that sums that autograd is about to add to a gradient."""
+
+    __slots__ = ("parameter_id", "reducer")
+
+    def __init__(self, reducer: Reducer, parameter_id: int) -> None:
+        self.reducer, self.parameter_id = weakref.ref(reducer), parameter_id
+
+    @eager
+    def __call__(self, _: torch.Tensor) -> None:
+        if (reducer := self.reducer()) is not None:
+            reducer._before_sum(self.parameter_id)  # noqa: SLF001
+
+
 def _remove(hooks: "list[RemovableHandle]") -> None:
     while hooks:
         hooks.pop().remove()
+
+
+def _can_have_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
 
 
 def _is_outermost_backward() -> bool:

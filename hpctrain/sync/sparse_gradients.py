@@ -14,7 +14,15 @@ class SparseSlot:
     is dense for once, its rows that are not zero travel.
     """
 
-    __slots__ = ("_gradient", "fires", "is_present", "name", "parameter", "sparse_dim")
+    __slots__ = (
+        "_gradient",
+        "fires",
+        "is_present",
+        "is_result",
+        "name",
+        "parameter",
+        "sparse_dim",
+    )
 
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
         """Take the number of sparse dimensions, the same on every rank."""
@@ -23,25 +31,40 @@ class SparseSlot:
         self.sparse_dim = sparse_dim
         self.fires = 0
         self.is_present = False
+        self.is_result = False
+        """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
         self._gradient: Tensor | None = None
 
     @property
-    def holds_gradient(self) -> bool:
-        """Whether the parameter's gradient is what the last step has left there."""
-        return self._gradient is not None and self.parameter.grad is self._gradient
+    def holds_result(self) -> bool:
+        """Whether ``.grad`` is the result of a reduction."""
+        return self.is_result and self.parameter.grad is self._gradient is not None
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a reduced gradient was dropped or replaced since."""
+        if self.is_result:
+            return not self.holds_result
+        return self.parameter.grad is not None
+
+    def forget_result(self) -> None:
+        """Have no gradient: another rank keeps the sum that was there."""
+        self.parameter.grad = None
 
     def fits(self, parameter: Tensor) -> bool:
         """Say that no change of dtype or layout matters here: nothing was laid out."""
         return parameter is self.parameter
 
     def adopt(self) -> None:
-        """Take over a gradient that was reduced already."""
+        """Take over what is the same on all ranks already."""
         grad = self.parameter.grad
-        self.is_present = grad is not None
+        self.is_present = self.is_result = grad is not None
         self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)
         self.parameter.grad = self._gradient
 
-    def reduce(self, comm: Communicator, weight: float, scale: float | None) -> None:
+    def reduce(
+        self, comm: Communicator, weight: float, scale: float | None, *, keeps_result: bool
+    ) -> None:
         """Replace the gradient by the sum of all ranks' gradients. Collective.
 
         It stays None where no rank has one.
@@ -50,8 +73,11 @@ class SparseSlot:
             comm: the ranks; each receives the rows of all others.
             weight: factor of this rank's gradient; zero for one that does not count.
             scale: factor of the sum.
+            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
         """
-        indices, values = self._own(weight)
+        counts = weight != 0.0 and (keeps_result or not self.holds_result)
+        indices, values = self._own(weight if counts else 0.0)
+        self.is_result = False
         all_indices = comm.all_gather(indices)
         all_values = comm.all_gather(values)
         there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
@@ -66,6 +92,7 @@ class SparseSlot:
         if scale is not None:
             total.values().mul_(scale)
         self.parameter.grad = self._gradient = total
+        self.is_result = True
 
     def _own(self, weight: float) -> tuple[Tensor, Tensor]:
         """Return ``(sparse dimensions, rows)`` indices and their values; 1-D ones for None."""

@@ -5,6 +5,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.eager import eager
 from hpctrain.comm.threads import calls_from_threads
 from hpctrain.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.runtime.named.driver import Driver
@@ -70,6 +71,7 @@ class Controller:
         self._owner = os.getpid()
         self._recurring: dict[str, Recurring] = {}
 
+    @eager
     def submit(self, request: Request) -> Handle:
         """Start an operation; somebody will ask for its result later.
 
@@ -81,6 +83,7 @@ class Controller:
         self._driver.nudge()
         return handle
 
+    @eager
     def submit_tensor(self, request: Request, known_as: str | None) -> TensorHandle:
         """Start an operation of one tensor in place; see ``submit``.
 
@@ -98,6 +101,7 @@ class Controller:
         self._driver.nudge()
         return handle
 
+    @eager
     def submit_again(
         self, known_as: str, tensor: "Tensor", op: "ReduceOp", prescale: float, postscale: float
     ) -> TensorHandle | None:
@@ -114,19 +118,29 @@ class Controller:
         self._driver.nudge()
         return handle
 
+    @eager
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
         handle = Handle(self, request)
         self._enter(handle)
         return handle.wait()
 
-    def join(self) -> int:
-        """Take part in everything with nothing until all ranks do; return the last to come."""
+    def start_join(self) -> Handle:
+        """Take part in everything with nothing until all ranks do; the result is the last to come.
+
+        Where MPI takes calls from several threads this goes on without anybody who waits.
+        """
         handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
-        last: int = handle.wait()[0]
+        self._driver.nudge()
+        return handle
+
+    def join(self) -> int:
+        """Take part in everything with nothing until all ranks do; return the last to come."""
+        last: int = self.start_join().wait()[0]
         return last
 
+    @eager
     def finish(self, handle: Handle) -> None:
         """Return when an operation is done; the calling thread drives meanwhile."""
         since = time.monotonic()

@@ -186,8 +186,9 @@ class Driver:
     def _is_unneeded(self) -> bool:
         """Say whether the thread lets go: for good, for a caller, or for a cycle."""
         progress = self._progress
-        has_work = progress.names.num_outstanding > 0
-        return bool(self._num_callers or progress.news or not has_work or not self._is_open)
+        return bool(
+            self._num_callers or progress.news or not progress.is_awaited or not self._is_open
+        )
 
     def _pass_on(self, *, drives: bool) -> None:
         """Let another drive, if this one does or nobody; for who holds the lock."""

@@ -65,7 +65,12 @@ class Progress:
 
     def has_work(self) -> bool:
         """Say whether something of this rank is under way."""
-        return bool(self.names.num_outstanding or self.news or self.to_ask)
+        return bool(self.is_awaited or self.news or self.to_ask)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something of this rank is announced, a join included."""
+        return bool(self.names.num_outstanding or self._joining)
 
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.

@@ -1,0 +1,96 @@
+"""One side of a comparison, a rank with its rows or one process with all of them; its cases."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 12
+"""Samples of a global batch: divisible by 2 and 3."""
+
+
+class Net(nn.Module):
+    """A body and two heads, small enough for hundreds of runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.other = nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.body(x))
+        return self.head(y) + 2 * self.other(y)
+
+
+@dataclass
+class Side:
+    """One side of the comparison: a rank with its rows, or one process with all of them."""
+
+    rank: int
+    size: int
+    wrap: Callable[..., torch.optim.Optimizer]
+    factor: int
+    """What the mean gradient is multiplied by: the number of ranks where they add up."""
+
+    def __post_init__(self) -> None:
+        self.net = Net()
+        self.make()
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 0
+
+    def make(self, lr: float = 0.1) -> torch.optim.Optimizer:
+        plain = torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9)
+        self.optimizer = self.wrap(plain)
+        return self.optimizer
+
+    def x(self, batch: int = 0) -> Tensor:
+        rows = torch.randn(
+            ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(batch)
+        )
+        if self.is_alone:
+            return rows
+        share = ROWS // self.size
+        return rows[self.rank * share : (self.rank + 1) * share]
+
+    def loss(self, batch: int = 0, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        x = self.x(batch).to(self.net.body.weight.dtype)
+        scale = self.factor if self.is_alone else 1
+        return (of or self.net)(x).square().mean() * scale
+
+    def backward(self, batch: int = 0) -> None:
+        self.loss(batch).backward()
+
+    def step(self, batch: int = 0) -> None:
+        self.optimizer.zero_grad()
+        self.backward(batch)
+        self.optimizer.step()
+
+
+CASES: dict[str, Callable[[Side], None]] = {}
+OPS = ("Average", "Sum")
+CAN: dict[str, list[str]] = {}
+"""The operations with which a case has a meaning."""
+REFUSED: set[str] = set()
+"""Cases that are an error, on all ranks."""
+
+
+def case(*ops: str) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
+    def enter(function: Callable[[Side], None]) -> Callable[[Side], None]:
+        CASES[function.__name__] = function
+        CAN[function.__name__] = [op for op in OPS if op in ops or not {*ops} & {*OPS}]
+        if "refused" in ops:
+            REFUSED.add(function.__name__)
+        return function
+
+    return enter
+
+
+def with_passes(side: Side, passes: int) -> None:
+    if not side.is_alone:
+        side.optimizer.set_backward_passes_per_step(passes)
