@@ -81,10 +81,14 @@ class Oracle:
         """Train on 2, 3, 2 batches; who has none adds zeros, and takes over the last model."""
         for k in range(3):
             active = [r for r in range(self.size) if k < 2 + r % 2]
+            self.shared.clear()
+            self.base.clear()
             for r, names in enumerate(self.names):
                 names[target].zero_grad()
                 if r in active:
                     exec(line, {**names, "k": k})
+                elif wrap.is_weighted:
+                    wrap.weights[r] = 0.0
             wrap.reduce()
             for r in active:
                 self.names[r][target].step()
@@ -207,7 +211,7 @@ class Wrap:
     ):
         self.oracle, self.ranks, self.op = oracle, list(ranks), op
         self.passes, self.done = backward_passes_per_step, 0
-        self.sums = op == "sum"
+        self.sums, self.is_weighted = op == "sum", False
         self.weights = [1.0] * oracle.size
         self.optimizers = [None] * oracle.size
         self.known = set()
@@ -233,7 +237,7 @@ class Wrap:
     def weigh(self, rank, weight):
         if self.done:
             self.oracle.may_refuse = "the count changes between passes"
-        self.weights[rank] = weight
+        self.weights[rank], self.is_weighted = weight, True
 
     def pass_is_over(self):
         self.done += 1
