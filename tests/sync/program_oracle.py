@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 LOOSE = 0.1
-"""Distance from the oracle that is allowed where the meaning leaves a choice."""
+"""Distance from the oracle that is allowed where parameters are frozen in an outer round."""
 
 
 def params_of(optimizer):
