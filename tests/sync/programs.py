@@ -168,9 +168,9 @@ def check(world, program, on_statement=lambda _: None):
     mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
     last = mine.models[-1] if mine.models else {}
     last = without_gradients(last)
-    kinds, whats, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
+    kinds, words, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
     said = "\n".join(
-        f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, whats, marks, strict=True))
+        f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, words, marks, strict=True))
     )
     if len(set(marks)) > 1:
         return "ranks differ", said
