@@ -202,8 +202,8 @@ class Reducer:
         self.hook()
         self._slots = {id(parameter): slot for parameter, slot in self._reduction.slot_of.items()}
         # The first step keeps everything to its end and learns how often each hook fires.
-        self._expected_fires = -1
-        self._fires_once = False
+        self._is_first, self._fires_once = True, False
+        self._nested_fires = -1
 
     def _take_over(self, parameter: Parameter, name: str) -> None:
         """Tell an older optimizer that reduces this gradient that another does from now on."""
@@ -269,9 +269,10 @@ class Reducer:
     def _on_nested_end(self) -> None:
         """A backward inside backward (reentrant checkpointing) is over.
 
-        If no hook has fired in the outer one, the end is known only by counting.
+        If no hook has fired in the outer one, the end is known only by counting: as many as in an
+        earlier backward in which none ever did. The first such backward is noticed by ``step()``.
         """
-        if not self._has_outer_end and self._num_fires == self._expected_fires:
+        if not self._has_outer_end and self._num_fires == self._nested_fires:
             self._on_backward_end()
 
     @eager
@@ -335,11 +336,12 @@ class Reducer:
     def _learn(self) -> None:
         if not self._num_fires:
             return
-        is_first = self._expected_fires < 0
         slots = self._reduction.slot_of.values()
         once = all(slot.fires <= self._num_passes for slot in slots)
-        self._fires_once = once and (is_first or self._fires_once)
-        self._expected_fires = self._num_fires
+        self._fires_once = once and (self._is_first or self._fires_once)
+        self._is_first = False
+        if not self._has_outer_end:
+            self._nested_fires = self._num_fires // self._num_passes
 
 
 class _GradientHook:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import CommError, ConfigError, MismatchError
 from hpctrain.runtime.world import current
@@ -207,3 +208,21 @@ def test_a_bucket_of_a_world_that_was_shut_down_is_refused(hvd):
 def test_a_distributed_optimizer_is_not_copied(hvd):
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(distributed(hvd, make_model()))
+
+
+@MANY
+def test_a_checkpointed_part_that_looks_like_a_whole_backward_does_not_end_it(hvd):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = distributed(hvd, model)
+    x = torch.ones(2, 3).double()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model[1](x).sum().backward()  # two hooks
+        optimizer.step()
+        optimizer.zero_grad()
+        if hvd.rank():  # two hooks inside, then two more
+            checkpoint(model[1], model[0](x), use_reentrant=True).sum().backward()
+        optimizer.step()  # in place of a backward on rank 0, which meets the others once
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
