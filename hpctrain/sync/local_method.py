@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from hpctrain.comm.eager import eager
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.errors import ConfigError
@@ -120,6 +121,7 @@ class LocalMethod:
         self.synchronize()
         self._end_step()
 
+    @eager
     def synchronize(self) -> None:
         """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
 
@@ -302,6 +304,7 @@ class LocalMethod:
         self.rounds.flags = flags
         self._gradients.raise_flags(flags)
 
+    @eager
     def _end_step(self) -> None:
         synchronous = self._gradients.is_synchronous
         if synchronous:  # looked at here, as the phase may end with this step

@@ -32,3 +32,27 @@ def test_a_compiled_step_is_the_plain_one(hvd):
     for _ in range(3):
         assert torch.equal(compiled(0), train(1))
     assert largest_difference(*models) == 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.limit(180)
+def test_a_compiled_local_step_is_the_plain_one(hvd):
+    torch.compiler.reset()
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    hvd.broadcast_parameters(models[0].state_dict())
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    methods = [hvd.LocalSGD(m, o, steps=2) for m, o in zip(models, optimizers, strict=True)]
+    x = torch.full((2, 4), 1.0 + hvd.rank()).double()
+
+    def train(index):
+        optimizers[index].zero_grad()
+        models[index](x).square().mean().backward()
+        optimizers[index].step()
+
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(4):
+        compiled(0)
+        train(1)
+    assert largest_difference(*models) == 0
+    assert methods[0].facts["rounds"] == methods[1].facts["rounds"] == 2
