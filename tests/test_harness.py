@@ -270,7 +270,7 @@ def test_a_feature_is_looked_for_before_any_fixture_is_made(launch):
 
         @pytest.mark.requires("root")
         def test_second(cluster): pass
-    """, ranks=1, PATH="/nowhere")  # fmt: skip
+    """, ranks=1, HPCTRAIN_REQUIRE="", PATH="/nowhere")  # fmt: skip
     assert done.outcomes() == {"test_first": "skipped", "test_second": "skipped"}
 
 

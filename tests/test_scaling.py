@@ -20,6 +20,7 @@ ALLOWED = {
     # Replicas, not gradients; the weight is decided in sync/rounds.py:
     "sync/averaging.py": "a replica, by its rank's weight",
     "sync/anchored.py": "momentum of the outer step",
+    "sync/averaged_state.py": "optimizer state, by the share of the ranks that have it",
     # No gradients:
     "runtime/named/reducing.py": "factors and averages of integers, for which there is no scale",
 }

@@ -156,10 +156,11 @@ class _Task(NamedTuple):
         indices: NDArray[np.int64],
         epoch: int,
         seed: int,
-        on_sample: OnSample,
+        on_sample: OnSample | None = None,
     ) -> Any:
         def begin(index: int) -> None:
-            on_sample(index)
+            if on_sample is not None:
+                on_sample(index)
             begin_generators(np.array([index]), epoch, seed)
 
         columns = self.dataset.take(indices)

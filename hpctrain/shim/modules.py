@@ -28,7 +28,7 @@ _HALF = "hpctrain.compress.half"
 _UTIL = "hpctrain.shim.util"
 
 _LOCAL = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
-_OWN = {"__version__", "elastic", "is_homogeneous", "run", *_LOCAL}
+_OWN = {"__version__", "check_replicas", "elastic", "is_homogeneous", "run", "shard", *_LOCAL}
 """What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
 _TRAINING = {"DistributedOptimizer", "SyncBatchNorm"}
 _FUNCTIONS = {

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from hpctrain.data.format.alone import LOCK
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.repair import Plan, repair
 from hpctrain.data.writer import ShardWriter
@@ -27,7 +28,7 @@ def write(folder, comm, key):
 def test_a_data_set_is_on_disk_when_its_manifest_is_there(disk, comm, folder, key):
     def watch(target):
         if target.name == MANIFEST:
-            disk.faults.extend(disk.lost(MANIFEST, below=folder))
+            disk.faults.extend(disk.lost(MANIFEST, LOCK, below=folder))
         if target.name.endswith(".journal"):
             told = json.loads(target.with_name(target.name + PART).read_text())
             for name in (record["file"] for record in told["shards"]):
