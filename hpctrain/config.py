@@ -213,6 +213,16 @@ def read(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
     return {name: said for name, said in found.items() if said is not None}
 
 
+def may_be_alone(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether HPCTRAIN_ALONE allows a world of one; no other variable is read.
+
+    Raises:
+        ConfigError: its value is not valid.
+    """
+    said = _read("alone", _flag, os.environ if environ is None else environ)
+    return said is not None and said.value
+
+
 def _read(name: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Given | None:
     variable = PREFIX + name.upper()
     if (text := environ.get(variable)) is None:
