@@ -130,7 +130,7 @@ class Oracle:
                 self.shared.discard(ps[0])
                 self.base.pop(ps[0], None)
                 continue
-            alike = all(g is not None and torch.equal(g, grads[0]) for g in grads)
+            alike = all(g is not None and equal(g, grads[0]) for g in grads)
             olds = before.get(ps[0])
             edited = olds and any(changed(p, old) for p, old in zip(ps, olds, strict=True))
             if ps[0] in self.shared and not alike:
@@ -138,6 +138,10 @@ class Oracle:
                 self.may_refuse = "gradients that differ were set by hand"
             elif ps[0] not in self.shared and edited and one.sums:
                 self.may_refuse = self.unclear = "local gradients were edited, and then summed"
+
+
+def equal(one, other):
+    return one.shape == other.shape and one.allclose(other, 0.0, 0.0, equal_nan=True)
 
 
 def changed(parameter, old):
