@@ -7,7 +7,7 @@ backward ends                    complete      waits; ``.grad`` is the average f
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,8 @@ class Reducer:
         """Why these gradients are no longer reduced here, if so."""
         self._gradient_hook = _GradientHook(self)
         self._hooks: list[RemovableHandle] = []
+        self._hooked: dict[int, int] = {}
+        """By parameter: what torch had hooked; a conversion may swap it for another."""
         reduction.enter(self)
         reduction.build(self._today())
         self._hook_anew()
@@ -189,6 +191,10 @@ class Reducer:
         for name, parameter in self._parameters():
             if self._is_hooked(parameter) or not _can_have_gradient(parameter):
                 continue
+            self._hooked[id(parameter)] = parameter._cdata  # noqa: SLF001 - of what torch hooks
+            if self._gradient_hook in _hooks_of(parameter):
+                _rearm(parameter)
+                continue
             self._take_over(parameter, name)
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # torch hooks no frozen parameter
@@ -200,14 +206,13 @@ class Reducer:
 
     def _hook_anew(self) -> None:
         self.hook()
-        self._slots = {id(parameter): slot for parameter, slot in self._reduction.slot_of.items()}
         # The first step keeps everything to its end and learns how often each hook fires.
         self._is_first, self._fires_once = True, False
         self._nested_fires = -1
 
     def _take_over(self, parameter: Parameter, name: str) -> None:
         """Tell an older optimizer that reduces this gradient that another does from now on."""
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # noqa: SLF001
+        for hook in _hooks_of(parameter):
             other = hook.reducer() if isinstance(hook, _GradientHook) else None
             if other is not None and self._is_exclusive and other._is_exclusive:  # noqa: SLF001
                 other._superseded = name  # noqa: SLF001
@@ -239,7 +244,7 @@ class Reducer:
 
     def _before_sum(self, parameter_id: int) -> None:
         """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
-        slot = self._slots.get(parameter_id)
+        slot = self._reduction.slot_by_id.get(parameter_id)
         if not self.is_on or self._superseded or slot is None or not slot.is_result:
             return
         if slot.holds_result:
@@ -269,11 +274,21 @@ class Reducer:
     def _on_nested_end(self) -> None:
         """A backward inside backward (reentrant checkpointing) is over.
 
-        If no hook has fired in the outer one, the end is known only by counting: as many as in an
-        earlier backward in which none ever did. The first such backward is noticed by ``step()``.
+        If no hook has fired in the outer one, the end is known by counting: all have fired, or as
+        many as in an earlier backward in which none ever did. Else ``step()`` reduces.
         """
-        if not self._has_outer_end and self._num_fires == self._nested_fires:
+        if not self._has_outer_end and (
+            self._num_fires == self._nested_fires or self._have_all_fired()
+        ):
             self._on_backward_end()
+
+    def _have_all_fired(self) -> bool:
+        """Say whether every trained parameter has got a gradient in this backward."""
+        return all(
+            slot.fires > self._passes_done
+            for slot in self._reduction.slot_of.values()
+            if slot.parameter.requires_grad
+        )
 
     @eager
     def _on_backward_end(self) -> None:
@@ -317,8 +332,8 @@ class Reducer:
         return None if is_hooked and self._reduction.fits(today) else today
 
     def _is_hooked(self, parameter: Parameter) -> bool:
-        hooks = parameter._post_accumulate_grad_hooks or {}  # noqa: SLF001
-        return self._gradient_hook in hooks.values()
+        is_armed = self._hooked.get(id(parameter)) == parameter._cdata  # noqa: SLF001
+        return is_armed and self._gradient_hook in _hooks_of(parameter)
 
     def _on_pass_end(self) -> None:
         self._complete(None if self._takes_early else self._changed())
@@ -375,6 +390,16 @@ class _SumHook:
 def _remove(hooks: "list[RemovableHandle]") -> None:
     while hooks:
         hooks.pop().remove()
+
+
+def _hooks_of(parameter: Parameter) -> Collection[object]:
+    return (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001
+
+
+def _rearm(parameter: Parameter) -> None:
+    """Hook a parameter again whose inside was swapped: only the Python side knows its hooks."""
+    for hooks in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        setattr(parameter, hooks, getattr(parameter, hooks))
 
 
 def _can_have_gradient(parameter: torch.Tensor) -> bool:

@@ -84,6 +84,7 @@ class Reduction:
         self._member = 0
         self._is_first = True
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
+        self.slot_by_id: dict[int, Slot | SparseSlot] = {}
         self._comm, self._plan, self._codec, self._options = comm, plan, codec, options
         self._parameters: NamedParameters = ()
         self._buckets: list[GradientBucket] = []
@@ -276,6 +277,7 @@ class Reduction:
         self._sparse = [SparseSlot(n, p, apart[p]) for n, p in self._parameters if p in apart]
         self.slot_of = {slot.parameter: slot for slot in self._dense}
         self.slot_of |= {slot.parameter: slot for slot in self._sparse}
+        self.slot_by_id = {id(parameter): slot for parameter, slot in self.slot_of.items()}
         for slot in self._dense:
             slot.sparse_dim = self._sparse_dims.get(slot.parameter)
         self._codec.forget()

@@ -6,6 +6,7 @@ import torch
 from hpctrain.compress.identity import Identity
 from hpctrain.runtime.world import current
 from hpctrain.sync.anchored import AnchoredAveraging, Outer
+from hpctrain.sync.averaged_tensors import Tensors
 from tests.sync.local_methods import METHODS, Normed, replica_of, train
 from tests.sync.training import sgd
 
@@ -21,7 +22,7 @@ def squared_distances(rank: int) -> list[float]:
     """Average numbers that other ranks do not have, again and again; how far they were apart."""
     own = torch.zeros(3000, dtype=torch.float64)
     averaging = AnchoredAveraging(
-        current().comm, Identity(), lambda: [("own", own)], 4096, node_comm(), Outer()
+        current().comm, Identity(), Tensors(lambda: [("own", own)]), 4096, node_comm(), Outer()
     )
     found = []
     for number in range(ROUNDS):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import ConfigError, ReplicaError
+from hpctrain.errors import ConfigError, MismatchError, ReplicaError
 from hpctrain.train.loop import Outcome
 from hpctrain.train.metrics import read
 from tests.train.job import Job
@@ -10,9 +10,17 @@ from tests.train.job import Job
 SHORT = ["train.epochs=1", "checkpoint.every=none"]
 
 
+@pytest.fixture
+def no_samples(monkeypatch):
+    """Leave out the sample of the weights that each step compares, which would find it before."""
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "off")
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("every", "step"), [("test", 6), ("2", 4), ("never", None)])
-def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shared, every, step):
+def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(
+    no_samples, here, configure, shared, every, step
+):
     parting = ["model.target=tests.train.problem:Parting", f"train.check_replicas={every}"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
     if step is None:
@@ -24,6 +32,14 @@ def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shar
     here.comm.barrier()
     record = read(job.directory.metrics)[-1]
     assert (record["event"], record["step"]) == ("failed", step)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_finds_it_too(here, configure, shared):
+    parting = ["model.target=tests.train.problem:Parting", "train.check_replicas=never"]
+    job = Job(here, configure, shared / "run", *SHORT, *parting)
+    with pytest.raises(MismatchError, match=r"parted before step .*network\.4\.weight"):
+        job.part()
 
 
 @pytest.mark.ranks(2)
