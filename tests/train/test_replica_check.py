@@ -18,9 +18,8 @@ def no_samples(monkeypatch):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("every", "step"), [("test", 6), ("2", 4), ("never", None)])
-def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(
-    no_samples, here, configure, shared, every, step
-):
+@pytest.mark.usefixtures("no_samples")
+def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shared, every, step):
     parting = ["model.target=tests.train.problem:Parting", f"train.check_replicas={every}"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
     if step is None:
