@@ -72,7 +72,8 @@ class Disk:
     def _keep(self, path: Path) -> None:
         place = self._place(path)
         if path.is_dir():
-            names = {entry.name: entry.lstat().st_ino for entry in path.iterdir()}
+            with os.scandir(path) as entries:  # other ranks may remove some of them meanwhile
+                names = {entry.name: entry.inode() for entry in entries}
             place.write_text(json.dumps(names))
         else:
             place.write_bytes(path.read_bytes())
