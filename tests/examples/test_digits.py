@@ -8,10 +8,12 @@ from tests.train.starting import ROOT, last_line, start
 
 
 @pytest.mark.launches
+@pytest.mark.limit(420)
 def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     done = start(
         *("-m", "hpctrain", "train", ROOT / "examples/digits.toml"),
         *("--set", f"data.args.folder={tmp_path}/data", "--set", f"output_dir={tmp_path}/out"),
+        *("--set", "train.epochs=20"),
         num_ranks=4,
         nodes=2,
     )

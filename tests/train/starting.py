@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain.launch import mpiexec
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 150
+LIMIT_S = 360
 
 
 def start(
