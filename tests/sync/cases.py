@@ -66,6 +66,15 @@ class Side:
     def backward(self, batch: int = 0) -> None:
         self.loss(batch).backward()
 
+    def closure(self, batch: int) -> Callable[[], Tensor]:
+        def again() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            return loss
+
+        return again
+
     def step(self, batch: int = 0) -> None:
         self.optimizer.zero_grad()
         self.backward(batch)

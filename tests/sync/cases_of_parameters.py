@@ -263,14 +263,7 @@ def dropped_between_two_passes(side):
 def closure_with_one_of_two_passes(side):
     with_passes(side, 2)
     for batch in range(2):
-
-        def again(batch=batch):
-            side.optimizer.zero_grad()
-            loss = side.loss(batch)
-            loss.backward()
-            return loss
-
-        side.optimizer.step(again)
+        side.optimizer.step(side.closure(batch))
 
 
 @case()
@@ -278,12 +271,5 @@ def several_closures_of_one_step(side):
     side.net = type(side.net)()
     plain = torch.optim.LBFGS(side.net.parameters(), lr=0.05, max_iter=3)
     side.optimizer = side.wrap(plain)
-
-    def again():
-        side.optimizer.zero_grad()
-        loss = side.loss(0)
-        loss.backward()
-        return loss
-
-    side.optimizer.step(again)
-    side.step = lambda _: side.optimizer.step(again)
+    side.optimizer.step(side.closure(0))
+    side.step = lambda _: side.optimizer.step(side.closure(0))
