@@ -22,6 +22,7 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.trace import Trace
 from hpctrain.config import Settings
 from hpctrain.errors import ConfigError, NotInitializedError
+from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, install
 from hpctrain.runtime.controllers import Controllers
 from hpctrain.runtime.exit import leave
@@ -177,6 +178,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
+    lazy_dynamo.install()
     ranks = find_world(chosen)
     hooks = install(ranks, settings.log_dir) if ranks else None  # from here on nobody fails alone
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None

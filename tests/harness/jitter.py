@@ -1,6 +1,7 @@
 """Ranks that come late: seeded sleeps around what they do together."""
 
 import functools
+import pkgutil
 import random
 import time
 from collections.abc import Callable
@@ -8,21 +9,17 @@ from typing import Any
 
 import pytest
 
-from hpctrain.comm.hierarchical import HierarchicalCommunicator
-from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.comm.rail import Rail
-from hpctrain.comm.shared_memory import SharedMemory
-
 MOST_S = 0.004
 """Longest sleep; what a rank does between two barriers of a small test takes far less."""
 
 TOGETHER = {
-    SharedMemory: ("barrier",),
-    Rail: ("allreduce_by",),
-    MpiCommunicator: ("barrier", "broadcast_", "allgather_object", "agree"),
-    HierarchicalCommunicator: ("allreduce_",),
+    "hpctrain.comm.shared_memory:SharedMemory": ("barrier",),
+    "hpctrain.comm.rail:Rail": ("allreduce_by",),
+    "hpctrain.comm.mpi:MpiCommunicator": ("barrier", "broadcast_", "allgather_object", "agree"),
+    "hpctrain.comm.hierarchical:HierarchicalCommunicator": ("allreduce_",),
 }
-"""Methods in which ranks wait for each other, where each of them ends up."""
+"""Methods in which ranks wait for each other, where each of them ends up. By name: most launches
+of tests need neither these nor torch, which takes two seconds of a core on every rank."""
 
 
 class Jitter:
@@ -53,6 +50,7 @@ class Jitter:
 
     def start(self, patch: pytest.MonkeyPatch) -> None:
         """Let this process be late wherever its ranks wait for each other."""
-        for owner, names in TOGETHER.items():
+        for place, names in TOGETHER.items():
+            owner = pkgutil.resolve_name(place)
             for name in names:
                 patch.setattr(owner, name, self.around(getattr(owner, name)))
