@@ -15,7 +15,7 @@ from hpctrain.errors import NotInitializedError
 from hpctrain.runtime.timeline import switch
 from hpctrain.runtime.timeline.timeline import Timeline
 from hpctrain.runtime.timeline.timelines import Timelines
-from hpctrain.runtime.timeline.trace_file import TraceFile
+from tests.full_disk import largest_file
 
 MOVED = Traffic(node_bytes=100, rail_bytes=50, waited_s=0.001, rail_s=0.002)
 
@@ -190,17 +190,13 @@ def test_threads_may_record_at_once(tmp_path):
     assert "late" not in (tmp_path / "t.json").read_text()
 
 
-def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, caplog):
     timeline = Timeline(tmp_path / "t.json", 0, 1)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(TraceFile, "append", full)
+    with largest_file((tmp_path / "t.json").stat().st_size + 50):
+        record(timeline)
+        timeline.close()
     record(timeline)
-    timeline.close()
-    record(timeline)
-    assert "No space left on device" in caplog.text
+    assert "File too large" in caplog.text
     assert json.loads((tmp_path / "t.json").read_text())
 
 

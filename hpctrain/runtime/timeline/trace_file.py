@@ -33,11 +33,19 @@ class TraceFile:
             return
         text = (",\n" if self._num_bytes else "[\n") + ",\n".join(events)
         data = text.encode()
-        written = 0
-        whole = data + _END
-        while written < len(whole):
-            written += os.pwrite(self._file, whole[written:], self._num_bytes + written)
+        try:
+            self._write(data + _END)
+        except OSError:
+            os.ftruncate(self._file, self._num_bytes)
+            self._write(_END if self._num_bytes else b"")
+            raise
         self._num_bytes += len(data)
+
+    def _write(self, data: bytes) -> None:
+        """Write behind the last event."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, data[written:], self._num_bytes + written)
 
     def close(self) -> None:
         """Write nothing more."""
