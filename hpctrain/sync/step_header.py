@@ -103,7 +103,7 @@ class StepHeader:
         self,
         comm: Communicator,
         mine: Announcement | None,
-        sample: Callable[[int], Mapping[str, int]] = lambda _: {},
+        sample: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> Opening:
         """Tell all ranks, and hear what they say together. Collective.
 
@@ -145,26 +145,31 @@ class StepHeader:
         return True
 
     def _weights_differ(
-        self, comm: Communicator, opening: Opening, sample: Callable[[int], Mapping[str, int]]
+        self, comm: Communicator, opening: Opening, sample: Callable[[int], Mapping[str, str]]
     ) -> None:
-        """Raise where replicas have parted; tell once where they never were alike."""
-        is_error = opening.is_strict and opening.member in self._were_equal
-        if opening.member in self._were_told and not is_error:
+        """Raise where replicas have parted; those that never were alike may take one step so."""
+        member, step = opening.member, opening.step
+        is_known = member in self._were_told
+        is_error = opening.is_strict and (is_known or member in self._were_equal)
+        if is_known and not is_error:
             return
-        self._were_told.add(opening.member)
-        whose = _first_difference(comm.allgather_object(sample(opening.step)))
+        self._were_told.add(member)
+        whose = _first_difference(comm.allgather_object(sample(step)))
+        text = (
+            f"the replicas have parted before step {step}: {whose}; change weights, learning "
+            f"rates and optimizer state on all ranks alike, take equally many steps, or broadcast "
+            f"what differs with hvd.broadcast_parameters()"
+            if member in self._were_equal
+            else f"the ranks train from different weights at step {step}: {whose}; call "
+            f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
+            f"weights were loaded"
+        )
         if is_error:
             raise MismatchError(
-                f"the replicas have parted before step {opening.step}: {whose}; change weights, "
-                f"learning rates and optimizer state on all ranks alike, or broadcast them with "
-                f"hvd.broadcast_parameters(); HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors "
-                f"that round differently"
+                f"{text}; HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors that round "
+                f"differently"
             )
         if comm.rank == 0:
-            text = (
-                f"the ranks train from different weights at step {opening.step}: {whose}; call "
-                f"hvd.broadcast_parameters(model.state_dict()) before the first step"
-            )
             logs.warn_merged([[text]])
 
 
@@ -263,11 +268,11 @@ def _common(sums: Sequence[float]) -> int:
     return int(sums[1] // sums[0]) if sums[0] else 0
 
 
-def _first_difference(of_ranks: Sequence[Mapping[str, int]]) -> str:
+def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Name a parameter whose checksum differs, and the ranks."""
     for name in next((names for names in of_ranks if names), ()):
-        seen = [None if name not in one else f"{one[name]:08x}" for one in of_ranks]
-        if len({checksum for checksum in seen if checksum is not None}) > 1:
+        seen = [one.get(name) for one in of_ranks]
+        if len(set(seen) - {None}) > 1:
             return f"the checksums of {name} are {by_rank(seen)}"
     return "the parameters that are compared are not the same"
 

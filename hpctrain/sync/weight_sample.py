@@ -33,9 +33,13 @@ class WeightSample:
             total = crc32(_bytes_of(parameter, num_bytes, step), total)
         return total
 
-    def by_name(self, step: int) -> dict[str, int]:
-        """Return the checksum of each parameter that is looked at in this step."""
-        return {name: crc32(_bytes_of(p, n, step)) for name, p, n in self._due(step)}
+    def by_name(self, step: int) -> dict[str, str]:
+        """Return, for people, the checksum of each parameter that is looked at in this step."""
+        notes = {True: "", False: " (not finite)"}
+        return {
+            name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
+            for name, p, n in self._due(step)
+        }
 
     def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
         count = len(self._parameters)

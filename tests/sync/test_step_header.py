@@ -56,16 +56,29 @@ def test_a_replica_that_parts_is_named_at_the_next_step(hvd):
 
 
 @MANY
-def test_weights_that_never_were_the_same_are_told_once(hvd, caplog):
+def test_weights_that_never_were_the_same_are_told_and_then_an_error(hvd, caplog):
     model = make_model()
     with torch.no_grad():
         model[0].weight.add_(hvd.rank())
     optimizer = distributed(hvd, model)
-    for _ in range(3):
-        step(hvd, model, optimizer)
+    step(hvd, model, optimizer)
     told = warnings_of(caplog, "broadcast_parameters")
     assert len(told) == (hvd.rank() == 0)
     assert not told or "0.weight" in told[0].getMessage()
+    with pytest.raises(MismatchError, match=r"from different weights at step 1.*0\.weight"):
+        step(hvd, model, optimizer)
+
+
+@MANY
+def test_a_replica_with_nan_is_named_so(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[0] = torch.nan
+    with pytest.raises(MismatchError, match=r"2\.bias.*rank 1: \w+ \(not finite\)"):
+        step(hvd, model, optimizer)
 
 
 @MANY
@@ -100,7 +113,7 @@ def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
         model[0].bias.add_(hvd.rank())
     for _ in range(2):
         step(hvd, model, optimizer)
-    told = warnings_of(caplog, "different weights")
+    told = warnings_of(caplog, "replicas have parted")
     assert len(told) == (hvd.rank() == 0 and setting == "warn")
 
 
