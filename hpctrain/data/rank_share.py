@@ -1,11 +1,12 @@
 """This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from hpctrain.comm.agreement import by_rank, raise_if_any
+from hpctrain.data.identity import identity_of
 from hpctrain.data.loader import Loader
 from hpctrain.data.shared_loader import Counts, SharedLoader, StreamLoader
 from hpctrain.data.stock import Stream
@@ -41,8 +42,9 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
             ``torch.no_grad()``: there a rank without samples gets no batch.
 
     Raises:
-        MismatchError: ``data`` is divided already, cannot be divided or differs between ranks;
-            on every rank.
+        MismatchError: ``data`` is divided already, cannot be divided or differs between ranks, as
+            by a random split with another seed on each; on every rank.
+        ConfigError: several backward passes make a step, and the last batch is a shorter one.
 
     Where this differs from one process: each rank draws its own random numbers for transforms.
     """
@@ -50,14 +52,15 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     refusal = _refusal(data, optimizer)
     facts = f"{type(data).__name__} {_length(data)} {getattr(data, 'batch_size', None)}"
     facts = f"{facts}, {'with' if optimizer else 'without'} an optimizer"
-    heard = allgather_object((refusal, facts, id(data)), name="shard")
-    refusals, all_facts, numbers = zip(*heard, strict=True)
+    heard = allgather_object((refusal, facts, identity_of(data), id(data)), name="shard")
+    refusals, all_facts, identities, numbers = zip(*heard, strict=True)
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
             f"shard() takes the same on every rank, got {by_rank(all_facts)}; let every rank open "
             "the same data"
         )
+    _compare(identities)
     rank, size = topology.rank, topology.size
     if size == 1:
         return data
@@ -67,6 +70,19 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     if isinstance(data, IterableDataset):
         return _StreamPart(data, rank, size)  # type: ignore[return-value]
     return _part(data, rank, size)  # type: ignore[return-value]
+
+
+def _compare(identities: Sequence[Mapping[str, str]]) -> None:
+    """Refuse data sets that hold other samples, or the same in another order."""
+    for name in identities[0]:
+        of_ranks = [one.get(name) for one in identities]
+        if len(set(of_ranks)) > 1:
+            raise MismatchError(
+                f"shard() divides the same data set on every rank, got {name} with the checksums "
+                f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
+                "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
+                "that holds a part for each rank needs no shard()"
+            )
 
 
 def _refusal(data: object, optimizer: object) -> str | None:

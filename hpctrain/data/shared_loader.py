@@ -8,9 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from hpctrain.comm.agreement import by_rank
+from hpctrain.data.identity import identity_of_samples
 from hpctrain.errors import ConfigError, DataError
+from hpctrain.logs import logger
 from hpctrain.runtime.named.reduce_op import Min
-from hpctrain.runtime.objects import broadcast_object
+from hpctrain.runtime.objects import allgather_object, broadcast_object
 from hpctrain.runtime.operations.allreduce import allreduce
 
 BATCHES_PER_MESSAGE = 64
@@ -139,6 +142,7 @@ class StreamLoader(DataLoader[Any]):
         name: str,
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
+        self._is_compared = False
         self._tell = _Teller(optimizer, loader.batch_size, size)
         collate: Callable[..., Any] = loader.collate_fn
         if loader.batch_size is not None:
@@ -167,12 +171,27 @@ class StreamLoader(DataLoader[Any]):
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
         pieces = (list(islice(batches, 1)) for _ in count())
-        for ((batch, mine, total),) in self._together(pieces, 1):
+        for ((batch, mine, total, identity),) in self._together(pieces, 1):
+            if not self._is_compared:
+                self._compare(identity)
             if is_training:
                 self._tell.check(total)
                 self._tell(mine)
             if is_training or mine:
                 yield batch
+
+    def _compare(self, identity: str) -> None:
+        """Tell once if the ranks have not read the same first batch. Collective."""
+        self._is_compared = True
+        heard = allgather_object(identity, name=self._name)
+        if len(set(heard)) > 1 and self._rank == 0:
+            logger.warning(
+                "shard() takes every %dth sample of what each rank reads whole, and the first "
+                "batches differ, by the checksums %s: let the data set give every rank the same "
+                "samples in the same order, without dividing by rank and with the same seed",
+                self._size,
+                by_rank(heard),
+            )
 
     def _together(self, found: Iterable[list[Any]], wanted: int) -> Iterator[list[Any]]:
         """Yield until some rank has fewer batches than are wanted in a step."""
@@ -184,21 +203,24 @@ class StreamLoader(DataLoader[Any]):
 
 
 class _CollateShare:
-    """Makes a batch of this rank's samples, and tells how many these and all are."""
+    """Makes a batch of this rank's samples; tells how many these and all are, and what was first."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size
+        self._has_begun = False
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, int, int]:
+    def __call__(self, samples: list[Any]) -> tuple[Any, int, int, str]:
         mine = samples[self._rank :: self._size]
-        return self._collate(mine or samples[:1]), len(mine), len(samples)
+        identity = "" if self._has_begun else identity_of_samples(samples)
+        self._has_begun = True
+        return self._collate(mine or samples[:1]), len(mine), len(samples), identity
 
 
 class _Teller:
     """Tells an optimizer what each batch counts, if there is one."""
 
     def __init__(self, optimizer: Counts | None, batch_size: int | None, size: int) -> None:
-        self._optimizer, self._size = optimizer, size
+        self._optimizer, self._size, self._batch_size = optimizer, size, batch_size
         self._nominal = (batch_size or size) / size
 
     def __call__(self, num_samples: int) -> None:
@@ -206,13 +228,20 @@ class _Teller:
             self._optimizer.set_num_samples(num_samples, self._nominal)
 
     def check(self, num_samples: int) -> None:
-        """Refuse a batch of all ranks that cannot be divided evenly, unless it is weighted."""
+        """Refuse a batch of all ranks that would count for too much or too little."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
                 f"without an optimizer to weight gradients all ranks have equally many samples, "
                 f"got a batch of {num_samples} for {self._size} ranks; say shard(loader, "
                 "optimizer), or take drop_last=True and a batch size that divides; evaluate below "
                 "torch.no_grad()"
+            )
+        passes = getattr(self._optimizer, "backward_passes_per_step", 1)
+        if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
+            raise ConfigError(
+                f"backward_passes_per_step={passes} adds up batches that count alike, got one of "
+                f"{num_samples} samples where batch_size is {self._batch_size}; take "
+                f"drop_last=True, or leave the argument out and step after {passes} passes"
             )
 
 

@@ -7,11 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 import hpctrain
@@ -250,6 +253,81 @@ def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
     if world.size > 1:
         with pytest.raises(MismatchError, match=r"the same on every rank, got rank"):
             hpctrain.shard(Numbers(20 + world.rank))
+
+
+class Labelled(Dataset):
+    def __init__(self, seed):
+        self.labels = torch.randperm(100, generator=torch.Generator().manual_seed(seed))
+        self.noise = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.labels[index]
+
+
+def split(seed):
+    return random_split(NUMBERS, [20, 2], generator=torch.Generator().manual_seed(seed))[0]
+
+
+OTHERS = {
+    "Subset.indices": split,
+    "DataLoader.dataset.indices": lambda seed: DataLoader(split(seed)),
+    "ConcatDataset.datasets.1.labels": lambda seed: ConcatDataset([Numbers(100), Labelled(seed)]),
+    "TensorDataset.tensors.1": lambda seed: TensorDataset(torch.ones(100), Labelled(seed).labels),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(world, name):
+    hpctrain.shard(OTHERS[name](5))
+    with pytest.raises(MismatchError, match=rf"got {name} with the checksums rank.*same seed"):
+        hpctrain.shard(OTHERS[name](int(world.rank == 1)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_numbers_that_may_round_differently_are_not_compared(world):
+    data = Labelled(0)
+    data.noise += world.rank
+    assert hpctrain.shard(DataLoader(data, batch_size=2 * world.size))
+
+
+class Streamed(IterableDataset):
+    """Noise that is another on each rank, and a number."""
+
+    def __init__(self, noise, step):
+        self.noise, self.step = noise, step
+
+    def __iter__(self):
+        numbers = range(int(self.noise) % self.step, 36, self.step)
+        return ((torch.full((3,), self.noise), number) for number in numbers)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_divides_itself_is_told(world, num_workers, caplog):
+    rank, size = world.rank, world.size
+    for step, told in ((1, 0), (size, rank == 0)):
+        data = Streamed(float(rank), step)
+        loader = hpctrain.shard(DataLoader(data, batch_size=size, num_workers=num_workers))
+        for _ in range(2):
+            list(loader)
+        assert caplog.text.count("the first batches differ") == told
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_short_batch_among_passes_of_a_step_is_refused_before_the_first():
+    model = nn.Linear(1, 1)
+    wrapped = hpctrain.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+    )
+    loader = hpctrain.shard(DataLoader(Numbers(22), batch_size=4), wrapped)
+    with pytest.raises(ConfigError, match=r"got one of 2 samples where batch_size is 4"):
+        iter(loader)
+    wrapped.set_backward_passes_per_step(1)
+    assert len(list(loader)) == 6
 
 
 class Failing:
