@@ -203,7 +203,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 class _CollateShare:
-    """Makes a batch of this rank's samples; tells their number, that of all, and which they were."""
+    """Makes a batch of this rank's samples, with their number, that of all, and a checksum."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
         self._collate, self._rank, self._size = collate, rank, size

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from hpctrain.sync.gradient_buckets import Slot
+    from hpctrain.sync.sparse_gradients import SparseSlot
+
 ParameterSource = Callable[[], NamedParameters]
 
 
@@ -68,6 +71,8 @@ class Reducer:
         self._num_passes = passes
         self._is_reduced = False
         self._passes_done = 0
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        """Gradients that wait for another pass, with how often they were written."""
         self._forget_backward()
         self._superseded = ""
         """Why these gradients are no longer reduced here, if so."""
@@ -143,7 +148,7 @@ class Reducer:
         by_hand = self._reduction.changed_by_hand(changed) if self._is_reduced else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            self._complete(changed, by_hand)
+            self._complete(changed, by_hand, changed_early=self._were_changed_early())
         return is_due
 
     @eager
@@ -247,14 +252,9 @@ class Reducer:
         slot = self._reduction.slot_by_id.get(parameter_id)
         if not self.is_on or self._superseded or slot is None or not slot.is_result:
             return
-        if slot.holds_result:
-            if not self._reduction.keeps_result:
-                slot.forget_result()
-        elif slot.parameter.grad is not None:
-            raise CommError(
-                f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
-                f"step() or optimizer.zero_grad() in between"
-            )
+        self._check_sum(slot)
+        if slot.holds_result and not self._reduction.keeps_result:
+            slot.forget_result()
         slot.is_result = False
 
     def _enter_graph_task(self, task: int) -> None:
@@ -296,6 +296,8 @@ class Reducer:
         if self._passes_done >= self._num_passes:
             self._on_pass_end()
         else:
+            grads = ((p, p.grad) for p in self._reduction.slot_of)
+            self._seen = {p: (g, g._version) for p, g in grads if g is not None}  # noqa: SLF001
             self._forget_backward()
 
     def _break_off(self) -> None:
@@ -335,16 +337,45 @@ class Reducer:
         is_armed = self._hooked.get(id(parameter)) == parameter._cdata  # noqa: SLF001
         return is_armed and self._gradient_hook in _hooks_of(parameter)
 
+    def _were_changed_early(self) -> bool:
+        """Say whether a gradient that waits for another pass is not what backward has left."""
+        if not self._passes_done:
+            return False
+        for parameter in self._reduction.slot_of:
+            grad = parameter.grad
+            seen, version = self._seen.get(parameter, (None, 0))
+            if grad is not None and (grad is not seen or grad._version != version):  # noqa: SLF001
+                return True
+        return False
+
     def _on_pass_end(self) -> None:
+        for slot in self._reduction.slot_of.values():
+            self._check_sum(slot)
         self._complete(None if self._takes_early else self._changed())
 
-    def _complete(self, changed: NamedParameters | None, by_hand: int | None = None) -> None:
+    def _check_sum(self, slot: "Slot | SparseSlot") -> None:
+        """Refuse to add to a sum that was replaced: nobody can tell what part of it is whose."""
+        is_sum = not self._reduction.average
+        if is_sum and slot.is_result and slot.is_touched and slot.parameter.grad is not None:
+            raise CommError(
+                f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
+                f"step() or optimizer.zero_grad() in between"
+            )
+
+    def _complete(
+        self,
+        changed: NamedParameters | None,
+        by_hand: int | None = None,
+        *,
+        changed_early: bool = False,
+    ) -> None:
         self._learn()
-        self._reduction.complete(changed, by_hand=by_hand)
+        self._reduction.complete(changed, by_hand=by_hand, changed_early=changed_early)
         self._note("gradients")
         if changed is not None:
             self._hook_anew()
         self._passes_done = 0
+        self._seen = {}
         self._is_reduced = True
         self._forget_backward()
 

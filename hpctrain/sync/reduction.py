@@ -162,7 +162,7 @@ class Reduction:
             return
         while self._next_bucket < len(self._buckets) and self._is_full(self._next_bucket):
             if self._next_bucket == 0:
-                mine = self._announce(False, self._filled_new_sparse, None)  # noqa: FBT003
+                mine = self._announce(new_sparse=self._filled_new_sparse)
                 self._works.append(self._run(self._open, mine))
             self._launch_next()
 
@@ -197,6 +197,7 @@ class Reduction:
         changed: NamedParameters | None = None,
         *,
         by_hand: int | None = None,
+        changed_early: bool = False,
         opening: Opening | None = None,
     ) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
@@ -206,6 +207,7 @@ class Reduction:
                 buckets are then laid out anew. All ranks give some, or none does.
             by_hand: of ``changed_by_hand``, where gradients were reduced in this step already.
                 What all ranks have done alike stays as it is; else what is there is reduced.
+            changed_early: whether gradients were changed after a pass that was not the last one.
             opening: how the other ranks have begun, for one that only takes part.
 
         Raises:
@@ -215,7 +217,12 @@ class Reduction:
         if opening is not None:
             self._take(opening)
         elif not self.has_sent:
-            mine = self._announce(changed is not None, self._has_new_sparse(), by_hand)
+            mine = self._announce(
+                outdated=changed is not None,
+                new_sparse=self._has_new_sparse(),
+                by_hand=by_hand,
+                changed_early=changed_early,
+            )
             self._clocked(self._run(self._open, mine).wait)
         is_kept = self._opening is not None and self._opening.changed_alike
         if changed is not None:
@@ -371,7 +378,14 @@ class Reduction:
         for work in self._works:
             work.wait()
 
-    def _announce(self, outdated: bool, new_sparse: bool, by_hand: int | None) -> Announcement:  # noqa: FBT001
+    def _announce(
+        self,
+        *,
+        new_sparse: bool,
+        outdated: bool = False,
+        by_hand: int | None = None,
+        changed_early: bool = False,
+    ) -> Announcement:
         compares = self._options.check_weights != "off" and self.step is not None and not outdated
         mine = Announcement(
             member=self._member,
@@ -382,6 +396,7 @@ class Reduction:
             new_sparse=new_sparse,
             by_hand=by_hand,
             keeps_sums=by_hand is not None and not self.average and self._has_gradients(),
+            changed_early=changed_early,
             weights=fingerprint(self._sample.checksum(self.step or 0)) if compares else None,
             first=self._first_fingerprint() if self._is_first else None,
             is_strict=self._options.check_weights == "error",

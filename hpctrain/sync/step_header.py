@@ -43,6 +43,8 @@ class Announcement:
     """Fingerprint of reduced gradients that the program has replaced or dropped; None for none."""
     keeps_sums: bool = False
     """With ``by_hand`` and a sum: whether something is left of it, or was put in its place."""
+    changed_early: bool = False
+    """Whether gradients were changed between a pass that was not the last and ``step()``."""
     needs_all: bool = False
     """Whether no rank may have joined."""
     weights: int | None = None
@@ -181,7 +183,7 @@ def fingerprint(checksum: int) -> int:
 def _words(mine: Announcement | None) -> list[float]:
     """Return what one rank adds to the message."""
     if mine is None:
-        return [1.0, *[0.0] * (5 * 3 + 7 + NUM_FLAGS)]
+        return [1.0, *[0.0] * (5 * 3 + 8 + NUM_FLAGS)]
     step = None if mine.step is None else fingerprint(mine.step)
     return [
         0.0,
@@ -195,6 +197,7 @@ def _words(mine: Announcement | None) -> list[float]:
         mine.outdated,
         mine.new_sparse,
         mine.keeps_sums,
+        mine.changed_early,
         mine.needs_all,
         mine.is_strict,
         *bits_of(mine.flags),
@@ -216,7 +219,8 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
     """Return what all ranks have said, and what is wrong with it, if anything."""
     num_active = size - int(sums[0])
     member, step, by_hand, weights, first = (sums[i : i + 3] for i in range(1, 16, 3))
-    weight, num_weighted, num_outdated, num_sparse, num_sums, num_strong, num_strict = sums[16:23]
+    weight, num_weighted, num_outdated, num_sparse, *rest = sums[16:24]
+    num_sums, num_early, num_strong, num_strict = rest
     changed_alike = by_hand[0] == num_active > 0 and _all_equal(by_hand)
     fault = ""
     if not _all_equal(member):
@@ -242,6 +246,12 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
             "the same on every rank, and they differ; change the loss instead, or call "
             "optimizer.zero_grad() and set all gradients anew"
         )
+    elif num_early:
+        fault = (
+            "backward_passes_per_step averages gradients after the last pass, and they were "
+            "changed after an earlier one; where passes are left over, call "
+            "optimizer.synchronize() before you clip or change gradients"
+        )
     elif num_strong and num_active < size:
         fault = (
             "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at once"
@@ -259,7 +269,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         weights_differ=not _all_equal(weights),
         is_strict=num_strict > 0,
         first_alike=first[0] == size > 1 and _all_equal(first),
-        flags=flags_of(sums[23:]),
+        flags=flags_of(sums[24:]),
     )
     return opening, fault
 

@@ -240,6 +240,33 @@ def step_after_one_of_two_passes(side):
         side.step(batch)
 
 
+@case("refused")
+def clipped_after_one_of_two_passes(side):
+    with_passes(side, 2)
+    side.backward()
+    torch.nn.utils.clip_grad_norm_(side.net.parameters(), 0.01)
+    side.optimizer.step()
+
+
+@case("refused")
+def replaced_after_one_of_two_passes(side):
+    with_passes(side, 2)
+    side.backward()
+    side.net.head.weight.grad = side.net.head.weight.grad.sign()
+    side.optimizer.step()
+
+
+@case()
+def synchronized_and_clipped_after_one_of_two_passes(side):
+    with_passes(side, 2)
+    side.optimizer.zero_grad()
+    side.backward()
+    if not side.is_alone:
+        side.optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(side.net.parameters(), 0.01)
+    side.optimizer.step()
+
+
 @case()
 def passes_change_between_steps(side):
     for passes in (2, 1, 3):
