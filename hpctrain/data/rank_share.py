@@ -1,6 +1,7 @@
 """This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard``."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -16,6 +17,9 @@ from hpctrain.runtime.objects import allgather_object
 from hpctrain.runtime.world import current
 
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")
+
+_NUMBERS = count(1)
+"""Of loaders, for reports of ranks that wait; all ranks make theirs in the same order."""
 
 
 def shard(data: T, optimizer: Counts | None = None) -> T:
@@ -52,8 +56,8 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     refusal = _refusal(data, optimizer)
     facts = f"{type(data).__name__} {_length(data)} {getattr(data, 'batch_size', None)}"
     facts = f"{facts}, {'with' if optimizer else 'without'} an optimizer"
-    heard = allgather_object((refusal, facts, identity_of(data), id(data)), name="shard")
-    refusals, all_facts, identities, numbers = zip(*heard, strict=True)
+    heard = allgather_object((refusal, facts, identity_of(data)), name="shard")
+    refusals, all_facts, identities = zip(*heard, strict=True)
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
@@ -66,7 +70,8 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
         return data
     if isinstance(data, DataLoader):
         made = StreamLoader if isinstance(data.dataset, IterableDataset) else SharedLoader
-        return made(data, rank, size, optimizer, name=f"shard.{numbers[0]}")  # type: ignore[return-value]
+        name = f"the loader of shard() call {next(_NUMBERS)}"
+        return made(data, rank, size, optimizer, name=name)  # type: ignore[return-value]
     if isinstance(data, IterableDataset):
         return _StreamPart(data, rank, size)  # type: ignore[return-value]
     return _part(data, rank, size)  # type: ignore[return-value]
