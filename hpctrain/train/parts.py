@@ -91,6 +91,7 @@ class RunInDirectory:
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
+            boundary.check_lease()  # else the last record may have been left out
             if self._task.sync is not None:
                 self._task.sync.close()
             metrics.sync()

@@ -128,7 +128,7 @@ def _carry_out(
         outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
             text, requests, continues=continues
         )
-    return _end(console, task, outcome, directory)
+    return _end(console, task, outcome, directory, lease)
 
 
 def _tell_finished(console: Console, directory: RunDirectory, last: Mapping[str, Any]) -> None:
@@ -153,7 +153,13 @@ def _requests(
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 
-def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: RunDirectory) -> int:
+def _end(
+    console: Console,
+    task: Task,
+    outcome: Outcome | Stopped,
+    directory: RunDirectory,
+    lease: Lease | None,
+) -> int:
     """Tell how a run has ended, and return its exit code."""
     if isinstance(outcome, Stopped):
         console.print(
@@ -161,7 +167,7 @@ def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: Ru
             f"the same command with --resume goes on"
         )
         return STOPPED
-    if world.rank() == 0 and task.config.log.plots:
+    if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
         _plot(directory)
     console.print(
         f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
