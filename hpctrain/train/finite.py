@@ -158,7 +158,7 @@ class StepGuard:
         raise NotFiniteError(
             f"loss and gradients must be finite, {by_rank(shown)}; the step was not taken: look "
             f"at these samples, and go on from the last checkpoint by --resume, with a smaller "
-            f"optimizer.lr or with train.clip_norm (and --force), or with "
+            f"optimizer.lr or with train.clip_norm (and --changed), or with "
             f'train.on_non_finite = "skip", which leaves such steps out'
         )
 

@@ -42,8 +42,10 @@ class How:
     """Only build and describe everything: write nothing and train nothing."""
     resume: bool = False
     """Go on with the run in the directory."""
+    changed: bool = False
+    """Go on also where the configuration makes it another training."""
     force: bool = False
-    """Go on also where the configuration makes it another training, or another job is at work."""
+    """Take the run also from another job that is at work."""
 
 
 def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> int:
@@ -75,11 +77,9 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
     here = world.current()
     comm = here.comm
     console = make_console(shown=comm.rank == 0)
-    with agreed(comm):
-        if comm.rank == 0 and not how.dry_run and not continues:
-            directory.check_unused()  # at once: nobody is waited for
     if how.dry_run:
         return _carry_out(loaded, directory, console, how, started)
+    _plan_part(config, directory, how, comm)  # at once: nobody is waited for, or forced out
     with held(directory, comm, console, force=how.force) as lease:
         return _carry_out(loaded, directory, console, how, started, lease)
 
@@ -93,23 +93,10 @@ def _carry_out(
     lease: Lease | None = None,
 ) -> int:
     """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
-    here, config = world.current(), loaded.config
+    here = world.current()
     comm = here.comm
-    continues = False
-    with agreed(comm):  # the job before may have begun the run, or ended it, by now
-        if comm.rank == 0 and not how.dry_run:
-            continues = goes_on(config, directory, asked=how.resume)
-    continues = comm.broadcast_object(continues)
-    config = settled(config, directory if continues else None, comm)
-    text = render(config)
-    comm.agree(
-        comm.broadcast_object(text) == text,
-        "this rank has read another configuration than rank 0; all must see the same file",
-    )
-    changes: list[str] = []
-    with agreed(comm):
-        if comm.rank == 0:
-            changes = _check_directory(directory, config, how, continues=continues)
+    # Again: the job before may have begun the run, or ended it, by now.
+    config, continues, changes = _plan_part(loaded.config, directory, how, comm)
     last = comm.broadcast_object(finished(directory) if continues and not comm.rank else None)
     if last is not None:
         _tell_finished(console, directory, last)
@@ -126,7 +113,7 @@ def _carry_out(
     requests = _requests(config, directory, started, comm)
     with requests:
         outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
-            text, requests, continues=continues
+            render(config), requests, continues=continues
         )
     return _end(console, task, outcome, directory, lease)
 
@@ -177,12 +164,40 @@ def _end(
     return 0
 
 
+def _plan_part(
+    config: RunConfig, directory: RunDirectory, how: How, comm: Communicator
+) -> tuple[RunConfig, bool, list[str]]:
+    """Return the configuration, whether a run goes on, and on rank 0 what changes in it.
+
+    Collective.
+
+    Raises:
+        MismatchError: the directory is not to be used so; on all ranks.
+    """
+    continues = False
+    with agreed(comm):
+        if comm.rank == 0 and not how.dry_run:
+            continues = goes_on(config, directory, asked=how.resume)
+    continues = comm.broadcast_object(continues)
+    config = settled(config, directory if continues else None, comm)
+    text = render(config)
+    comm.agree(
+        comm.broadcast_object(text) == text,
+        "this rank has read another configuration than rank 0; all must see the same file",
+    )
+    changes: list[str] = []
+    with agreed(comm):
+        if comm.rank == 0:
+            changes = _check_directory(directory, config, how, continues=continues)
+    return config, continues, changes
+
+
 def _check_directory(
     directory: RunDirectory, config: RunConfig, how: How, *, continues: bool
 ) -> list[str]:
     """Return what changes in the run; raise if the directory is not to be used. On one rank."""
     if continues:
-        return check_same(directory, config, force=how.force)
+        return check_same(directory, config, changed=how.changed)
     if not how.dry_run:
         directory.check_unused()
     return []

@@ -168,7 +168,7 @@ def test_a_run_that_failed_goes_on_by_leaving_the_step_out(here, configure, shar
     parts = Job(here, configure, shared / "parts", *FLAWED)
     with pytest.raises(NotFiniteError):
         parts.part()
-    changes = check_same(parts.directory, whole.config, force=False)
+    changes = check_same(parts.directory, whole.config, changed=False)
     assert changes == ['train.on_non_finite was "stop", is "skip"']
     parts.config = whole.config
     assert isinstance(parts.part(), Outcome)
