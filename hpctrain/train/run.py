@@ -23,6 +23,7 @@ from hpctrain.train.held import held
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.metrics import result
 from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
@@ -120,7 +121,7 @@ def _carry_out(
 
 def _tell_finished(console: Console, directory: RunDirectory, last: Mapping[str, Any]) -> None:
     console.print(f"the run in {directory.path} is finished, there is nothing to go on with")
-    console.print(f"test {last['metric_name']} {last['metric']:.4f}")
+    console.print(result(last))
 
 
 def _requests(
