@@ -15,11 +15,16 @@ from contextlib import contextmanager
 
 import pytest
 
+import hpctrain
 from hpctrain.checkpoint.store import check
+from hpctrain.errors import MismatchError
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.lease import NAME, Holder
+from hpctrain.train.load import load
+from hpctrain.train.loop import hash_of
 from hpctrain.train.metrics import read
+from hpctrain.train.run import How, run
 from hpctrain.train.status import status
 from tests.slurm import training
 from tests.train.starting import ROOT
@@ -165,6 +170,21 @@ def test_a_job_that_wakes_up_after_another_has_finished_its_run_ends_and_changes
     assert "lease.json of this one is gone: another job has been at work there" in told
     assert contents(folder.run) == before
     folder.check_finished()
+
+
+def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+
+    def taken(task, comm):
+        (folder.run / NAME).unlink()
+        return hash_of(task, comm)
+
+    monkeypatch.setattr("hpctrain.train.parts.hash_of", taken)  # it is part of the last record
+    try:
+        with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
+            run(load(folder.config, ["train.epochs=1"]), {}, How())
+    finally:
+        hpctrain.shutdown()
 
 
 @pytest.mark.limit(300)
