@@ -62,8 +62,9 @@ class Manager:
                 ``"24h"``; ``"auto"`` needs it.
             background: whether the training goes on while a checkpoint is written. Where the MPI
                 library does not allow calls from two threads it waits all the same.
-            guard: called on rank 0, in any thread, before a checkpoint appears and before others
-                are removed; raises CheckpointError where that must not be.
+            guard: called on rank 0, in any thread, before a checkpoint is written, before it
+                appears and before others are removed; raises CheckpointError where that must not
+                be.
 
         Raises:
             ConfigError: a value is not valid.
@@ -244,10 +245,9 @@ class Manager:
         saved = store.save(
             self._shelf.path(step), state, comm, private=private, guard=self._guard, **contents
         )
-        if comm.rank == 0:
-            self._shelf.tidy(
-                step, keep=self._keep, keep_best=self._keep_best, damaged=damaged - {step}
-            )
+        on_root(
+            comm, f"tidy {self._shelf.root}", lambda: self._tidy(step, damaged=damaged - {step})
+        )
         seconds = time.monotonic() - began
         stalls_s, writes_s = zip(
             *comm.allgather_object((seconds if stall_s is None else stall_s, saved.seconds)),
@@ -256,6 +256,11 @@ class Manager:
         return Figures(
             step=step, num_bytes=saved.bytes, stall_s=max(stalls_s), write_s=max(writes_s)
         )
+
+    def _tidy(self, step: int, *, damaged: set[int]) -> None:
+        if self._guard is not None:  # again: on a slow disk much may happen since it has appeared
+            self._guard()
+        self._shelf.tidy(step, keep=self._keep, keep_best=self._keep_best, damaged=damaged)
 
     def _newest(self) -> int | None:
         """Return the newest step that is not known as damaged. Collective."""

@@ -79,7 +79,8 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
         step: that the state belongs to.
         private: what each rank has of its own, such as random states; kept by rank.
         facts: values for JSON, for people and for checks before a load; rank 0's are kept.
-        guard: called on rank 0 before it appears, which a CheckpointError of it prevents.
+        guard: called on rank 0 before anything is written, and again before it appears, which a
+            CheckpointError of it prevents.
 
     Raises:
         CheckpointError: the state is no state, the ranks disagree, or a disk refuses; on every
@@ -93,7 +94,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     refusal, contents = attempt(what, lambda: _contents(call, state, private or {}, facts))
     contents = _same(comm, refusal, contents)
     parts = _plan(contents, comm.allgather_object(contents.pieces))
-    room = on_root(comm, what, lambda: _make_room(directory))
+    room = on_root(comm, what, lambda: _make_room(directory, guard))
     written = _write(comm, what, room / file_name(comm.rank), contents, parts)
 
     def publish() -> int:
@@ -242,11 +243,13 @@ def _own_records(rank: int, written: _Written) -> dict[str, Record]:
     }
 
 
-def _make_room(directory: Path) -> Path:
+def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
     """Return a new folder beside a checkpoint; remove those that were left or are of nobody now.
 
     Its name is of this save alone: what another job does with its own, late, touches no file here.
     """
+    if guard is not None:
+        guard()
     with suppress(FileNotFoundError):
         for path in directory.parent.iterdir():
             if path.name.startswith(f"{directory.name}.") and path.suffix == PART:

@@ -26,13 +26,19 @@ def train(  # noqa: PLR0913 - a command's options
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in its directory.")
     ] = False,
+    changed: Annotated[
+        bool,
+        typer.Option(
+            "--changed",
+            help="With --resume: go on with another configuration, such as more epochs.",
+        ),
+    ] = False,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="With --resume: also if the configuration has changed; and take the run from a "
-            "job that is at work in its directory, which loses what it has learnt since its last "
-            "checkpoint.",
+            help="With --resume: take the run from a job that is at work in its directory, which "
+            "loses what it has learnt since its last checkpoint.",
         ),
     ] = False,
     init: Annotated[
@@ -66,6 +72,8 @@ def train(  # noqa: PLR0913 - a command's options
 
       hpctrain train examples/digits.toml --resume
 
+      hpctrain train examples/digits.toml --resume --changed --set train.epochs=40
+
       hpctrain train examples/digits.toml --explain train.global_batch
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
@@ -80,7 +88,8 @@ def train(  # noqa: PLR0913 - a command's options
             "hpctrain train my.toml --init writes one with every key"
         )
     else:
-        code = _run(config, overrides or (), dry_run=dry_run, resume=resume, force=force)
+        how = {"dry_run": dry_run, "resume": resume, "changed": changed, "force": force}
+        code = _run(config, overrides or (), **how)
         if code:
             raise typer.Exit(code)
 

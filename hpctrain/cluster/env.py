@@ -11,6 +11,7 @@ Sources: the manuals of the launchers, and the environments recorded in this fil
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +227,18 @@ def job_id(environ: Mapping[str, str] | None = None) -> str:
     name = scheduler(environ)
     variable = "JOB_ID" if name == "sge" else SCHEDULERS.get(name, "")
     return environ.get(variable, "")
+
+
+ASKED = "HPCTRAIN_ASKED"
+"""Names the file in which ``hpctrain launch`` says which signal it hands on as SIGUSR1."""
+
+
+def asked_by() -> str:
+    """Return the signal that ``hpctrain launch`` on this host was sent; empty where none tells."""
+    try:
+        return Path(os.environ[ASKED]).read_text(encoding="ascii")
+    except (KeyError, OSError, ValueError):
+        return ""
 
 
 def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:

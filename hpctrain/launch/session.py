@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
+from hpctrain.cluster.env import ASKED
+
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
 
@@ -15,6 +17,8 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     Left to itself, Open MPI 5 names their folder after the process id of mpirun, and one that is
     killed leaves it behind: the next one that happens to get this id ends with exit code 213.
 
+    There also lies the file in which the ranks find who asked them to stop.
+
     Args:
         environ: of mpirun so far; a folder that it names stays.
     """
@@ -24,4 +28,4 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield dict(environ)
         return
     with folder as name:
-        yield {FOLDER: name} | dict(environ)
+        yield {FOLDER: name} | dict(environ) | {ASKED: f"{name}/asked"}

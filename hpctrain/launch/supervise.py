@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
+from hpctrain.cluster.env import ASKED
 from hpctrain.errors import LaunchError
 from hpctrain.launch.processes import descendants, has_only_dead_children, stop_when_asked
 from hpctrain.launch.session import session
@@ -59,7 +61,7 @@ def supervise(
             mpirun has ended.
     """
     with session(os.environ if environ is None else environ) as own:
-        ending = _Ending(_started(line, own), grace_s=grace_s, save_s=save_s)
+        ending = _Ending(_started(line, own), own.get(ASKED), grace_s=grace_s, save_s=save_s)
         limit = threading.Timer(timeout_s or 0, ending.on_timeout)
         limit.daemon = True
         if timeout_s:
@@ -99,8 +101,10 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
 class _Ending:
     """The ladder from a polite signal to SIGKILL; each rung is taken once."""
 
-    def __init__(self, process: subprocess.Popen[bytes], *, grace_s: float, save_s: float) -> None:
-        self.process = process
+    def __init__(
+        self, process: subprocess.Popen[bytes], note: str | None, *, grace_s: float, save_s: float
+    ) -> None:
+        self.process, self.note = process, note
         self.grace_s, self.save_s = grace_s, save_s
         self.timed_out = False
         self.is_granted = False
@@ -154,7 +158,7 @@ class _Ending:
             self.first_signal = number
             is_willing = stop_when_asked(self.process.pid)
             if is_willing:
-                self.ask()
+                self.ask(number)
             self.end(number, after_s=self.save_s if is_willing else 0.0)
 
     def on_timeout(self) -> None:
@@ -162,9 +166,12 @@ class _Ending:
         self.timed_out = True
         self.end(signal.SIGTERM)
 
-    def ask(self) -> None:
-        """Ask the ranks to stop in their own time."""
+    def ask(self, number: int) -> None:
+        """Ask the ranks to stop in their own time, and let those on this host know why."""
         self.is_granted = True
+        if self.note is not None:
+            with contextlib.suppress(OSError):
+                Path(self.note).write_text(signal.Signals(number).name, encoding="ascii")
         self.tell(signal.SIGUSR1)
         sys.stderr.write(
             f"hpctrain: the ranks are asked to save their state and stop, and have "

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from hpctrain.cluster.env import asked_by
 from hpctrain.units import format_seconds
 
 STOPPED = 85
@@ -62,8 +63,10 @@ class StopRequests:
     While it is entered, the first SIGTERM, SIGUSR1 or SIGINT only sets a flag. A second one,
     more than a second later, ends the process at once with 128 plus its number, also while it
     is stuck in native code. A launcher or Slurm may send the same request twice: what follows
-    within the second counts as one. Signals that were ignored before stay ignored. Enter it in
-    the main thread; elsewhere signals are left alone, and the rest works.
+    within the second counts as one. ``hpctrain launch`` hands SIGINT, SIGTERM and SIGHUP on as
+    SIGUSR1, and the ranks on its host know the one that it was sent. Signals that were ignored
+    before stay ignored. Enter it in the main thread; elsewhere signals are left alone, and the
+    rest works.
     """
 
     def __init__(
@@ -135,7 +138,8 @@ class StopRequests:
         self._stop_watcher()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._reason = self._reason or signal.Signals(number).name
+        asked = asked_by() if number == signal.SIGUSR1 else ""
+        self._reason = self._reason or asked or signal.Signals(number).name
 
     # Python runs a handler only between two of its instructions, so a second signal could not
     # end a process that hangs in native code. The C part of Python's handlers also writes the

@@ -133,14 +133,18 @@ class Boundary:
         require_finite_weights(state.task, self._comm)
         self._metrics.sync()
         state.num_records = self._comm.broadcast_object(self._metrics.num_records)
-        manager.save(
-            state.shared(self._comm),
-            step=state.step,
-            private=state.own(self._comm),
-            facts=self._facts,
-            wait=wait,
-            score=score,
-        )
+        try:
+            manager.save(
+                state.shared(self._comm),
+                step=state.step,
+                private=state.own(self._comm),
+                facts=self._facts,
+                wait=wait,
+                score=score,
+            )
+        except CheckpointError:
+            self.check_lease()
+            raise
 
 
 def _figures(manager: Manager) -> dict[str, Any]:

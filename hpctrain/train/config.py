@@ -145,7 +145,8 @@ class TrainingConfig:
     """Largest norm of the averaged gradient; 0 does not clip."""
     on_non_finite: str = "stop"
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
-    nobody looks (ignore). Gradients by a finite loss are looked at with skip or clip_norm."""
+    nobody looks (ignore). Gradients by a finite loss are looked at with skip or clip_norm. That
+    of a test ends all ranks too (stop), or is a warning."""
     check_replicas: str | int = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""

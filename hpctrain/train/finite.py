@@ -1,21 +1,25 @@
 """Steps whose loss or gradients are not finite: they stop the run, or are left out."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import NotFiniteError
+from hpctrain.logs import logger
 from hpctrain.sync.buffer_states import BufferStates
 from hpctrain.train.boundary import NOT_FINITE
+from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.replicas import require_finite_weights
 from hpctrain.train.task import Task
+from hpctrain.units import format_ranks
 
-_MOST_SAMPLES = 16
-"""Numbers of samples in a message; the record has all."""
+_MOST_SAMPLES, _MOST_RANKS = 8, 4
+"""Numbers of samples of a rank, and ranks, in a message; the record has all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,7 @@ class StepGuard:
         self._flags, self._lr, self._step = 0, 0.0, 0
         self._buffers: BufferStates | None = None
         self._finding: Finding | None = None
+        self._told_of_test = False
 
     def begin(self, step: int, lr: float, flags: int) -> None:
         """Begin a step.
@@ -145,22 +150,66 @@ class StepGuard:
         if self._mode == "stop" and self._task.exchange.raised_flags & NOT_FINITE:
             self._stop()
 
+    def check_test(self, scores: Scores, step: int, epoch: int) -> None:
+        """Stop after a test whose loss is not finite, or warn once. Collective.
+
+        Args:
+            scores: the same on every rank.
+            step: steps that are done.
+            epoch: that has ended.
+
+        Raises:
+            NotFiniteError: the run stops; on every rank.
+        """
+        if math.isfinite(scores.loss):
+            return
+        task = self._task
+        found = f"the loss of the test after step {step} (epoch {epoch}) is {scores.loss:g}"
+        if self._mode == "stop":
+            require_finite_weights(task, self._comm)  # they are the cause then
+            raise NotFiniteError(
+                f"the loss of a test must be finite, {found}\n"
+                f"the weights are finite: look at the test data, and at what the model does "
+                f"otherwise after eval(), such as the running means of BatchNorm\n"
+                f'train.on_non_finite = "skip" or "ignore" makes such a test a warning'
+            )
+        if self._comm.rank == 0 and not self._told_of_test:
+            logger.warning(
+                f"{found}: its {task.metric_name} is made of values that are no numbers, and says "
+                f"nothing"
+            )
+        self._told_of_test = True
+
     def _stop(self) -> None:
         findings = self._comm.allgather_object(self._finding)
         own = [f is not None and not math.isfinite(f.loss) for f in findings]
-        shown = [
-            f.describe() if f is not None and (is_own or not any(own)) else None
-            for f, is_own in zip(findings, own, strict=True)
-        ]
+        shown = {
+            rank: f
+            for rank, f in enumerate(findings)
+            if f is not None and (own[rank] or not any(own))
+        }
         if self._metrics is not None:
             records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
             self._metrics.write("not_finite", step=self._step, ranks=records)
-        raise NotFiniteError(
-            f"loss and gradients must be finite, {by_rank(shown)}; the step was not taken: look "
-            f"at these samples, and go on from the last checkpoint by --resume, with a smaller "
-            f"optimizer.lr or with train.clip_norm (and --force), or with "
-            f'train.on_non_finite = "skip", which leaves such steps out'
-        )
+        raise NotFiniteError(_told(shown))
+
+
+def _told(shown: Mapping[int, Finding]) -> str:
+    """Say what ranks have found, a line for each of the first."""
+    lines = [f"  rank {rank}: {finding.describe()}" for rank, finding in shown.items()]
+    if more := lines[_MOST_RANKS:]:
+        lines[_MOST_RANKS:] = [f"  and {len(more)} more ranks"]
+    step = min(finding.step for finding in shown.values())
+    cause = (
+        f"loss and gradients must be finite, those of {format_ranks(shown)} are not in step "
+        f"{step}, which was not taken"
+    )
+    ways_out = (
+        "look at these samples; metrics.jsonl has all of them",
+        "take a smaller optimizer.lr, or train.clip_norm (both with --changed), or",
+        'train.on_non_finite = "skip", which leaves such steps out',
+    )
+    return "\n".join((cause, *lines, *ways_out))
 
 
 def gradient_norm(task: Task) -> float:

@@ -137,7 +137,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._held_at = float("-inf")
-        self._taken_by = ""
+        self._loss = ""
         self._told: set[str] = set()
         # While it waits:
         self._looked_at: float | None = None
@@ -253,33 +253,31 @@ class Lease:
     @property
     def is_lost(self) -> bool:
         """Whether this process knows that another one has taken the lease over; costs nothing."""
-        return bool(self._taken_by)
+        return bool(self._loss)
 
     def is_held(self, *, looks: bool = False) -> bool:
         """Say whether the lease is still of this process, which is to be asked before it writes.
 
-        A lease that somebody has removed is put back. Where the file cannot be read for another
-        reason the last answer stands, with a warning: a disk that is away for a while is no end.
+        A lease that is gone is lost, and not put back: another job may have taken it over, come to
+        its end and given it back while this one was stopped. Where the file cannot be read for
+        another reason the last answer stands, with a warning: a disk that is away is no end.
 
         Args:
             looks: look at the file, also if that was done less than ``look_s`` ago.
         """
         with self._lock:
             now = time.monotonic()
-            if self._taken_by or self._thread is None:
+            if self._loss or self._thread is None:
                 return False
             if not looks and now - self._held_at < self._times.look_s:
                 return True
             try:
                 found = self._read()
-                if found is None:
-                    found = self._mine if self._create() else self._read()
             except OSError as error:
                 self._warn(f"the lease {self._file} cannot be read: {error}")
                 return True
             if found != self._mine:
-                holder = Holder.parse(found or b"")
-                self._taken_by = "another job" if holder is None else holder.describe()
+                self._loss = self._described_loss(found)
                 return False
             self._held_at = now
             return True
@@ -295,11 +293,23 @@ class Lease:
 
     def loss(self) -> str:
         """Say what has happened to a lease that is not held any more."""
+        return self._loss or self._described_loss(None)
+
+    def _described_loss(self, found: bytes | None) -> str:
+        if found is None:
+            return (
+                f"one job at a time writes into {self._folder}, and the {NAME} of this one is gone"
+                f": another job has been at work there while this one gave no sign of life, or "
+                f"somebody has removed the file; this one stops, and writes no more; hpctrain "
+                f"status tells how the run stands, and --resume goes on from its last checkpoint"
+            )
+        holder = Holder.parse(found)
         return (
-            f"one job at a time writes into {self._folder}, and {self._taken_by or 'another one'} "
-            f"has taken it over: by --force, or as this one gave no sign of life for "
-            f"{self._times.stale_s:.0f} s; this one stops, and writes no more; for both to go "
-            f"on, choose another folder for one with --set output_dir=…"
+            f"one job at a time writes into {self._folder}, and "
+            f"{'another job' if holder is None else holder.describe()} has taken it over: by "
+            f"--force, or as this one gave no sign of life for {self._times.stale_s:.0f} s; this "
+            f"one stops, and writes no more; for both to go on, choose another folder for one "
+            f"with --set output_dir=…"
         )
 
     def release(self) -> None:

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -55,7 +56,8 @@ def train(
     """Train from where ``state`` is to the last epoch, or until a stop; collective.
 
     Raises:
-        NotFiniteError: loss, gradients or parameters are not finite; on every rank.
+        NotFiniteError: loss, gradients, parameters or the loss of a test are not finite; on every
+            rank.
         ReplicaError: the ranks have parted; on every rank.
     """
     task = state.task
@@ -78,6 +80,7 @@ def train(
             with task.sync.averaged() if task.sync is not None else nullcontext():
                 state.scores = evaluate(task, comm)
             metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
+            guard.check_test(state.scores, state.step, epoch)
         progress.epoch_ended(epoch, state.scores if is_tested else None)
         if wishes & SAVE or (is_tested and task.config.checkpoint.keep_best):
             boundary.save(state, score=_score(task, state.scores) if is_tested else None)
@@ -209,8 +212,8 @@ def hash_of(task: Task, comm: Communicator) -> str:
 
 
 def _score(task: Task, scores: Scores | None) -> float | None:
-    """Return what is larger for a better model."""
-    if scores is None:
+    """Return what is larger for a better model; None where no test says so."""
+    if scores is None or not math.isfinite(scores.loss):
         return None
     return -scores.loss if task.metric is None else scores.metric
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,6 +118,12 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     except ValueError:  # among them bytes that are no text
         return None
     return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
+
+
+def result(record: Mapping[str, Any]) -> str:
+    """Say for people what the last test of a finished run has given; null is not finite."""
+    metric = record["metric"]
+    return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -91,6 +91,7 @@ class RunInDirectory:
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
+            boundary.check_lease()  # else the last record may have been left out
             if self._task.sync is not None:
                 self._task.sync.close()
             metrics.sync()
@@ -187,9 +188,12 @@ class RunInDirectory:
             yield
         except (NotFiniteError, ReplicaError) as error:
             self._close(manager)
-            metrics.write("failed", step=self._state.step, reason=str(error))
+            reason = str(error).partition("\n")[0]
+            metrics.write("failed", step=self._state.step, reason=reason)
             metrics.sync()
             self._comm.barrier()
+            if isinstance(error, NotFiniteError):
+                raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
             raise
 
     def _close(self, manager: Manager) -> None:
@@ -210,3 +214,13 @@ class RunInDirectory:
             **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
             **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
         }
+
+
+def _where_it_goes_on(manager: Manager) -> str:
+    """Say for people what --resume does. Collective."""
+    newest = None
+    with suppress(CheckpointError):
+        newest = manager.latest()
+    if newest is None:
+        return "then begin again by --resume"
+    return f"then go on from {newest.name} by --resume"

@@ -86,8 +86,7 @@ def require_finite_weights(task: Task, comm: Communicator) -> None:
     if any(found):
         raise NotFiniteError(
             f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
-            f"written; go on from the last checkpoint by --resume, with a smaller optimizer.lr or "
-            f"with train.clip_norm (and --force)"
+            f"written\ntake a smaller optimizer.lr, or train.clip_norm (both with --changed)"
         )
 
 

@@ -53,25 +53,25 @@ def finished(directory: RunDirectory) -> dict[str, Any] | None:
     return records[-1] if records and records[-1]["event"] == "finished" else None
 
 
-def check_same(directory: RunDirectory, config: RunConfig, *, force: bool) -> list[str]:
+def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> list[str]:
     """Return what the configuration changes in the run, a line for each key.
 
     Raises:
-        ConfigError: a change would make it another training, and ``force`` is not set.
+        ConfigError: a change would make it another training, and ``changed`` is not set.
     """
     before = load(directory.config).config
-    changed = {
+    lines = {
         name: f"{name} was {dumps(value_of(before, name))}, is {dumps(value_of(config, name))}"
         for name in all_keys()
         if name != "output_dir" and value_of(before, name) != value_of(config, name)
     }
-    other = [line for name, line in changed.items() if _is_mathematics(name)]
-    if other and not force:
+    other = [line for name, line in lines.items() if _is_mathematics(name)]
+    if other and not changed:
         raise ConfigError(
             f"a run goes on as the training it was, and {directory.config} says: "
-            f"{'; '.join(other)}; set them back, choose another output_dir, or add --force"
+            f"{'; '.join(other)}; set them back, choose another output_dir, or add --changed"
         )
-    return list(changed.values())
+    return list(lines.values())
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:

@@ -23,6 +23,7 @@ from hpctrain.train.held import held
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.metrics import result
 from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
@@ -42,8 +43,10 @@ class How:
     """Only build and describe everything: write nothing and train nothing."""
     resume: bool = False
     """Go on with the run in the directory."""
+    changed: bool = False
+    """Go on also where the configuration makes it another training."""
     force: bool = False
-    """Go on also where the configuration makes it another training, or another job is at work."""
+    """Take the run also from another job that is at work."""
 
 
 def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> int:
@@ -75,11 +78,9 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
     here = world.current()
     comm = here.comm
     console = make_console(shown=comm.rank == 0)
-    with agreed(comm):
-        if comm.rank == 0 and not how.dry_run and not continues:
-            directory.check_unused()  # at once: nobody is waited for
     if how.dry_run:
         return _carry_out(loaded, directory, console, how, started)
+    _plan_part(config, directory, how, comm)  # at once: nobody is waited for, or forced out
     with held(directory, comm, console, force=how.force) as lease:
         return _carry_out(loaded, directory, console, how, started, lease)
 
@@ -93,23 +94,10 @@ def _carry_out(
     lease: Lease | None = None,
 ) -> int:
     """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
-    here, config = world.current(), loaded.config
+    here = world.current()
     comm = here.comm
-    continues = False
-    with agreed(comm):  # the job before may have begun the run, or ended it, by now
-        if comm.rank == 0 and not how.dry_run:
-            continues = goes_on(config, directory, asked=how.resume)
-    continues = comm.broadcast_object(continues)
-    config = settled(config, directory if continues else None, comm)
-    text = render(config)
-    comm.agree(
-        comm.broadcast_object(text) == text,
-        "this rank has read another configuration than rank 0; all must see the same file",
-    )
-    changes: list[str] = []
-    with agreed(comm):
-        if comm.rank == 0:
-            changes = _check_directory(directory, config, how, continues=continues)
+    # Again: the job before may have begun the run, or ended it, by now.
+    config, continues, changes = _plan_part(loaded.config, directory, how, comm)
     last = comm.broadcast_object(finished(directory) if continues and not comm.rank else None)
     if last is not None:
         _tell_finished(console, directory, last)
@@ -126,14 +114,14 @@ def _carry_out(
     requests = _requests(config, directory, started, comm)
     with requests:
         outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
-            text, requests, continues=continues
+            render(config), requests, continues=continues
         )
-    return _end(console, task, outcome, directory)
+    return _end(console, task, outcome, directory, lease)
 
 
 def _tell_finished(console: Console, directory: RunDirectory, last: Mapping[str, Any]) -> None:
     console.print(f"the run in {directory.path} is finished, there is nothing to go on with")
-    console.print(f"test {last['metric_name']} {last['metric']:.4f}")
+    console.print(result(last))
 
 
 def _requests(
@@ -153,7 +141,13 @@ def _requests(
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 
-def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: RunDirectory) -> int:
+def _end(
+    console: Console,
+    task: Task,
+    outcome: Outcome | Stopped,
+    directory: RunDirectory,
+    lease: Lease | None,
+) -> int:
     """Tell how a run has ended, and return its exit code."""
     if isinstance(outcome, Stopped):
         console.print(
@@ -161,7 +155,7 @@ def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: Ru
             f"the same command with --resume goes on"
         )
         return STOPPED
-    if world.rank() == 0 and task.config.log.plots:
+    if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
         _plot(directory)
     console.print(
         f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
@@ -171,12 +165,40 @@ def _end(console: Console, task: Task, outcome: Outcome | Stopped, directory: Ru
     return 0
 
 
+def _plan_part(
+    config: RunConfig, directory: RunDirectory, how: How, comm: Communicator
+) -> tuple[RunConfig, bool, list[str]]:
+    """Return the configuration, whether a run goes on, and on rank 0 what changes in it.
+
+    Collective.
+
+    Raises:
+        MismatchError: the directory is not to be used so; on all ranks.
+    """
+    continues = False
+    with agreed(comm):
+        if comm.rank == 0 and not how.dry_run:
+            continues = goes_on(config, directory, asked=how.resume)
+    continues = comm.broadcast_object(continues)
+    config = settled(config, directory if continues else None, comm)
+    text = render(config)
+    comm.agree(
+        comm.broadcast_object(text) == text,
+        "this rank has read another configuration than rank 0; all must see the same file",
+    )
+    changes: list[str] = []
+    with agreed(comm):
+        if comm.rank == 0:
+            changes = _check_directory(directory, config, how, continues=continues)
+    return config, continues, changes
+
+
 def _check_directory(
     directory: RunDirectory, config: RunConfig, how: How, *, continues: bool
 ) -> list[str]:
     """Return what changes in the run; raise if the directory is not to be used. On one rank."""
     if continues:
-        return check_same(directory, config, force=how.force)
+        return check_same(directory, config, changed=how.changed)
     if not how.dry_run:
         directory.check_unused()
     return []

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.lease import Holder
-from hpctrain.train.metrics import record_of
+from hpctrain.train.metrics import record_of, result
 from hpctrain.train.run_directory import RunDirectory
 
 FAILED = 1
@@ -51,8 +51,7 @@ def _by_records(path: Path) -> Status:
         return Status("unfinished", f"{directory.metrics} cannot be read: {error}")
     event = record.get("event")
     if event == "finished":
-        score = f"test {record['metric_name']} {record['metric']:.4f}"
-        return Status("finished", f"{path} is finished: {score}")
+        return Status("finished", f"{path} is finished: {result(record)}")
     if event == "stopped":
         return Status(
             "stopped",

@@ -39,6 +39,32 @@ def test_what_was_saved_last_is_loaded(comm, root, background):
         assert steps_in(root) == [2, 3]
 
 
+@pytest.mark.ranks(1, 2)
+@BOTH
+@pytest.mark.parametrize("allowed", [0, 1, 2], ids=["writing", "appearing", "tidying"])
+def test_who_may_write_no_more_changes_nothing_from_then_on(comm, root, background, allowed):
+    looks = iter([True] * allowed)
+
+    def guard():
+        if not next(looks, False):
+            raise CheckpointError("another job has it")
+
+    with managed(root, comm) as of_another_job:
+        of_another_job.save(state(9), 9, wait=True)
+    room = "step-00000004.another.part"  # where the other job writes just now
+    if comm.rank == 0:
+        (root / room).mkdir()
+    comm.barrier()
+    with (
+        managed(root, comm, background=background, guard=guard, keep=1) as manager,
+        pytest.raises(CheckpointError, match="another job has it"),
+    ):
+        manager.save(state(4), 4, wait=True)
+    comm.barrier()
+    there = {0: [room], 1: [], 2: ["step-00000004"]}[allowed]
+    assert sorted(path.name for path in root.iterdir()) == [*there, "step-00000009"]
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
     generator = torch.Generator().manual_seed(0)

@@ -26,8 +26,9 @@ def test_sigusr1_reaches_the_ranks_and_takes_no_rung(tmp_path):
 
 
 SAVES = """
+from hpctrain.cluster.env import asked_by
 def save(number, frame):
-    Path({folder!r}, f'asked-{{rank}}').write_text(str(number))
+    Path({folder!r}, f'asked-{{rank}}').write_text(f'{{number}} {{asked_by()}}')
     time.sleep(1)
     os._exit(85)
 for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(n, save)
@@ -46,7 +47,8 @@ def test_a_signal_asks_ranks_that_can_save_and_their_code_is_passed_on(tmp_path,
     wait_for(lambda: names(tmp_path, "ready") == 2)
     process.send_signal(signal_number)
     assert process.wait(30) == 85
-    assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == ["10", "10"]
+    said = f"10 {signal_number.name}"  # as SIGUSR1, and they know why
+    assert [(tmp_path / f"asked-{rank}").read_text() for rank in range(2)] == [said, said]
     assert ranks_are_gone(tmp_path)
 
 

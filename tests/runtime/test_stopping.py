@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hpctrain.cluster.env import ASKED
 from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline
 
 PROGRAM = """
@@ -37,6 +38,15 @@ def test_a_signal_only_leaves_its_name_and_the_handlers_come_back(number):
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert "second signal" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_reason_is_what_the_launcher_was_sent_not_what_it_hands_on(tmp_path, monkeypatch):
+    monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
+    for said in ("SIGUSR1", "SIGHUP"):
+        with StopRequests() as requests:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert requests.reason == said
+        (tmp_path / "asked").write_text("SIGHUP")
 
 
 EARLY = """

@@ -84,6 +84,23 @@ def flawed_model(sample: int = 13, *, in_loss: bool = True, norm: bool = True) -
     return Flaw(model(norm=norm), sample, in_loss=in_loss)
 
 
+class Blind(nn.Module):
+    """A network that gives NaN where it is tested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give what the network gives, while training."""
+        return self.network(x) if self.training else self.network(x) * torch.nan
+
+
+def blind_model() -> nn.Module:
+    """A network that gives NaN where it is tested."""
+    return Blind()
+
+
 class Parting(nn.Module):
     """A network of which the last rank changes one weight in its third step."""
 

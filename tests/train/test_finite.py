@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.errors import ConfigError, NotFiniteError
+from hpctrain.train.finite import Finding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.metrics import read
 from hpctrain.train.part import Part
@@ -60,12 +61,17 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     with pytest.raises(NotFiniteError, match=rf"{loss} and gradient norm (nan|inf)") as caught:
         job.part()
     here.comm.barrier()
-    told = read(job.directory.metrics)
+    told, lines = read(job.directory.metrics), str(caught.value).splitlines()
+    assert max(map(len, lines)) < 140
+    assert lines[0].startswith("loss and gradients must be finite, those of rank")
+    newest = f"step-{told[-1]['step']:08}" if told[-1]["step"] else ""
+    assert lines[-1] == f"then {f'go on from {newest}' if newest else 'begin again'} by --resume"
+    assert "checkpoint" not in "".join(lines)
     (record,) = [r for r in told if r["event"] == "not_finite"]
-    assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": str(caught.value)}
+    assert told[-1] == {"event": "failed", "step": record["step"] - 1, "reason": lines[0]}
     culprits = [r["rank"] for r in record["ranks"] if 13 in r["samples"]]
     assert len(culprits) == 1
-    assert f"rank {culprits[0]}: " in str(caught.value) or GRADIENT in overrides
+    assert f"  rank {culprits[0]}: " in str(caught.value) or GRADIENT in overrides
     assert f"step {record['step']} (epoch 1, learning rate 0.0" in str(caught.value)
     batch = [sample for each in record["ranks"] for sample in each["samples"]]
     assert len(set(batch)) == len(batch) == (8 if record["step"] == 6 else 9)
@@ -168,7 +174,7 @@ def test_a_run_that_failed_goes_on_by_leaving_the_step_out(here, configure, shar
     parts = Job(here, configure, shared / "parts", *FLAWED)
     with pytest.raises(NotFiniteError):
         parts.part()
-    changes = check_same(parts.directory, whole.config, force=False)
+    changes = check_same(parts.directory, whole.config, changed=False)
     assert changes == ['train.on_non_finite was "stop", is "skip"']
     parts.config = whole.config
     assert isinstance(parts.part(), Outcome)
@@ -182,6 +188,48 @@ def test_who_does_not_look_trains_on(here, configure, shared):
     job.config = configure(*job.overrides, "train.epochs=1")
     assert isinstance(job.part(), Outcome)
     assert not job.final()["model"]["network.1.weight"].isfinite().any()
+
+
+def test_a_message_names_a_few_samples_of_a_few_ranks():
+    place = {"step": 7, "epoch": 1, "lr": 0.1, "loss": float("nan"), "norm": 1.0}
+    found = {rank: Finding(samples=[*range(64)], **place) for rank in range(100)}
+    lines = _told(found).splitlines()
+    assert lines[0].startswith("loss and gradients must be finite, those of ranks 0-99 are not")
+    assert sum("samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more" in line for line in lines) == 4
+    assert lines[5] == "  and 96 more ranks"
+    assert max(map(len, lines)) < 140
+
+
+EVAL = ["model.target=tests.train.problem:blind_model", "train.epochs=2", "checkpoint.every=4"]
+
+
+@ANY
+@pytest.mark.parametrize("reproducible", [[], FIXED], ids=["", "reproducible"])
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_a_test_whose_loss_is_not_finite_ends_all_ranks(
+    here, configure, shared, metric, reproducible
+):
+    job = Job(here, configure, shared / "run", *EVAL, *reproducible, f"test.metric={metric}")
+    with pytest.raises(NotFiniteError, match=r"of the test after step 6 \(epoch 1\) is nan\n"):
+        job.part()
+    here.comm.barrier()
+    told = read(job.directory.metrics)[-1]
+    assert (told["event"], told["step"]) == ("failed", 6)
+    assert last_checkpoint(here, job).step == 4
+    assert status(job.directory.path).code == 1
+
+
+@TWO
+@pytest.mark.parametrize("mode", ["skip", "ignore"])
+def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
+    here, configure, shared, mode, caplog
+):
+    job = Job(here, configure, shared / "run", *EVAL)
+    job.config = configure(*job.overrides, *EVAL, f"train.on_non_finite={mode}")
+    assert isinstance(job.part(), Outcome)
+    said = "of the test after step 6 (epoch 1) is nan: its accuracy is made of"
+    assert "score" not in last_checkpoint(here, job).facts
+    assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)
 
 
 @pytest.mark.usefixtures("here")
@@ -210,5 +258,5 @@ def test_a_launch_says_it_once_and_ends_with_1(tmp_path):
     (tmp_path / "small.toml").write_text(CONFIG)
     done = start("-m", "hpctrain", "train", "small.toml", num_ranks=2, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("hpctrain: loss and gradients must be finite, rank ") == 1
+    assert done.stderr.count("hpctrain: loss and gradients must be finite, those of rank") == 1
     assert "Traceback" not in done.stderr

@@ -187,16 +187,27 @@ def test_a_lease_that_nobody_can_read_is_watched_as_any_other(lease, tmp_path, t
     assert Holder.read(tmp_path) == other._me
 
 
-def test_a_lease_that_somebody_removed_is_put_back(lease, tmp_path):
-    one = lease(host="a", times=replace(TIMES, beat_s=100.0))
+def test_who_was_stopped_knows_that_a_job_came_and_went(lease, tmp_path):
+    one, other = lease(host="a", times=replace(TIMES, beat_s=100.0)), lease(host="b")
+    take(one)
+    take(other, force=True)
+    other.release()
+    (tmp_path / one._counter.name).write_text("7\n")  # stopped before it was written
+    assert not one.is_held()
+    with pytest.raises(CheckpointError, match=r"lease\.json of this one is gone: another job"):
+        one.check()
+    one.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_that_somebody_removed_ends_its_holder(lease, tmp_path):
+    one = lease(host="a")
     take(one)
     (tmp_path / NAME).unlink()
-    assert one.is_held(looks=True)
-    assert Holder.read(tmp_path) == one._me
-    (tmp_path / NAME).unlink()
-    other = lease(host="b")
-    assert take(other) == []
-    assert not one.is_held(looks=True)
+    time.sleep(3 * TIMES.beat_s)
+    assert one.is_lost
+    assert not (tmp_path / NAME).exists()
+    assert take(lease(host="b")) == []
 
 
 def test_on_a_full_disk_there_is_an_error_and_no_lease(lease, tmp_path):

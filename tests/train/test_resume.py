@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import ConfigError
+from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
+from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.state import RunState
 from hpctrain.train.task import build
+from hpctrain.train.template import render
 from tests.train.job import WAYS, Job, assert_same_run
 from tests.train.starting import start
 
@@ -126,18 +129,42 @@ def test_what_changes_the_mathematics_is_refused(here, configure, shared):
     job = Job(here, configure, shared / "run", *PLAIN)
     job.part(stop="SIGTERM", after=1)
     other = configure(*PLAIN, "train.epochs=5", "log.every_steps=3", "train.global_batch=9")
-    with pytest.raises(ConfigError, match=r"train.epochs was 4, is 5.*--force") as refused:
-        check_same(job.directory, other, force=False)
+    with pytest.raises(ConfigError, match=r"train.epochs was 4, is 5.*--changed") as refused:
+        check_same(job.directory, other, changed=False)
     assert "log.every_steps" not in str(refused.value)
-    assert len(check_same(job.directory, other, force=True)) == 3
-    assert check_same(job.directory, job.config, force=False) == []
+    assert len(check_same(job.directory, other, changed=True)) == 3
+    assert check_same(job.directory, job.config, changed=False) == []
 
 
 def test_another_seed_makes_it_another_run(here, configure, shared):
     job = Job(here, configure, shared / "run", *PLAIN)
     job.part(stop="SIGTERM", after=1)
     with pytest.raises(ConfigError, match=r"config\.toml says: seed was 0, is 1; set"):
-        check_same(job.directory, configure(*job.overrides, "seed=1"), force=False)
+        check_same(job.directory, configure(*job.overrides, "seed=1"), changed=False)
+
+
+@pytest.mark.launches  # it prints, and one rank is enough
+def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(CONFIG.replace("stopping_task", "tests.train.problem"))
+    more = ["train.epochs=1", "log.plots=false"]
+    before, after = load_config(Path("small.toml")), load_config(Path("small.toml"), more)
+    directory = RunDirectory(before.config.directory)
+    directory.create(render(before.config), {}, {})
+    lease = Lease(directory.path)
+    assert lease.attempt() == ""
+    try:
+        with pytest.raises(MismatchError, match=r"train\.epochs was 3, is 1; .* add --changed"):
+            run(after, {}, How(resume=True, force=True))
+        assert lease.is_held(looks=True)  # nobody is forced out by a command that is refused
+        lease.release()
+        assert run(after, {}, How(resume=True, changed=True)) == 0
+    finally:
+        lease.release()
+        hpctrain.shutdown()
+    told = capsys.readouterr().out
+    assert "changed: train.epochs was 3, is 1" in told
+    assert "there is no checkpoint yet: the run begins again" in told
 
 
 def drawn() -> list[float]:

@@ -38,6 +38,11 @@ def test_a_finished_run_is_0_and_tells_its_result(run):
     assert "finished: test accuracy 0.7500" in found.what
 
 
+def test_a_result_that_is_not_finite_is_told(run):
+    found = status(run(STARTED, STEP, FINISHED | {"metric": float("nan")}))
+    assert (found.code, found.what.rpartition(": ")[2]) == (0, "test accuracy nan")
+
+
 def test_a_stopped_run_is_85_and_tells_who_stopped_it(run):
     found = status(run(STARTED, STEP, STOP))
     assert (found.code, found.state) == (STOPPED, "stopped")
