@@ -131,6 +131,8 @@ class Slot:
         self.is_present = self.is_result = grad is not None
         if grad is None:
             return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
         if self.sparse_dim is None:
             self.view.copy_(grad.detach())
             self._show()

@@ -72,6 +72,8 @@ class Oracle:
             self._after_backward(before, reduces=kind == "backward")
         elif kind == "each":
             self._after_edit(before)
+            if "autograd.grad(" in line and any(one.sums for one in self.made):
+                self.may_refuse = self.unclear = "a sum makes room for what does not come"
         for one in made if kind in ("step", "raw") else ():
             one.after_step()
         for one in self.made if kind == "finish" else ():
@@ -125,14 +127,16 @@ class Oracle:
 
     def _after_edit(self, before):
         for ps, one in self._tuples():
+            olds = before.get(ps[0])
+            edited = olds and any(changed(p, old) for p, old in zip(ps, olds, strict=True))
+            if edited and one.done:
+                self.may_refuse = "gradients were changed before the last pass"
             grads = [dense(p.grad) for p in ps]
             if not any(g is not None and g.any() for g in grads):
                 self.shared.discard(ps[0])
                 self.base.pop(ps[0], None)
                 continue
             alike = all(g is not None and equal(g, grads[0]) for g in grads)
-            olds = before.get(ps[0])
-            edited = olds and any(changed(p, old) for p, old in zip(ps, olds, strict=True))
             if ps[0] in self.shared and not alike:
                 self.shared.discard(ps[0])
                 self.may_refuse = "gradients that differ were set by hand"
@@ -302,7 +306,7 @@ class Wrap:
 class Local:
     """The meaning of the local methods: replicas step alone, and meet after some steps."""
 
-    sums = False
+    sums, done = False, 0
 
     def __init__(self, oracle, kind, steps=None, **options):
         self.oracle, self.kind, self.options = oracle, kind, options
