@@ -297,7 +297,8 @@ class Script:
     def round(self):
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
-        if draw.chance(0.9):
+        is_zeroed = draw.chance(0.9)
+        if is_zeroed:
             zero = luck.choice(
                 ("{}.zero_grad()", "{}.zero_grad()", "{}.zero_grad(set_to_none=False)")
             )
@@ -307,7 +308,8 @@ class Script:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
             found.append(tuple(Statement(line.format(name, number)) for name in self.optimizers))
-        if self.shape == "one" and draw.chance(0.15):
+        # A rank that leaves backward out of a step that is reduced already has nothing to do.
+        if self.shape == "one" and draw.chance(0.15) and is_zeroed:
             return [*found, self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
             return [*found, self.closure()]
