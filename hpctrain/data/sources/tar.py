@@ -132,6 +132,7 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
     wanted = set(endings.values())
     key = ""
     contents: dict[str, bytes] = {}
+    before: set[str] = set()
     with _explained(path):
         for name, num_bytes, read in _files_in(path):
             folder, _, last = name.rpartition("/")
@@ -141,8 +142,15 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
             if f"{folder}/{stem}" != key and contents:
                 yield f"{path}:{key}", contents
                 contents = {}
+                before.add(key)
             key = f"{folder}/{stem}"
             if not wanted or ending in wanted:
+                if key in before:
+                    raise DataError(
+                        f"the files of a sample lie beside each other, a .{ending} of "
+                        f"{path}:{key} comes after those of others; write the archive anew with "
+                        f"tar --sort=name, and give each sample a name of its own"
+                    )
                 claimed = num_bytes + sum(map(len, contents.values()))
                 _check_file(f"{path}:{key}", ending, claimed, contents)
                 contents[ending] = read()

@@ -161,6 +161,17 @@ def test_two_files_of_one_ending_never_become_one(tmp_path, packed):
         packed(tmp_path / "0.tar")
 
 
+def test_a_sample_that_comes_again_later_is_told(tmp_path, packed):
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for name in ("a.cls", "a.txt", "b.cls", "b.txt", "a.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, BytesIO(b"1"))
+    with pytest.raises(DataError, match=r"a .txt of .*0.tar:/a comes after those of others; wr"):
+        packed(tmp_path / "0.tar", fields={"x": "txt"})
+    assert packed(tmp_path / "0.tar", fields={"y": "cls"})[1]["y"] == [1, 1]
+
+
 def sparse(path, claimed):
     """Write an archive of some KB with a file that claims to be large: holes take no room."""
     info = tarfile.TarInfo("a.bin")
