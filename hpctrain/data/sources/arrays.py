@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.sources.files import check_file
 from hpctrain.data.sources.source import Array, Batch, Indexed, Wanted, chosen, field_of
 from hpctrain.errors import DataError
 
@@ -59,6 +60,9 @@ def open_arrays(path: Path, wanted: Wanted) -> Arrays:
     else:
         files = wanted.fields or {"x": path.name}
         places = {name: (path.parent / file, None) for name, file in files.items()}
+        for file, _ in places.values():
+            if file.exists():
+                check_file(file)
     arrays = {name: _open(*place) for name, place in places.items()}
     for name, array in arrays.items():
         if not array.ndim:

@@ -46,18 +46,55 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
         left_out: gets the links to folders above.
 
     Raises:
-        DataError: a link leads to a folder that is below already.
+        DataError: a link leads to a folder that is below already, or nowhere where a folder may
+            have been, or something is neither a file nor a folder.
         OSError: a folder cannot be read.
     """
     root = str(folder)
     seen = {_identity(str(above)): root for above in folder.resolve().parents}
     seen[_identity(root)] = root
-    for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
-        inside = sorted(name for name in folders if not name.startswith("."))
-        folders[:] = [name for name in inside if _is_new(at, name, seen, left_out)]
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield os.path.join(at, name)  # noqa: PTH118 - a Path for each takes too long
+    waiting = [root]
+    while waiting:
+        at = waiting.pop()
+        inside = []
+        with os.scandir(at) as entries:
+            visible = (entry for entry in entries if not entry.name.startswith("."))
+            found = sorted(visible, key=lambda entry: entry.name)
+        for entry in found:
+            if entry.is_dir():
+                inside.append(entry.name)
+                continue
+            # The listing tells what is no file, without a call for each of millions.
+            if not entry.is_file() and (at == root or not _was_a_file(entry)):
+                check_file(Path(entry.path))
+            yield entry.path
+        new = [name for name in inside if _is_new(at, name, seen, left_out)]
+        waiting += [os.path.join(at, name) for name in reversed(new)]  # noqa: PTH118 - a Path takes too long
+
+
+def _was_a_file(entry: os.DirEntry[str]) -> bool:
+    """Say whether a link that leads nowhere has the name of a file: it is its reader's to tell."""
+    leads_nowhere = entry.is_symlink() and not Path(entry.path).exists()
+    return leads_nowhere and bool(ending_of(entry.name))
+
+
+def check_file(path: Path) -> None:
+    """Check that what is to be read is a file: it alone can be read more than once.
+
+    Raises:
+        DataError: it is a pipe, a socket or a device, or a link that leads nowhere.
+    """
+    if path.is_file():
+        return
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"a link among samples leads to a file or a folder, {path} leads to "
+            f"{path.readlink()}, which is not there; bring it back, or remove the link"
+        )
+    raise DataError(
+        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
+        f"what it gives to a file, or remove it"
+    )
 
 
 def _is_new(

@@ -1,6 +1,7 @@
 """Folders of images or of ``.npy`` arrays, one file a sample, by class."""
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,8 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
     if what == "array" and (wanted.resize or wanted.encoded):
         raise DataError(f"--resize and --encoded are for images, {path} has arrays")
     classes, labels = _classes(path, mine)
+    if classes:
+        _check_classes(path, classes, links, what)
     available = [what, LABEL] if classes else [what]
     folder = Folder(
         fields={},
@@ -110,8 +113,9 @@ def open_folder(path: Path, wanted: Wanted) -> Folder:
         labels=labels,
         resize=wanted.resize,
     )
-    if len(mine) < len(files):
-        folder.notes += (f"{len(files) - len(mine)} files below {path} are no {what}s: left out",)
+    if others := len(files) - len(mine):
+        are_no = f"is no {what}" if others == 1 else f"are no {what}s"
+        folder.notes += (f"{others} file{'s' * (others > 1)} below {path} {are_no}: left out",)
     if links:
         folder.notes += (f"links to a folder above are left out: {', '.join(links)}",)
     if classes and _SPLITS.issuperset(map(str.lower, classes)):
@@ -140,6 +144,19 @@ def _classes(root: Path, files: Paths) -> tuple[tuple[str, ...], NDArray[np.int6
             )
     number = {name: index for index, name in enumerate(classes)}
     return tuple(classes), np.array([number[top] for top in tops], np.int64)
+
+
+def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
+    """Check that each folder is a class: without one, the others would have other numbers."""
+    with os.scandir(root) as entries:
+        folders = {entry.name for entry in entries if entry.is_dir() and entry.path not in links}
+    lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))
+    if lacking:
+        raise DataError(
+            f"each folder beside classes is one and has {what}s, there is none below "
+            f"{', '.join(str(root / name) for name in lacking)}; bring them back, or remove the "
+            f"folder"
+        )
 
 
 def _is_line(name: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.sources import images
 from hpctrain.data.sources.arrays import open_arrays
-from hpctrain.data.sources.files import ending_of, files_below
+from hpctrain.data.sources.files import check_file, ending_of, files_below
 from hpctrain.data.sources.folder import open_folder
 from hpctrain.data.sources.hdf5 import open_hdf5
 from hpctrain.data.sources.joined import open_joined
@@ -152,9 +152,12 @@ def _files(path: Path, kind: str) -> list[Path]:
 
 def _matching(path: Path) -> list[Path]:
     if path.exists():
+        check_file(path)
         return [path]
     pattern = str(path.relative_to(path.anchor))
-    found = sorted(one for one in Path(path.anchor).glob(pattern) if one.is_file())
+    found = sorted(one for one in Path(path.anchor).glob(pattern) if not one.is_dir())
+    for one in found:
+        check_file(one)
     if not found:
         raise DataError(
             f"there is no {path}; give a file, a folder, a pattern in quotes such as "

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hpctrain.data.sources.source import (
 )
 from hpctrain.errors import DataError
 from hpctrain.files import reason_of
+from hpctrain.units import MIB, format_bytes
 
 _WHAT = "a CSV or Parquet file"
 _ROWS_PER_BATCH = 4096
@@ -121,8 +123,14 @@ class Csv(Table):
         wanted = sorted({at for columns in self.columns.values() for at in columns})
         csv = needed("pyarrow.csv", _WHAT)
         options = csv.ConvertOptions(column_types=self.types, include_columns=wanted)
-        with _opened_csv(self.files[part], options) as reader:
-            yield from reader
+        blocks = _Blocks(self.files[part])
+        try:
+            with _opened_csv(blocks, options) as reader:
+                yield from reader
+        except needed("pyarrow", _WHAT).ArrowException as error:
+            blocks.explain(error)
+            raise
+        blocks.check_end()
 
 
 @dataclass(kw_only=True)
@@ -165,7 +173,7 @@ def open_csv(files: Sequence[Path], wanted: Wanted) -> Csv:
         DataError: a file cannot be read, or a column is not there.
     """
     arrow = needed("pyarrow", _WHAT)
-    with _opened_csv(files[0], None) as reader:
+    with _opened_csv(_Blocks(files[0]), None) as reader:
         types = reader.schema
     columns, dtypes = _columns(types.names, wanted, files[0])
     for name, dtype in dtypes.items():
@@ -215,7 +223,7 @@ def _as_written(path: Path, columns: list[str]) -> dict[str, Any]:
     options = csv.ConvertOptions(
         column_types=dict.fromkeys(columns, text), include_columns=columns
     )
-    with _opened_csv(path, options) as reader:
+    with _opened_csv(_Blocks(path), options) as reader:
         rows = reader.read_next_batch()
     return {at: rows.column(at) for at in columns}
 
@@ -275,20 +283,72 @@ def _columns(
 
 
 class _Blocks:
-    """A file in blocks that never end between CR and LF: pyarrow drops the LF, in quotes too."""
+    """A file in blocks that never end between CR and LF: pyarrow drops the LF, in quotes too.
+
+    Behind its end comes a row of more columns than there are names: pyarrow tells of it, unless
+    it lies in quotes that were never closed.
+    """
 
     closed = False
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self.delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         self._stream = needed("pyarrow", _WHAT).input_stream(path)
         self._held = b""
+        self._is_read = self._is_ended = False
+        self._last_row = ""
 
     def read(self, num_bytes: int) -> bytes:
         """Return at most so many bytes, none at the end of the file."""
         block: bytes = self._held + self._stream.read(num_bytes - len(self._held))
+        if not self._last_row and block.strip(b"\xef\xbb\xbf\r\n"):
+            num_columns = block.count(self.delimiter.encode()) + 1
+            self._last_row = f"end of file{self.delimiter * num_columns}"
+        if not block and not self._is_read:
+            self._is_read = True
+            return f"\n{self._last_row}\n".encode() if self._last_row else b""
         is_last = len(block) < 2 or not block.endswith(b"\r")
         self._held = b"" if is_last else b"\r"
         return block if is_last else block[:-1]
+
+    def meet(self, row: Any) -> str:
+        """Say what becomes of a row that has another number of columns than there are names."""
+        is_last = row.text == self._last_row
+        self._is_ended |= is_last
+        return "skip" if is_last else "error"
+
+    def check_end(self) -> None:
+        """Check, when all is read, that no quote was left open.
+
+        Raises:
+            DataError: one was, and all behind it is one value.
+        """
+        if not self._is_ended:
+            raise self._left_open(_line_of_open_quote(self))
+
+    def explain(self, error: BaseException) -> None:
+        """Say what is wrong where pyarrow stumbles over something else on its way.
+
+        Raises:
+            DataError: a quote was left open, or a row is larger than pyarrow reads.
+        """
+        is_too_long = "straddling" in str(error)
+        if not is_too_long and (not self._is_read or self._is_ended):
+            return
+        if line := _line_of_open_quote(self):
+            raise self._left_open(line) from None
+        if is_too_long:
+            raise DataError(
+                f"a row of a CSV file has at most about {format_bytes(MIB)}, {self.path} has a "
+                f"larger one; keep such values in Parquet, or in files of their own"
+            ) from None
+
+    def _left_open(self, line: int | None) -> DataError:
+        return DataError(
+            f"a quote that opens a value is closed by another, that of line {line} of "
+            f"{self.path} is not; close it, or double it where it is part of a value"
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -296,14 +356,38 @@ class _Blocks:
         self._stream.close()
 
 
-def _opened_csv(path: Path, options: Any) -> Any:
+def _line_of_open_quote(file: _Blocks) -> int | None:
+    """Return the line of the quote behind which all of a file is one value."""
+    quoted = re.compile(rb'(?:^|(?<=[\r%b]))"(?:[^"]|"")*+("?)' % file.delimiter.encode())
+    line, opened = 1, None
+    with BufferedReader(needed("pyarrow", _WHAT).input_stream(file.path)) as stream:
+        for text in stream:
+            plain = text.removeprefix(b"\xef\xbb\xbf")
+            # Within a value the line goes on as if the value began with it.
+            inside = plain if opened is None else b'"' + plain
+            at = next((one.start() for one in quoted.finditer(inside) if not one[1]), None)
+            if at is None:
+                opened = None
+            elif opened is None or at > 0:
+                opened = line + _num_breaks(inside[:at])
+            line += _num_breaks(text)
+    return opened
+
+
+def _num_breaks(text: bytes) -> int:
+    return len(re.findall(rb"\r\n|\r|\n", text))
+
+
+def _opened_csv(blocks: _Blocks, options: Any) -> Any:
     arrow, csv = needed("pyarrow", _WHAT), needed("pyarrow.csv", _WHAT)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    parse = csv.ParseOptions(
+        delimiter=blocks.delimiter, newlines_in_values=True, invalid_row_handler=blocks.meet
+    )
     try:
-        return csv.open_csv(_Blocks(path), parse_options=parse, convert_options=options)
+        return csv.open_csv(blocks, parse_options=parse, convert_options=options)
     except arrow.ArrowException as error:
-        raise _unreadable(path, error) from None
+        blocks.explain(error)
+        raise _unreadable(blocks.path, error) from None
 
 
 def _unreadable(path: Path, error: BaseException) -> DataError:

@@ -1,15 +1,18 @@
 """Archives of webdataset: files whose names differ in their ending are one sample."""
 
+import bz2
+import gzip
 import json
 import lzma
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO, RawIOBase
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import numpy as np
 
@@ -129,38 +132,50 @@ def samples_in(path: Path, endings: dict[str, str]) -> Iterator[Files]:
     wanted = set(endings.values())
     key = ""
     contents: dict[str, bytes] = {}
-    for name, num_bytes, read in _files_in(path):
-        folder, _, last = name.rpartition("/")
-        stem, _, ending = last.partition(".")
-        if not stem or not ending or stem.startswith("__"):
-            continue
-        if f"{folder}/{stem}" != key and contents:
-            yield f"{path}:{key}", contents
-            contents = {}
-        key = f"{folder}/{stem}"
-        if not wanted or ending in wanted:
-            if ending in contents:
-                raise DataError(
-                    f"the files of a sample have different endings, {path}:{key} has two "
-                    f".{ending}; give each sample a name of its own"
-                )
-            claimed = num_bytes + sum(map(len, contents.values()))
-            if claimed > MAX_SAMPLE_BYTES:
-                raise DataError(
-                    f"the files of a sample have at most {format_bytes(MAX_SAMPLE_BYTES)} "
-                    f"together, {path}:{key} claims {format_bytes(claimed)}; name some of its "
-                    f"endings, --field NAME=ENDING, or pack samples of this size by a function "
-                    f"of yours"
-                )
-            contents[ending] = read()
+    before: set[str] = set()
+    with _explained(path):
+        for name, num_bytes, read in _files_in(path):
+            folder, _, last = name.rpartition("/")
+            stem, _, ending = last.partition(".")
+            if not stem or not ending or stem.startswith("__"):
+                continue
+            if f"{folder}/{stem}" != key and contents:
+                yield f"{path}:{key}", contents
+                contents = {}
+                before.add(key)
+            key = f"{folder}/{stem}"
+            if not wanted or ending in wanted:
+                if key in before:
+                    raise DataError(
+                        f"the files of a sample lie beside each other, a .{ending} of "
+                        f"{path}:{key} comes after those of others; write the archive anew with "
+                        f"tar --sort=name, and give each sample a name of its own"
+                    )
+                claimed = num_bytes + sum(map(len, contents.values()))
+                _check_file(f"{path}:{key}", ending, claimed, contents)
+                contents[ending] = read()
     if contents:
         yield f"{path}:{key}", contents
+
+
+def _check_file(sample: str, ending: str, claimed: int, before: dict[str, bytes]) -> None:
+    if ending in before:
+        raise DataError(
+            f"the files of a sample have different endings, {sample} has two .{ending}; give "
+            f"each sample a name of its own"
+        )
+    if claimed > MAX_SAMPLE_BYTES:
+        raise DataError(
+            f"the files of a sample have at most {format_bytes(MAX_SAMPLE_BYTES)} together, "
+            f"{sample} claims {format_bytes(claimed)}; name some of its endings, "
+            f"--field NAME=ENDING, or pack samples of this size by a function of yours"
+        )
 
 
 def _files_in(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
     """Yield name, size and reader of each file of an archive.
 
-    Makes sure that the archive is whole, which tarfile does not.
+    Makes sure that the archive is whole and the only one, which tarfile does not.
     """
     ended = False
 
@@ -177,20 +192,89 @@ def _files_in(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
                 raise tarfile.ReadError(f"a header claims {format_bytes(header.size)}")
             return header
 
-    try:
-        with tarfile.open(path, "r|*", tarinfo=Header) as archive:
-            for member in archive:
-                if member.issym() or member.islnk():
-                    raise DataError(
-                        f"an archive of samples holds their files themselves, {member.name} of "
-                        f"{path} is a link to {member.linkname}; write it anew with tar "
-                        f"--dereference --hard-dereference"
-                    )
-                if file := archive.extractfile(member) if member.isfile() else None:
-                    yield member.name, member.size, file.read
+    with (
+        _unpacked(path) as file,
+        tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive,
+    ):
+        for member in archive:
+            if member.issym() or member.islnk():
+                raise DataError(
+                    f"an archive of samples holds their files themselves, {member.name} of "
+                    f"{path} is a link to {member.linkname}; write it anew with tar "
+                    f"--dereference --hard-dereference"
+                )
+            if content := archive.extractfile(member) if member.isfile() else None:
+                yield member.name, member.size, content.read
         if not ended:
             raise tarfile.ReadError("its end is missing")
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        _check_rest(archive.fileobj, path)
+
+
+def _check_rest(stream: Any, path: Path) -> None:
+    """Read what follows the end of an archive; a packed one has its checksum there."""
+    at = stream.tell()
+    while piece := stream.read(MIB):
+        if more := piece.lstrip(b"\0"):
+            raise DataError(
+                f"an archive ends at a block of zeros, {path} has one before byte {at} and more "
+                f"from byte {at + len(piece) - len(more)} on: it is damaged, or several in one; "
+                f"fetch it again, or write it anew from what tar --ignore-zeros -xf finds in it"
+            )
+        at += len(piece)
+
+
+class _Streams(RawIOBase):
+    """Streams of bz2 or xz after each other: the library leaves out those it cannot read."""
+
+    def __init__(self, file: IO[bytes], make: Callable[[], Any]) -> None:
+        self._file, self._make = file, make
+        self._stream = make()
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as many bytes as fit, none at the end of the file."""
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed:
+                    if not (piece := self._file.read(MIB)):
+                        return 0
+                    packed = piece.lstrip(b"\0")
+                self._stream = self._make()
+            elif self._stream.needs_input and not (packed := self._file.read(MIB)):
+                raise EOFError("its end is missing")
+            if found := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(found)] = found
+                return len(found)
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Open an archive; all of it that is read agrees with the checksums of its packing."""
+    with path.open("rb") as file:
+        head = file.read(6)
+        file.seek(0)
+        unpacked: Any = file
+        if head.startswith(b"\x1f\x8b"):
+            unpacked = gzip.GzipFile(fileobj=file)
+        elif head.startswith(b"BZh"):
+            unpacked = BufferedReader(_Streams(file, bz2.BZ2Decompressor))
+        elif head.startswith((b"\xfd7zXZ", b"\x5d\x00\x00\x80")):
+            unpacked = BufferedReader(_Streams(file, lzma.LZMADecompressor))
+        with unpacked:
+            yield unpacked
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what is wrong with an archive as a DataError that names it."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise DataError(
             f"{path} cannot be read as an archive: {reason_of(error)}; fetch it again, or take "
             f"it out of the source"

@@ -1,6 +1,7 @@
 """Folders of images and arrays: samples sorted by name, classes numbered by name."""
 
 import os
+import socket
 import struct
 import zlib
 from io import BytesIO
@@ -18,6 +19,11 @@ from hpctrain.errors import DataError
 def picture(seed, height=6, width=4, mode="RGB"):
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path)
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ def test_arrays_by_class(tmp_path, packed):
             np.save(root / name / f"{index}.npy", np.full((2, 3), index, "f4"))
     (root / "readme.md").write_text("of another kind")
     done, found = packed(root, fields={"x": "array", "y": "label"})
-    assert "1 files below" in done.notes[0]
+    assert "1 file below" in done.notes[0]
     assert [int(x[0, 0]) for x in found["x"]] == [0, 1, 2, 0, 1, 2]
     assert np.array_equal(found["y"], [0, 0, 0, 1, 1, 1])
     np.save(root / "b/2.npy", np.zeros((5, 3), "f4"))
@@ -150,6 +156,52 @@ def test_a_folder_that_is_met_twice_is_told(photos, packed):
     (photos / "dog/more").symlink_to("../cat")
     with pytest.raises(DataError, match=r"cat and .*dog/more are the same; remove the link"):
         packed(photos)
+
+
+def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packed):
+    (photos / "cow").mkdir()
+    with pytest.raises(DataError, match=r"is one and has images, there is none below .*/cow; br"):
+        packed(photos)
+    (photos / "cow/notes.txt").write_text("no image")
+    with pytest.raises(DataError, match=r"none below .*/cow; bring them back, or remove"):
+        packed(photos)
+    (photos / "cow").rename(photos / ".cow")
+    assert packed(photos)[0].classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more"])
+def test_a_link_to_a_folder_that_is_gone_is_told(photos, packed, name):
+    (photos / name).symlink_to("/nowhere/cow")
+    with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is not there; "):
+        packed(photos)
+
+
+def test_files_that_are_no_images_are_counted_also_where_a_link_leads_nowhere(photos, packed):
+    (photos / "dog/a.json").symlink_to("/nowhere/a.json")
+    assert "1 file below" in packed(photos)[0].notes[0]
+    assert "photos is no image: left out" in packed(photos)[0].notes[0]
+    (photos / "dog/b.json").touch()
+    assert "2 files below" in packed(photos)[0].notes[0]
+    (photos / "dog/z.png").symlink_to("/nowhere/z.png")
+    with pytest.raises(DataError, match=r"z.png cannot be read"):
+        packed(photos)
+
+
+@pytest.mark.parametrize("name", ["photos/dog/a.png", "photos/dog/a", "t.csv", "t.tar", "t.h5"])
+@pytest.mark.parametrize("make", [os.mkfifo, bind])
+def test_a_pipe_or_a_socket_is_told_before_it_is_opened(photos, packed, monkeypatch, name, make):
+    monkeypatch.chdir(photos.parent)
+    (photos.parent / name).unlink(missing_ok=True)
+    make(name)
+    with pytest.raises(DataError, match=rf"{name} is a folder, a pipe, a socket or a device"):
+        packed(photos.parent / name.partition("/")[0])
+
+
+def test_a_pattern_leaves_out_no_file_that_is_gone(tmp_path, packed):
+    np.save(tmp_path / "0.npy", np.arange(3))
+    (tmp_path / "1.npy").symlink_to(tmp_path / "gone.npy")
+    with pytest.raises(DataError, match=r"1.npy leads to .*gone.npy, which is not there"):
+        packed(f"{tmp_path}/*.npy")
 
 
 def test_classes_that_are_names_of_splits_are_noted(photos, packed):

@@ -72,6 +72,53 @@ def test_tabs_and_several_files_of_the_types_of_the_first(tmp_path, packed):
 
 
 @pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('a,b\n1,"x\n2,y\n', 2),
+        ('a,b\n1,"x"\n2,"y""\n', 3),
+        ('a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z', 5),
+        ('a\n"x\ny\n', 2),
+        ('a,"b\n1,2\n', 1),
+        ('a,b\n1,2\n1,"', 3),
+        ("a,b\n" + "1,z\n" * 300_000 + '1,"\n1,z\n', 300_002),
+    ],
+)
+def test_a_quote_that_is_never_closed_is_told(tmp_path, packed, text, line):
+    (tmp_path / "t.csv").write_bytes(text.encode())
+    with pytest.raises(DataError, match=rf"that of line {line} of .*t.csv is not; close it"):
+        packed(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
+@pytest.mark.parametrize("end", ["", "\n", "\r", "\r\n"])
+def test_rows_are_packed_however_the_last_one_ends(tmp_path, packed, name, names, end):
+    between = "\t" if name == "t.tsv" else ","
+    lines = [between.join(names), *(between.join([f'"{one}"', *names[1:]]) for one in "uvw")]
+    (tmp_path / name).write_bytes((end or "\n").join(lines).encode() + end.encode())
+    _, found = packed(tmp_path / name)
+    assert [bytes(text) for text in found["a"]] == [b"u", b"v", b"w"]
+    assert list(found) == names
+
+
+def test_a_row_beyond_a_mebibyte_is_told(tmp_path, packed):
+    long = "x" * 3 * 2**20
+    (tmp_path / "t.csv").write_text(f'a,b\n1,z\n2,"{long}"\n')
+    with pytest.raises(DataError, match=r"at most about 1.0 MiB, .*t.csv has a larger one; keep"):
+        packed(tmp_path / "t.csv")
+    (tmp_path / "t.csv").write_text(f'a,b\n1,z\n2,"{long}\n')
+    with pytest.raises(DataError, match=r"that of line 3 of .*t.csv is not; close it"):
+        packed(tmp_path / "t.csv")
+
+
+def test_rows_of_another_number_of_columns_are_told(tmp_path, packed):
+    for row in ("1,2,", ",,,,", "1"):
+        (tmp_path / "t.csv").write_text(f"a,b\n1,2\n{row}\n3,4\n")
+        with pytest.raises(DataError, match=r"t.csv cannot be read"):
+            packed(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(
     ("column", "words"),
     [
         (pa.array([1, None]), "lacks 1 of 2"),

@@ -1,6 +1,9 @@
 """Archives of webdataset: a sample is what differs in its ending alone."""
 
+import bz2
+import gzip
 import json
+import lzma
 import tarfile
 from io import BytesIO
 
@@ -8,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.pack import pack
 from hpctrain.errors import DataError
 from tests.data.sources.test_folder import claiming
 
@@ -98,13 +103,51 @@ def test_archives_that_cannot_be_read_are_told(tmp_path, packed):
     path = write(tmp_path / "0.tar", {f"{index:04}": sample(index) for index in range(99)})
     whole = path.read_bytes()
     packed(path)
-    # Inside a content, inside a header, and between two samples.
-    for size in (40_000, 40_960 + 100, 1024 * 7 * 10, len(whole) - 10_240):
+    # Inside a content, inside a header, behind a header, and between two samples.
+    for size in (40_000, 40_960 + 100, 512, 1024 * 7 * 10, len(whole) - 10_240):
         path.write_bytes(whole[:size])
         with pytest.raises(DataError, match=r"0.tar cannot be read as an archive"):
             packed(path)
     write(path, {})
     with pytest.raises(DataError, match="has none"):
+        packed(path)
+
+
+PACKINGS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_packed_archive_agrees_with_its_checksum_to_its_last_byte(tmp_path, packed, packing):
+    # Stored, so that a flip stays in the content and nothing but a checksum can tell it.
+    options = {"gz": {"compresslevel": 0}}.get(packing, {})
+    plain = write(tmp_path / "0.tar", {f"{i:04}": {"bin": b"%04d" % i} for i in range(3)})
+    whole = PACKINGS[packing](plain.read_bytes(), **options)
+    path = tmp_path / f"0.tar.{packing}"
+    path.write_bytes(whole + bytes(512))
+    assert len(packed(path)[1]["bin"]) == 3
+    flipped = bytearray(whole)
+    at = whole.find(b"0001", 600) if packing == "gz" else len(whole) // 2
+    flipped[at] ^= 1
+    for damaged in (bytes(flipped), whole[:-1], whole[:-5], whole + b"more", whole + whole):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"0.tar.{packing} (cannot be read as an|has one)"):
+            packed(path)
+        with pytest.raises(DataError):
+            pack(path, tmp_path / "fresh")
+    assert not (tmp_path / "fresh" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("between", [0, 512, 10_240])
+def test_samples_behind_the_end_of_an_archive_are_told(tmp_path, packed, between):
+    whole = write(tmp_path / "0.tar", {"a": {"cls": b"1"}, "b": {"cls": b"2"}}).read_bytes()
+    path = tmp_path / "0.tar"
+    path.write_bytes(whole + bytes(between))
+    assert packed(path)[1]["cls"] == [1, 2]
+    path.write_bytes(whole + bytes(between) + whole)
+    with pytest.raises(DataError, match=rf"more from byte {len(whole) + between} on.*-zeros -xf"):
+        packed(path)
+    path.write_bytes(whole[:1024] + bytes(512) + whole[1024:])
+    with pytest.raises(DataError, match=r"before byte 1536 and more from byte 1536 on"):
         packed(path)
 
 
@@ -116,6 +159,17 @@ def test_two_files_of_one_ending_never_become_one(tmp_path, packed):
             archive.addfile(member, BytesIO(content))
     with pytest.raises(DataError, match=r"0.tar:/same has two .cls; give each sample a name"):
         packed(tmp_path / "0.tar")
+
+
+def test_a_sample_that_comes_again_later_is_told(tmp_path, packed):
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for name in ("a.cls", "a.txt", "b.cls", "b.txt", "a.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, BytesIO(b"1"))
+    with pytest.raises(DataError, match=r"a .txt of .*0.tar:/a comes after those of others; wr"):
+        packed(tmp_path / "0.tar", fields={"x": "txt"})
+    assert packed(tmp_path / "0.tar", fields={"y": "cls"})[1]["y"] == [1, 1]
 
 
 def sparse(path, claimed):
