@@ -355,9 +355,8 @@ class Reducer:
 
     def _check_sum(self, slot: "Slot | SparseSlot") -> None:
         """Refuse to add to a sum that was replaced: nobody can tell what part of it is whose."""
-        grad = slot.parameter.grad
-        is_replaced = not self._reduction.average and slot.is_result and slot.is_touched
-        if is_replaced and grad is not None and _has_values(grad):
+        is_sum = not self._reduction.average
+        if is_sum and slot.is_result and slot.is_touched and slot.parameter.grad is not None:
             raise CommError(
                 f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
                 f"step() or optimizer.zero_grad() in between"
@@ -417,11 +416,6 @@ class _SumHook:
     def __call__(self, _: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
             reducer._before_sum(self.parameter_id)  # noqa: SLF001
-
-
-def _has_values(grad: torch.Tensor) -> bool:
-    """Say whether something is left of a gradient that may have been set to zero."""
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 def _remove(hooks: "list[RemovableHandle]") -> None:
