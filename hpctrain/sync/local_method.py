@@ -139,6 +139,10 @@ class LocalMethod:
             self.replica.average_buffers()  # of synchronous steps
         else:
             self._end_round()
+            if not self.rounds.agrees:  # nobody has counted samples since the replicas parted
+                for samples in self._samples:
+                    samples.add(1.0, 1.0)
+                self._end_round()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -71,8 +71,8 @@ class Reducer:
         self._num_passes = passes
         self._is_reduced = False
         self._passes_done = 0
-        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        """Gradients that wait for another pass, with how often they were written."""
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int, int]] = {}
+        """Gradients that wait for another pass, and what changes when they are written."""
         self._forget_backward()
         self._superseded = ""
         """Why these gradients are no longer reduced here, if so."""
@@ -297,7 +297,7 @@ class Reducer:
             self._on_pass_end()
         else:
             grads = ((p, p.grad) for p in self._reduction.slot_of)
-            self._seen = {p: (g, g._version) for p, g in grads if g is not None}  # noqa: SLF001
+            self._seen = {p: (g, *_writes(g)) for p, g in grads if g is not None}
             self._forget_backward()
 
     def _break_off(self) -> None:
@@ -343,8 +343,8 @@ class Reducer:
             return False
         for parameter in self._reduction.slot_of:
             grad = parameter.grad
-            seen, version = self._seen.get(parameter, (None, 0))
-            if grad is not None and (grad is not seen or grad._version != version):  # noqa: SLF001
+            seen, *writes = self._seen.get(parameter, (None, 0, 0))
+            if grad is not None and (grad is not seen or _writes(grad) != tuple(writes)):
                 return True
         return False
 
@@ -416,6 +416,11 @@ class _SumHook:
     def __call__(self, _: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
             reducer._before_sum(self.parameter_id)  # noqa: SLF001
+
+
+def _writes(grad: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a gradient is written, or when its ``.data`` is another."""
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 
 
 def _remove(hooks: "list[RemovableHandle]") -> None:

@@ -256,6 +256,14 @@ def replaced_after_one_of_two_passes(side):
     side.optimizer.step()
 
 
+@case("refused")
+def given_other_data_after_one_of_two_passes(side):
+    with_passes(side, 2)
+    side.backward()
+    side.net.head.weight.grad.data = side.net.head.weight.grad.data.sign()
+    side.optimizer.step()
+
+
 @case()
 def synchronized_and_clipped_after_one_of_two_passes(side):
     with_passes(side, 2)

@@ -14,7 +14,11 @@ def params_of(optimizer):
 
 
 def kept(grad):
-    return None if grad is None else (grad._version, grad.detach().clone())
+    return None if grad is None else (place_of(grad), grad.detach().clone())
+
+
+def place_of(grad):
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()
 
 
 def dense(grad):
@@ -152,7 +156,7 @@ def changed(parameter, old):
     grad, copy = old
     if grad is None or parameter.grad is None:
         return parameter.grad is not grad
-    return parameter.grad is not grad or parameter.grad._version != copy[0]
+    return parameter.grad is not grad or place_of(parameter.grad) != copy[0]
 
 
 class Stub:

@@ -38,6 +38,21 @@ def test_warm_up_and_cool_down_are_synchronous_and_nodes_part_between(world, hvd
     assert method.facts["rounds"] == (3 if nodes == 2 else 0)
 
 
+@NODES
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_replicas_that_have_parted_agree_at_the_end_though_nobody_has_counted_since(
+    world, hvd_nodes, num_steps
+):
+    model = make_model()
+    optimizer = sgd(model)
+    method = staged(hvd_nodes, model, optimizer, steps=1, delay=1)
+    for step in range(num_steps):  # the last one is sent, and what it trained on counts
+        method.set_num_samples(4 + 2 * world.rank, nominal=4)
+        train(hvd_nodes, model, optimizer, None, step, step + 1)
+    method.finish()
+    assert num_kinds(world, weights_of(model)) == 1
+
+
 @SIZES
 def test_without_a_cycle_it_is_synchronous_training(hvd_nodes):
     model = make_model()
