@@ -1,6 +1,6 @@
 """Datasets of existing HDF5 files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +90,7 @@ def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
             is of a type that a data set cannot hold.
     """
     with _explained(path), _opened(path) as file:
-        available: list[str] = []
-        file.visititems(
-            lambda name, item: available.append(name) if isinstance(item, h5py.Dataset) else None
-        )
+        available, links = _listed(file)
         asked = {name: at.strip("/") for name, at in wanted.fields.items()}
         places = chosen(available, asked, str(path))
         if not asked:
@@ -115,9 +112,39 @@ def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
             mean_lengths={
                 name: _mean_length(datasets[name]) for name in fields if fields[name].ragged
             },
+            notes=(_left_out(path, links),) if links and not asked else (),
             places=places,
             num_samples=next(iter(lengths.values())),
         )
+
+
+def _listed(file: Any) -> tuple[list[str], list[str]]:
+    """Return the paths of all datasets, each once, and the links to them or elsewhere."""
+    found: dict[str, bool] = {}
+    links: list[str] = []
+
+    def add(name: str, item: Any) -> None:
+        found[name] = isinstance(item, h5py.Dataset)
+
+    def add_link(name: str, link: Any) -> None:
+        if isinstance(link, h5py.ExternalLink):
+            links.append(f"{name} -> {link.filename}:{link.path}")
+        elif isinstance(link, h5py.SoftLink):
+            links.append(f"{name} -> {link.path}")
+        elif name not in found:
+            first = next((one for one in found if file[one] == file[name]), "/")
+            links.append(f"{name}, another name of {first}")
+
+    file.visititems(add)
+    file.visititems_links(add_link)
+    return [name for name, is_dataset in found.items() if is_dataset], links
+
+
+def _left_out(path: Path, links: Sequence[str]) -> str:
+    return (
+        f"links of {path} are left out, each dataset is packed once, from the file that holds it: "
+        f"{'; '.join(links)}"
+    )
 
 
 def _opened(path: Path) -> Any:

@@ -65,5 +65,6 @@ def open_joined(
         fields=first.fields,
         files=sorted({file for part in parts for file in part.files}),
         mean_lengths=first.mean_lengths,
+        notes=tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts))),
         parts=parts,
     )

@@ -45,6 +45,12 @@ def fields_of(
     for name in names:
         arrays_of = [arrays[name] for _, arrays in samples]
         dtype = np.result_type(*arrays_of)
+        if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays_of):
+            raise DataError(
+                f"whole numbers stay whole, those of field {name} of {where} are of 64 bits with "
+                f"and without a sign, which have {dtype} in common alone; bring them to one type, "
+                f"or pack them as bytes"
+            )
         shape = arrays_of[0].shape
         if name in ragged or any(array.shape != shape for array in arrays_of):
             if not shape:

@@ -296,7 +296,7 @@ class _Blocks:
         self.delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         self._stream = needed("pyarrow", _WHAT).input_stream(path)
         self._held = b""
-        self._is_read = self._is_ended = False
+        self._is_read = self._is_done = self._is_ended = False
         self._last_row = ""
 
     def read(self, num_bytes: int) -> bytes:
@@ -305,8 +305,10 @@ class _Blocks:
         if not self._last_row and block.strip(b"\xef\xbb\xbf\r\n"):
             num_columns = block.count(self.delimiter.encode()) + 1
             self._last_row = f"end of file{self.delimiter * num_columns}"
-        if not block and not self._is_read:
-            self._is_read = True
+        # pyarrow reads ahead: it may stumble over the last block before it asks for more.
+        self._is_read |= len(block) < num_bytes
+        if not block and not self._is_done:
+            self._is_done = True
             return f"\n{self._last_row}\n".encode() if self._last_row else b""
         is_last = len(block) < 2 or not block.endswith(b"\r")
         self._held = b"" if is_last else b"\r"

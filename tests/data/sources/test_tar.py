@@ -172,6 +172,14 @@ def test_a_sample_that_comes_again_later_is_told(tmp_path, packed):
     assert packed(tmp_path / "0.tar", fields={"y": "cls"})[1]["y"] == [1, 1]
 
 
+def test_whole_numbers_never_become_floats(tmp_path, packed):
+    write(tmp_path / "0.tar", {"a": {"id": b"1"}, "b": {"id": b"%d" % (2**64 - 1)}})
+    with pytest.raises(DataError, match=r"those of field id of .*0.tar are of 64 bits .*as bytes"):
+        packed(tmp_path / "0.tar")
+    _, found = packed(tmp_path / "0.tar", fields={"id": "id:bytes"})
+    assert bytes(found["id"][1]) == b"18446744073709551615"
+
+
 def sparse(path, claimed):
     """Write an archive of some KB with a file that claims to be large: holes take no room."""
     info = tarfile.TarInfo("a.bin")
