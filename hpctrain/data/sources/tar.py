@@ -53,6 +53,8 @@ class Tar(Streamed):
     forms: dict[str, Form]
     """What the content of each field's file becomes."""
     endings: dict[str, str]
+    takes_all: bool
+    """Whether these are all that the archive shall have."""
     """Ending of each field's file."""
     resize: images.Size | None
 
@@ -64,7 +66,8 @@ class Tar(Streamed):
     def batches(self, part: int) -> Iterator[Batch]:
         """Read an archive."""
         path = self.files[part]
-        return batched(map(self.sample, samples_in(path, self.endings)), self.fields)
+        wanted = {} if self.takes_all else self.endings
+        return batched(map(self.sample, samples_in(path, wanted)), self.fields)
 
     def sample(self, files: Files) -> Sample:
         """Decode the files of a sample.
@@ -74,6 +77,12 @@ class Tar(Streamed):
         """
         where, contents = files
         arrays = {}
+        if more := self.takes_all and sorted({*contents} - {*self.endings.values()}):
+            raise DataError(
+                f"all samples have the same endings: {where} has a .{more[0]}, which the first "
+                f"sample lacks; complete the archive, or name the endings to take, --field "
+                f"NAME=ENDING"
+            )
         for name, ending in self.endings.items():
             if ending not in contents:
                 raise DataError(
@@ -107,7 +116,14 @@ def open_tar(files: Sequence[Path], wanted: Wanted) -> Tar:
             f"none{' of these endings' if asked else ''}; take it out of the source"
         )
     endings = chosen(list(some[0][1]), asked, str(files[0]))
-    found = Tar(fields={}, files=files, forms={}, endings=endings, resize=wanted.resize)
+    found = Tar(
+        fields={},
+        files=files,
+        forms={},
+        endings=endings,
+        takes_all=not asked,
+        resize=wanted.resize,
+    )
     for name, ending in endings.items():
         is_bytes = wanted.fields.get(name, "").endswith(":bytes")
         contents = [sample[1][ending] for sample in some if ending in sample[1]]

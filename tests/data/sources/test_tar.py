@@ -113,6 +113,16 @@ def test_archives_that_cannot_be_read_are_told(tmp_path, packed):
         packed(path)
 
 
+@pytest.mark.parametrize("number", [1, 90])
+def test_an_ending_that_the_first_sample_lacks_is_told(tmp_path, packed, number):
+    samples = {f"{index:04}": {"txt": b"1"} for index in range(99)}
+    samples[f"{number:04}"]["cls"] = b"3"
+    path = write(tmp_path / "0.tar", samples)
+    with pytest.raises(DataError, match=rf"{number:04} has a \.cls, which the first sample lacks"):
+        packed(path)
+    assert len(packed(path, fields={"text": "txt"})[1]["text"]) == 99
+
+
 PACKINGS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
