@@ -65,8 +65,10 @@ def _holds_samples(value: object) -> bool:
 
 
 def _is_data(value: object) -> bool:
-    methods = dir(type(value))
-    return hasattr(value, "__dict__") and ("__getitem__" in methods or "__iter__" in methods)
+    kind = type(value)
+    return hasattr(value, "__dict__") and (
+        hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+    )
 
 
 def _integers(value: object) -> np.ndarray | None:

@@ -71,7 +71,7 @@ class Reducer:
         self._num_passes = passes
         self._is_reduced = False
         self._passes_done = 0
-        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int, int]] = {}
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Gradients that wait for another pass, and what changes when they are written."""
         self._forget_backward()
         self._superseded = ""
@@ -297,7 +297,7 @@ class Reducer:
             self._on_pass_end()
         else:
             grads = ((p, p.grad) for p in self._reduction.slot_of)
-            self._seen = {p: (g, *_writes(g)) for p, g in grads if g is not None}
+            self._seen = {p: (g, _writes(g)) for p, g in grads if g is not None}
             self._forget_backward()
 
     def _break_off(self) -> None:
@@ -343,20 +343,20 @@ class Reducer:
             return False
         for parameter in self._reduction.slot_of:
             grad = parameter.grad
-            seen, *writes = self._seen.get(parameter, (None, 0, 0))
-            if grad is not None and (grad is not seen or _writes(grad) != tuple(writes)):
+            seen, writes = self._seen.get(parameter, (None, None))
+            if grad is not None and (grad is not seen or _writes(grad) != writes):
                 return True
         return False
 
     def _on_pass_end(self) -> None:
-        for slot in self._reduction.slot_of.values():
-            self._check_sum(slot)
+        if not self._reduction.average:
+            for slot in self._reduction.slot_of.values():
+                self._check_sum(slot)
         self._complete(None if self._takes_early else self._changed())
 
     def _check_sum(self, slot: "Slot | SparseSlot") -> None:
         """Refuse to add to a sum that was replaced: nobody can tell what part of it is whose."""
-        is_sum = not self._reduction.average
-        if is_sum and slot.is_result and slot.is_touched and slot.parameter.grad is not None:
+        if slot.is_result and slot.is_touched and slot.parameter.grad is not None:
             raise CommError(
                 f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
                 f"step() or optimizer.zero_grad() in between"

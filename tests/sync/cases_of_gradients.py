@@ -206,24 +206,23 @@ def two_losses_on_disjoint_parameters(side):
         side.optimizer.step()
 
 
-@case("Sum", "refused")
-def a_sum_that_is_replaced_between_two_losses(side):
+def replace_between_two_losses(side):
     side.optimizer.zero_grad()
     net = side.net
     side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
     net.head.weight.grad = net.head.weight.grad / net.head.weight.grad.norm()
     side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
     side.optimizer.step()
+
+
+@case("Sum", "refused")
+def a_sum_that_is_replaced_between_two_losses(side):
+    replace_between_two_losses(side)
 
 
 @case("Average")
 def an_average_that_is_replaced_between_two_losses(side):
-    side.optimizer.zero_grad()
-    net = side.net
-    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
-    net.head.weight.grad = net.head.weight.grad / net.head.weight.grad.norm()
-    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
-    side.optimizer.step()
+    replace_between_two_losses(side)
 
 
 @case()

@@ -53,9 +53,9 @@ class Tar(Streamed):
     forms: dict[str, Form]
     """What the content of each field's file becomes."""
     endings: dict[str, str]
+    """Ending of each field's file."""
     takes_all: bool
     """Whether these are all that the archive shall have."""
-    """Ending of each field's file."""
     resize: images.Size | None
 
     @property
