@@ -356,7 +356,10 @@ class Reducer:
 
     def _check_sum(self, slot: "Slot | SparseSlot") -> None:
         """Refuse to add to a sum that was replaced: nobody can tell what part of it is whose."""
-        if slot.is_result and slot.is_touched and slot.parameter.grad is not None:
+        if not (slot.is_result and slot.is_touched):
+            return
+        grad = slot.parameter.grad
+        if grad is not None and grad.any():  # zero_grad(set_to_none=False) leaves no sum
             raise CommError(
                 f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
                 f"step() or optimizer.zero_grad() in between"

@@ -220,6 +220,19 @@ def a_sum_that_is_replaced_between_two_losses(side):
     replace_between_two_losses(side)
 
 
+@case("Sum")
+def a_sum_that_is_converted_and_zeroed_between_two_losses(side):
+    side.optimizer.zero_grad()
+    net = side.net
+    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
+    side.optimizer.step()
+    net.float()
+    net.double()
+    side.optimizer.zero_grad(set_to_none=False)
+    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
+    side.optimizer.step()
+
+
 @case("Average")
 def an_average_that_is_replaced_between_two_losses(side):
     replace_between_two_losses(side)

@@ -43,6 +43,8 @@ class Oracle:
         self.makers, self.made = [[] for _ in range(size)], []
         self.shared = set()
         """Parameters of replica 0 whose gradients were reduced, and are alike since."""
+        self.replaced = set()
+        """Those whose gradient is another tensor since."""
         self.base = {}
         """What was reduced already in gradients to which replicas have added."""
         self.names = [{"hvd": Stub(self, rank)} for rank in range(size)]
@@ -118,16 +120,21 @@ class Oracle:
             if not any(changed(p, old) for p, old in zip(ps, olds, strict=True)):
                 continue
             touched.add(ps[0])
+            self.replaced.discard(ps[0])
             if ps[0] in self.shared:
                 self.shared.discard(ps[0])
                 if olds[0][0] is not None:
                     self.base[ps[0]] = dense(olds[0][1][1])
                     if one.sums and self.base[ps[0]].any():
                         self.may_refuse = "backward adds to a sum"
-        if reduces:
-            for one in self.made:
-                if any(ps[0] in touched for group in one.groups() for ps in group):
-                    one.pass_is_over()
+        if not reduces:
+            return
+        for one in self.made:
+            firsts = {ps[0] for group in one.groups() for ps in group}
+            if one.sums and firsts & touched and firsts & self.shared & self.replaced:
+                self.may_refuse = "a sum was replaced, and backward goes on"
+            if firsts & touched:
+                one.pass_is_over()
 
     def _after_edit(self, before):
         for ps, one in self._tuples():
@@ -140,6 +147,8 @@ class Oracle:
                 self.shared.discard(ps[0])
                 self.base.pop(ps[0], None)
                 continue
+            if edited and olds[0][1] and place_of(ps[0].grad)[1] != olds[0][1][0][1]:
+                self.replaced.add(ps[0])
             alike = all(g is not None and equal(g, grads[0]) for g in grads)
             if ps[0] in self.shared and not alike:
                 self.shared.discard(ps[0])
