@@ -297,6 +297,8 @@ class Script:
     def round(self):
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
+        if any("set_backward_passes" in edit.line for (edit,) in found):
+            self.passes = 0  # not known any more
         is_zeroed = draw.chance(0.9)
         if is_zeroed:
             zero = luck.choice(
@@ -312,7 +314,7 @@ class Script:
             return [*found, self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
             return [*found, self.closure()]
-        passes = self.passes + luck.choice((0,) * 8 + (1, -1))
+        passes = max(self.passes, 1) + luck.choice((0,) * 8 + (1, -1))
         wrapper = self.wrapper()
         for number in range(max(passes, 1)):
             found += draw.edits(PASS, 1) if number and draw.chance(0.3) else []
@@ -370,7 +372,7 @@ class Script:
             if form == "none":
                 continue
             if self.scaled:
-                if self.passes > 1:  # or the ranks may find different gradients to be finite
+                if self.passes != 1:  # or the ranks may find different gradients to be finite
                     yield (
                         Statement(f"{name}.synchronize()", "sync", name),
                         Statement(f"scaler.step({name})", "step", name),
