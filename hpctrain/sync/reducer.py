@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from hpctrain.sync.gradient_buckets import Slot
-    from hpctrain.sync.sparse_gradients import SparseSlot
 
 ParameterSource = Callable[[], NamedParameters]
 
@@ -73,6 +71,8 @@ class Reducer:
         self._passes_done = 0
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Gradients that wait for another pass, and what changes when they are written."""
+        self._replaced_sum = ""
+        """Name of a sum that was replaced before this backward, which adds to it."""
         self._forget_backward()
         self._superseded = ""
         """Why these gradients are no longer reduced here, if so."""
@@ -156,6 +156,7 @@ class Reducer:
         """Expect the gradients of another step."""
         self._is_reduced = False
         self._passes_done = 0
+        self._replaced_sum = ""
         if self._graph_tasks:  # a backward has raised
             self._break_off()
 
@@ -252,7 +253,6 @@ class Reducer:
         slot = self._reduction.slot_by_id.get(parameter_id)
         if not self.is_on or self._superseded or slot is None or not slot.is_result:
             return
-        self._check_sum(slot)
         if slot.holds_result and not self._reduction.keeps_result:
             slot.forget_result()
         slot.is_result = False
@@ -263,8 +263,14 @@ class Reducer:
             self._break_off()
         if not self._graph_tasks:
             self._is_reduced = False
+            self._replaced_sum = self._replaced_sum or self._find_replaced_sum()
             last_pass = self._passes_done + 1 >= self._num_passes
-            self._takes_early = self._fires_once and last_pass and self._changed() is None
+            self._takes_early = (
+                self._fires_once
+                and last_pass
+                and not self._replaced_sum
+                and self._changed() is None
+            )
         self._graph_tasks.add(task)
         self._has_outer_end |= outermost
         end = self._on_backward_end if outermost else self._on_nested_end
@@ -348,22 +354,18 @@ class Reducer:
                 return True
         return False
 
-    def _on_pass_end(self) -> None:
+    def _find_replaced_sum(self) -> str:
+        """Name a sum that was replaced: nobody can tell what part of it is whose."""
         if not self._reduction.average:
             for slot in self._reduction.slot_of.values():
-                self._check_sum(slot)
-        self._complete(None if self._takes_early else self._changed())
+                grad = slot.parameter.grad
+                # zero_grad(set_to_none=False) after a conversion leaves no sum
+                if slot.is_result and slot.is_touched and grad is not None and grad.any():
+                    return slot.name
+        return ""
 
-    def _check_sum(self, slot: "Slot | SparseSlot") -> None:
-        """Refuse to add to a sum that was replaced: nobody can tell what part of it is whose."""
-        if not (slot.is_result and slot.is_touched):
-            return
-        grad = slot.parameter.grad
-        if grad is not None and grad.any():  # zero_grad(set_to_none=False) leaves no sum
-            raise CommError(
-                f"the sum in {slot.name}.grad was replaced, and backward() would add to it; call "
-                f"step() or optimizer.zero_grad() in between"
-            )
+    def _on_pass_end(self) -> None:
+        self._complete(None if self._takes_early else self._changed())
 
     def _complete(
         self,
@@ -373,12 +375,18 @@ class Reducer:
         changed_early: bool = False,
     ) -> None:
         self._learn()
-        self._reduction.complete(changed, by_hand=by_hand, changed_early=changed_early)
+        self._reduction.complete(
+            changed,
+            by_hand=by_hand,
+            changed_early=changed_early,
+            replaced_sum=self._replaced_sum,
+        )
         self._note("gradients")
         if changed is not None:
             self._hook_anew()
         self._passes_done = 0
         self._seen = {}
+        self._replaced_sum = ""
         self._is_reduced = True
         self._forget_backward()
 

@@ -198,6 +198,7 @@ class Reduction:
         *,
         by_hand: int | None = None,
         changed_early: bool = False,
+        replaced_sum: str = "",
         opening: Opening | None = None,
     ) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
@@ -208,6 +209,7 @@ class Reduction:
             by_hand: of ``changed_by_hand``, where gradients were reduced in this step already.
                 What all ranks have done alike stays as it is; else what is there is reduced.
             changed_early: whether gradients were changed after a pass that was not the last one.
+            replaced_sum: name of a sum that was replaced before backward added to it.
             opening: how the other ranks have begun, for one that only takes part.
 
         Raises:
@@ -222,6 +224,7 @@ class Reduction:
                 new_sparse=self._has_new_sparse(),
                 by_hand=by_hand,
                 changed_early=changed_early,
+                replaced_sum=replaced_sum,
             )
             self._clocked(self._run(self._open, mine).wait)
         is_kept = self._opening is not None and self._opening.changed_alike
@@ -385,6 +388,7 @@ class Reduction:
         outdated: bool = False,
         by_hand: int | None = None,
         changed_early: bool = False,
+        replaced_sum: str = "",
     ) -> Announcement:
         compares = self._options.check_weights != "off" and self.step is not None and not outdated
         mine = Announcement(
@@ -397,6 +401,7 @@ class Reduction:
             by_hand=by_hand,
             keeps_sums=by_hand is not None and not self.average and self._has_gradients(),
             changed_early=changed_early,
+            replaced_sum=replaced_sum,
             weights=fingerprint(self._sample.checksum(self.step or 0)) if compares else None,
             first=self._first_fingerprint() if self._is_first else None,
             is_strict=self._options.check_weights == "error",

@@ -45,6 +45,8 @@ class Announcement:
     """With ``by_hand`` and a sum: whether something is left of it, or was put in its place."""
     changed_early: bool = False
     """Whether gradients were changed between a pass that was not the last and ``step()``."""
+    replaced_sum: str = ""
+    """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
     needs_all: bool = False
     """Whether no rank may have joined."""
     weights: int | None = None
@@ -183,7 +185,7 @@ def fingerprint(checksum: int) -> int:
 def _words(mine: Announcement | None) -> list[float]:
     """Return what one rank adds to the message."""
     if mine is None:
-        return [1.0, *[0.0] * (5 * 3 + 8 + NUM_FLAGS)]
+        return [1.0, *[0.0] * (5 * 3 + 9 + NUM_FLAGS)]
     step = None if mine.step is None else fingerprint(mine.step)
     return [
         0.0,
@@ -198,6 +200,7 @@ def _words(mine: Announcement | None) -> list[float]:
         mine.new_sparse,
         mine.keeps_sums,
         mine.changed_early,
+        bool(mine.replaced_sum),
         mine.needs_all,
         mine.is_strict,
         *bits_of(mine.flags),
@@ -219,8 +222,8 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
     """Return what all ranks have said, and what is wrong with it, if anything."""
     num_active = size - int(sums[0])
     member, step, by_hand, weights, first = (sums[i : i + 3] for i in range(1, 16, 3))
-    weight, num_weighted, num_outdated, num_sparse, *rest = sums[16:24]
-    num_sums, num_early, num_strong, num_strict = rest
+    weight, num_weighted, num_outdated, num_sparse, *rest = sums[16:25]
+    num_sums, num_early, num_replaced, num_strong, num_strict = rest
     changed_alike = by_hand[0] == num_active > 0 and _all_equal(by_hand)
     fault = ""
     if not _all_equal(member):
@@ -252,6 +255,11 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
             "changed after an earlier one; where passes are left over, call "
             "optimizer.synchronize() before you clip or change gradients"
         )
+    elif num_replaced:
+        fault = (
+            "with op=Sum, backward() adds to what was reduced, and that was replaced; call step() "
+            "or optimizer.zero_grad() in between"
+        )
     elif num_strong and num_active < size:
         fault = (
             "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at once"
@@ -269,7 +277,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         weights_differ=not _all_equal(weights),
         is_strict=num_strict > 0,
         first_alike=first[0] == size > 1 and _all_equal(first),
-        flags=flags_of(sums[24:]),
+        flags=flags_of(sums[25:]),
     )
     return opening, fault
 
@@ -293,4 +301,5 @@ def _describe(one: Announcement | None) -> str:
     notes = [f"step {one.step} of optimizer {one.member}"]
     notes += ["samples set"] * one.is_weighted + ["parameters changed"] * one.outdated
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
+    notes += [f"{one.replaced_sum}.grad replaced"] * bool(one.replaced_sum)
     return ", ".join(notes)

@@ -220,6 +220,16 @@ def a_sum_that_is_replaced_between_two_losses(side):
     replace_between_two_losses(side)
 
 
+@case("Sum", "refused")
+def a_sum_that_is_zeroed_on_one_rank_between_two_losses(side):
+    side.optimizer.zero_grad()
+    net = side.net
+    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
+    net.head.bias.grad = torch.full_like(net.head.bias, 0.1 * side.rank)
+    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
+    side.optimizer.step()
+
+
 @case("Sum")
 def a_sum_that_is_converted_and_zeroed_between_two_losses(side):
     side.optimizer.zero_grad()

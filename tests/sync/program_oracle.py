@@ -143,6 +143,9 @@ class Oracle:
             if edited and one.done:
                 self.may_refuse = "gradients were changed before the last pass"
             grads = [dense(p.grad) for p in ps]
+            have = sum(g is not None for g in grads)
+            if 0 < have < len(ps) and not ps[0].requires_grad:
+                self.may_refuse = "frozen with a gradient on some ranks alone"
             if not any(g is not None and g.any() for g in grads):
                 self.shared.discard(ps[0])
                 self.base.pop(ps[0], None)
@@ -352,6 +355,7 @@ class Local:
         if rank == self.oracle.size - 1:
             self.anchor = [p.detach().clone() for p in model.parameters()]
             self.momenta = [torch.zeros_like(p) for p in self.anchor]
+            self.left_out = set()
 
     def groups(self):
         return [group for wrap in self.phase(self.step) for group in wrap.groups()]
@@ -392,15 +396,19 @@ class Local:
                 self._clear(node, (1,))
 
     def finish(self):
-        if not self.agrees:
-            self._end_round()
+        if self.agrees:
+            return
+        if not sum(self._weights(range(self.oracle.size), 0)):
+            self.samples[0] = [[1.0, 1.0] for _ in range(self.oracle.size)]
+        self._end_round()
 
     @torch.no_grad()
     def _end_round(self):
         self._take_over()
         everybody = range(self.oracle.size)
         if self.kind == "DiLoCo":
-            self._outer_step(self._means(everybody, 0))
+            if sum(self._weights(everybody, 0)):
+                self._outer_step(self._means(everybody, 0))
         else:
             self._average(everybody, 0)
         if self.options.get("state") == "average" or self.kind == "StagedSGD":
@@ -462,13 +470,23 @@ class Local:
 
     @torch.no_grad()
     def _outer_step(self, means):
+        """Leave frozen parameters alone; one that was frozen begins anew with the mean."""
         lr, mu = self.options.get("outer_lr", 0.7), self.options.get("outer_momentum", 0.9)
-        for anchor, momentum, value in zip(self.anchor, self.momenta, means, strict=True):
-            move = anchor - value
-            momentum.mul_(mu).add_(move)
-            anchor.sub_(lr * (move + mu * momentum))
-        for model in self.models:
-            for p, anchor in zip(model.parameters(), self.anchor, strict=True):
+        rows = zip(*(model.parameters() for model in self.models), strict=True)
+        for i, (ps, mean) in enumerate(zip(rows, means, strict=True)):
+            anchor, momentum = self.anchor[i], self.momenta[i]
+            is_frozen = not ps[0].requires_grad and all(p.grad is None for p in ps)
+            if is_frozen and all(p.equal(anchor) for p in ps):
+                self.left_out.add(i)
+                continue
+            if i in self.left_out:
+                self.left_out.discard(i)
+                anchor.copy_(mean)
+                momentum.zero_()
+            else:
+                momentum.mul_(mu).add_(anchor - mean)
+                anchor.sub_(lr * (anchor - mean + mu * momentum))
+            for p in ps:
                 p.copy_(anchor)
 
     @torch.no_grad()

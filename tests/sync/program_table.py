@@ -310,7 +310,7 @@ class Script:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
             found.append(tuple(Statement(line.format(name, number)) for name in self.optimizers))
-        if self.shape == "one" and draw.chance(0.15) and is_zeroed and self.op != "Sum":
+        if self.shape == "one" and draw.chance(0.15) and is_zeroed:
             return [*found, self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
             return [*found, self.closure()]
@@ -331,10 +331,7 @@ class Script:
         return "scaler.scale({})"
 
     def skipping(self):
-        """Let one rank leave backward out of a step in which nothing is reduced yet.
-
-        Not of a sum: where one was replaced, the ranks that run backward alone refuse it.
-        """
+        """Let one rank leave backward out of a step in which nothing is reduced yet."""
         line = f"if hvd.rank() != 1:\n    {self.draw.fill(LOSS)}.backward()"
         backward = Statement(line, "partial")
         if self.draw.chance(0.5):
