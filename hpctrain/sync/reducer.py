@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from hpctrain.sync.gradient_buckets import Slot
+    from hpctrain.sync.sparse_gradients import SparseSlot
+
 
 ParameterSource = Callable[[], NamedParameters]
 
@@ -253,6 +256,8 @@ class Reducer:
         slot = self._reduction.slot_by_id.get(parameter_id)
         if not self.is_on or self._superseded or slot is None or not slot.is_result:
             return
+        if _is_replaced(slot):
+            self._replaced_sum = slot.name
         if slot.holds_result and not self._reduction.keeps_result:
             slot.forget_result()
         slot.is_result = False
@@ -358,9 +363,7 @@ class Reducer:
         """Name a sum that was replaced: nobody can tell what part of it is whose."""
         if not self._reduction.average:
             for slot in self._reduction.slot_of.values():
-                grad = slot.parameter.grad
-                # zero_grad(set_to_none=False) after a conversion leaves no sum
-                if slot.is_result and slot.is_touched and grad is not None and grad.any():
+                if _is_replaced(slot):
                     return slot.name
         return ""
 
@@ -432,6 +435,15 @@ class _SumHook:
 def _writes(grad: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a gradient is written, or when its ``.data`` is another."""
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
+
+
+def _is_replaced(slot: "Slot | SparseSlot") -> bool:
+    """Say whether another tensor is where a result was, and holds something.
+
+    There are zeros only after ``zero_grad(set_to_none=False)`` of a parameter that was converted.
+    """
+    grad = slot.parameter.grad
+    return slot.is_result and slot.is_touched and grad is not None and bool(grad.any())
 
 
 def _remove(hooks: "list[RemovableHandle]") -> None:

@@ -299,18 +299,19 @@ class Script:
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
         if any("set_backward_passes" in edit.line for (edit,) in found):
             self.passes = 0  # not known any more
-        is_zeroed = draw.chance(0.9)
-        if is_zeroed:
+        is_new = False
+        if draw.chance(0.9):
             zero = luck.choice(
                 ("{}.zero_grad()", "{}.zero_grad()", "{}.zero_grad(set_to_none=False)")
             )
             names = ["model"] if draw.chance(0.35) else self.optimizers
+            is_new = names != ["model"]  # an optimizer that zeroes gradients begins a step
             found += [(Statement(zero.format(name)),) for name in names]
         if self.weighted:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
             found.append(tuple(Statement(line.format(name, number)) for name in self.optimizers))
-        if self.shape == "one" and draw.chance(0.15) and is_zeroed:
+        if self.shape == "one" and draw.chance(0.15) and is_new:
             return [*found, self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
             return [*found, self.closure()]
