@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import mpiexec
-from tests.harness import features
+from tests.harness import features, preload
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.launches
@@ -36,7 +35,7 @@ def launch(tmp_path):
     def run(body: str, *, ranks: int = 2, **environ: str) -> Session:
         file = tmp_path / "test_tiny.py"
         file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
-        argv = [sys.executable, "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
+        argv = [*preload.python(), "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
         argv += ["-p", "tests.harness.plugin", "--rootdir", str(tmp_path), str(file)]
         argv += ["--report", str(tmp_path / "report.json")]
         start = time.monotonic()

@@ -1,7 +1,6 @@
 """``HPCTRAIN_STATS=1`` prints one table of all ranks at the end, and only at an orderly end."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
 from hpctrain.units import MIB
+from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -137,7 +137,7 @@ hpctrain.barrier()
 {last_words}
 """
     return subprocess.run(
-        mpiexec.command([sys.executable, "-c", code], num_ranks=2),
+        mpiexec.command([*preload.python(), "-c", code], num_ranks=2),
         env=mpiexec.environment() | {"HPCTRAIN_STATS": "1"},
         capture_output=True,
         text=True,

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import hpctrain
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 START_LIMIT_S = 90.0
 """Time to import and meet on a loaded machine; what is measured begins at the failure."""
@@ -77,7 +77,7 @@ def run_ranks(
         "HPCTRAIN_LOG_DIR": str(folder / "log"),
         "OMP_NUM_THREADS": "1",
     }
-    line = mpiexec.command([sys.executable, str(script)], num_ranks=num_ranks, nodes=nodes)
+    line = mpiexec.command([*preload.python(), str(script)], num_ranks=num_ranks, nodes=nodes)
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         mpirun = subprocess.Popen(
             line, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 SCRIPT = """
 import sys
@@ -53,7 +54,7 @@ if hvd.rank() == 0:
 
 
 def launched(num_ranks, script, *arguments, **variables):
-    line = [sys.executable, "-m", "hpctrain", "shim", str(script), *arguments]
+    line = [*preload.python(), "-m", "hpctrain", "shim", str(script), *arguments]
     return subprocess.run(
         mpiexec.command(line, num_ranks=num_ranks),
         env=mpiexec.environment({**os.environ, "HPCTRAIN_PROBE": "off", **variables}),

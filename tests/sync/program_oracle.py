@@ -494,12 +494,13 @@ class Local:
         weights = self._weights(range(self.oracle.size), 0)
         for ps in zip(*map(params_of, self.optimizers), strict=True):
             states = [o.state.get(p, {}) for o, p in zip(self.optimizers, ps, strict=True)]
-            keys = {k for s in states for k, v in s.items() if torch.is_tensor(v) and k != "step"}
+            keys = {k for s in states for k, v in s.items() if torch.is_tensor(v)}
             if any(not keys <= set(state) for state in states):
                 self.oracle.unclear = "only some replicas have an optimizer state"
                 continue
             for key in keys:
                 value = mean([state[key] for state in states], weights)
+                value = value.round() if key == "step" else value
                 for state in states:
                     state[key].copy_(value)
 

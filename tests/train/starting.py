@@ -1,10 +1,10 @@
 """Start ``hpctrain`` and scripts in processes of their own, with or without mpirun."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 360
@@ -14,7 +14,7 @@ def start(
     *argv: str | Path, num_ranks: int | None = None, nodes: int | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program; ``num_ranks`` None starts one process without mpirun."""
-    line = [sys.executable, *map(str, argv)]
+    line = [*preload.python(), *map(str, argv)]
     if num_ranks is not None:
         line = mpiexec.command(line, num_ranks=num_ranks, nodes=nodes)
     return subprocess.run(
