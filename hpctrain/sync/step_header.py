@@ -97,6 +97,8 @@ class StepHeader:
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
+        self._num_taken = 0
+        """Exchanges since all ranks had joined in which this one had not."""
 
     def enter(self, member: Member) -> int:
         """Return the number of one more optimizer; all ranks enter theirs in the same order."""
@@ -122,6 +124,7 @@ class StepHeader:
         flat = self._message.flat
         flat.copy_(torch.tensor(_words(mine), dtype=torch.float64))
         comm.allreduce_(self._message).wait()
+        self._num_taken += mine is not None
         opening, fault = _read(flat.tolist(), comm.size)
         if fault:
             said = [_describe(one) for one in comm.allgather_object(mine)]
@@ -147,6 +150,17 @@ class StepHeader:
         assert member is not None, "other ranks step an optimizer that is gone here"
         member.stand_in(opening)
         return True
+
+    def last_to_step(self, comm: Communicator) -> list[int]:
+        """Return the ranks that have taken every step since all ranks had joined. Collective.
+
+        Raises:
+            RankLostError: another rank died or left.
+        """
+        numbers: list[int] = []
+        start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
+        self._num_taken = 0
+        return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
 
     def _weights_differ(
         self, comm: Communicator, opening: Opening, sample: Callable[[int], Mapping[str, str]]

@@ -1,10 +1,13 @@
 """Ranks with fewer batches than others: ``join`` takes part in the steps of the others."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 from hpctrain.errors import MismatchError
+from hpctrain.runtime.named.negotiator import Negotiator
 from tests.sync.training import MANY, OVERLAPS
 
 
@@ -68,6 +71,27 @@ def test_several_optimizers_are_told_apart(hvd):
             (one, two)[index](x).sum().backward()
             kept[index].step()
     assert hvd.join() == hvd.size() - 1
+
+
+@MANY
+def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_last(
+    hvd, monkeypatch
+):
+    model = nn.Linear(3, 2).double()
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2 if hvd.rank() == 0 else 1):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3).double()).sum().backward()
+        optimizer.step()
+    if hvd.rank() > 0:
+        outbox, end = Negotiator.outbox, time.monotonic() + 1.0
+
+        def late(self, **how):
+            return [] if time.monotonic() < end else outbox(self, **how)
+
+        monkeypatch.setattr(Negotiator, "outbox", late)
+    assert hvd.join() == 0
 
 
 @MANY

@@ -19,7 +19,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
         device: Horovod's, for its GPU buffers; without effect.
 
     Returns:
-        The rank that came last, the same on every rank.
+        The rank that came last, the same on every rank; it has taken every step.
 
     Raises:
         ConfigError: there is a ``DistributedOptimizer``, and MPI takes calls from one thread only.
@@ -38,4 +38,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     while header is not None and header.take_part(here.comm):
         pass  # named operations of the others go on beside it
     last: int = handle.wait()[0]
+    if header is not None:
+        # Whoever comes last may be heard of first: the others announce themselves beside a step.
+        steppers = header.last_to_step(here.comm)
+        last = last if last in steppers else max(steppers)
     return last
