@@ -35,8 +35,16 @@ def launch(tmp_path):
     def run(body: str, *, ranks: int = 2, **environ: str) -> Session:
         file = tmp_path / "test_tiny.py"
         file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
-        argv = [*preload.python(), "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
-        argv += ["-p", "tests.harness.plugin", "--rootdir", str(tmp_path), str(file)]
+        argv = [*preload.python(), "-m", "pytest", "-q", "--color=no"]
+        argv += [
+            "-c",
+            str(ROOT / "setup.cfg"),
+            "-p",
+            "tests.harness.plugin",
+            "--rootdir",
+            str(tmp_path),
+            str(file),
+        ]
         argv += ["--report", str(tmp_path / "report.json")]
         start = time.monotonic()
         done = subprocess.run(

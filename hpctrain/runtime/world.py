@@ -48,6 +48,9 @@ class StepHeader(Protocol):
             False if all ranks do so: there is no other step.
         """
 
+    def last_to_step(self, comm: Communicator) -> Sequence[int]:
+        """Return the ranks that have taken every step since all ranks had joined. Collective."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:

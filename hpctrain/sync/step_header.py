@@ -236,45 +236,14 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
     """Return what all ranks have said, and what is wrong with it, if anything."""
     num_active = size - int(sums[0])
     member, step, by_hand, weights, first = (sums[i : i + 3] for i in range(1, 16, 3))
-    weight, num_weighted, num_outdated, num_sparse, *rest = sums[16:25]
-    num_sums, num_early, num_replaced, num_strong, num_strict = rest
+    weight, num_weighted, num_outdated, num_sparse, num_sums, *rest, num_strict = sums[16:25]
     changed_alike = by_hand[0] == num_active > 0 and _all_equal(by_hand)
-    fault = ""
-    if not _all_equal(member):
-        fault = "the optimizers of a backward must be reached in the same order on every rank"
-    elif not _all_equal(step):
-        fault = (
-            "ranks must take the same steps: backward() and step() equally often, and one "
-            "without samples step() alone; change .grad on all ranks or on none"
-        )
-    elif num_weighted not in (0, num_active):
-        fault = (
-            f"set_num_samples must be called by all ranks or by none, {num_weighted:.0f} of "
-            f"{size} have called it; call it on every rank, in every step"
-        )
-    elif num_outdated not in (0, num_active):
-        fault = (
-            f"parameters must change on all ranks in the same step, they have changed on "
-            f"{num_outdated:.0f} of {size}: added, frozen, another dtype or layout"
-        )
-    elif num_sums and not changed_alike:
-        fault = (
-            "with op=Sum, gradients that are changed between backward() and step() must become "
-            "the same on every rank, and they differ; change the loss instead, or call "
-            "optimizer.zero_grad() and set all gradients anew"
-        )
-    elif num_early:
-        fault = (
-            "backward_passes_per_step averages gradients after the last pass, and they were "
-            "changed after an earlier one; where passes are left over, call "
-            "optimizer.synchronize() before you clip or change gradients"
-        )
-    elif num_replaced:
-        fault = (
-            "with op=Sum, backward() adds to what was reduced, and that was replaced; call step() "
-            "or optimizer.zero_grad() in between"
-        )
-    elif num_strong and num_active < size:
+    fault = (
+        _order_fault(member, step)
+        or _count_fault(int(num_weighted), int(num_outdated), num_active, size)
+        or _change_fault(differs=bool(num_sums) and not changed_alike, early=rest[0], sums=rest[1])
+    )
+    if not fault and rest[2] and num_active < size:
         fault = (
             "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at once"
         )
@@ -294,6 +263,53 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         flags=flags_of(sums[25:]),
     )
     return opening, fault
+
+
+def _order_fault(member: Sequence[float], step: Sequence[float]) -> str:
+    if not _all_equal(member):
+        return "the optimizers of a backward must be reached in the same order on every rank"
+    if not _all_equal(step):
+        return (
+            "ranks must take the same steps: backward() and step() equally often, and one "
+            "without samples step() alone; change .grad on all ranks or on none"
+        )
+    return ""
+
+
+def _count_fault(num_weighted: int, num_outdated: int, num_active: int, size: int) -> str:
+    if num_weighted not in (0, num_active):
+        return (
+            f"set_num_samples must be called by all ranks or by none, {num_weighted} of "
+            f"{size} have called it; call it on every rank, in every step"
+        )
+    if num_outdated not in (0, num_active):
+        return (
+            f"parameters must change on all ranks in the same step, they have changed on "
+            f"{num_outdated} of {size}: added, frozen, another dtype or layout"
+        )
+    return ""
+
+
+def _change_fault(*, differs: bool, early: float, sums: float) -> str:
+    """Say what is wrong with gradients that were changed by hand."""
+    if differs:
+        return (
+            "with op=Sum, gradients that are changed between backward() and step() must become "
+            "the same on every rank, and they differ; change the loss instead, or call "
+            "optimizer.zero_grad() and set all gradients anew"
+        )
+    if early:
+        return (
+            "backward_passes_per_step averages gradients after the last pass, and they were "
+            "changed after an earlier one; where passes are left over, call "
+            "optimizer.synchronize() before you clip or change gradients"
+        )
+    if sums:
+        return (
+            "with op=Sum, backward() adds to what was reduced, and that was replaced; call step() "
+            "or optimizer.zero_grad() in between"
+        )
+    return ""
 
 
 def _common(sums: Sequence[float]) -> int:

@@ -21,8 +21,9 @@ import torch
 
 import hpctrain
 from hpctrain.errors import HpctrainError
-from tests.sync.program_oracle import LOOSE, Oracle, dense
+from tests.sync.program_oracle import LOOSE, Oracle
 from tests.sync.program_table import PRELUDE, draw_program
+from tests.sync.program_wraps import dense
 
 LIMIT_S = 45.0
 """A script that makes no progress for so long hangs."""
