@@ -12,6 +12,7 @@ import torch
 import hpctrain
 from hpctrain.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.world import current
+from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -81,10 +82,14 @@ def unlaunched():
     return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
 
 
-def init_alone(environ, code="import hpctrain; hpctrain.init(); print('size', hpctrain.size())"):
+def init_alone(
+    environ,
+    code="import hpctrain; hpctrain.init(); print('size', hpctrain.size())",
+    python=preload.python,
+):
     """Initialise in a process that no launcher started."""
     return subprocess.run(  # noqa: PLW1510
-        [sys.executable, "-c", code], env=unlaunched() | environ, capture_output=True, text=True
+        [*python(), "-c", code], env=unlaunched() | environ, capture_output=True, text=True
     )
 
 
@@ -141,7 +146,8 @@ def test_torchrun_stops_with_the_remedy(tmp_path):
 def test_a_world_of_one_needs_no_mpi(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
-    done = init_alone({"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
+    alone = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    done = init_alone(alone, python=lambda: [sys.executable])  # one that has no mpi4py yet
     assert done.stdout.strip() == "size 1", done.stderr
 
 

@@ -1,7 +1,7 @@
 """Ranks that have nothing left take part all the same: ``join``."""
 
 from hpctrain.comm.threads import calls_from_threads
-from hpctrain.errors import ConfigError
+from hpctrain.errors import CommError, ConfigError
 from hpctrain.runtime import world
 from hpctrain.runtime.operations.arguments import controller_of
 
@@ -35,8 +35,12 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
             "batches"
         )
     handle = controller.start_join()
-    while header is not None and header.take_part(here.comm):
-        pass  # named operations of the others go on beside it
+    try:
+        while header is not None and header.take_part(here.comm):
+            pass  # named operations of the others go on beside it
+    except CommError as error:
+        controller.break_off(f"join() has failed: {error}")  # this rank can take part in no other
+        raise
     last: int = handle.wait()[0]
     if header is not None:
         # Whoever comes last may be heard of first: the others announce themselves beside a step.
