@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError
 
 CONTEXT = 128
 """Bytes of a window that are guessed; one more comes before them."""

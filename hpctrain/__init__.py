@@ -11,9 +11,56 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hpctrain import elastic
+    from hpctrain.collectives.allgather import (
+        allgather,
+        allgather_async,
+        grouped_allgather,
+        grouped_allgather_async,
+    )
+    from hpctrain.collectives.allreduce import (
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+    )
+    from hpctrain.collectives.alltoall import alltoall, alltoall_async
+    from hpctrain.collectives.barrier import barrier
+    from hpctrain.collectives.broadcast import (
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+    )
+    from hpctrain.collectives.grouped_allreduce import (
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+    )
+    from hpctrain.collectives.handles import poll, synchronize
+    from hpctrain.collectives.join import join
+    from hpctrain.collectives.objects import allgather_object, broadcast_object
+    from hpctrain.collectives.optimizer_state import broadcast_optimizer_state
+    from hpctrain.collectives.parameters import broadcast_parameters
+    from hpctrain.collectives.reducescatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
+    from hpctrain.collectives.sparse import sparse_allreduce_async
     from hpctrain.compress.half import Compression
+    from hpctrain.core.errors import HorovodInternalError
     from hpctrain.data.rank_share import shard
-    from hpctrain.errors import HorovodInternalError
+    from hpctrain.gradients.batch_norm import SyncBatchNorm
+    from hpctrain.gradients.optimizer import DistributedOptimizer
+    from hpctrain.gradients.replica_check import check_replicas
+    from hpctrain.local_sgd.diloco import DiLoCo
+    from hpctrain.local_sgd.hierarchical_local_sgd import HierarchicalLocalSGD
+    from hpctrain.local_sgd.local_sgd import LocalSGD
+    from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
+    from hpctrain.local_sgd.staged_sgd import StagedSGD
+    from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Min, Product, Sum
     from hpctrain.runtime.built import (
         ccl_built,
         cuda_built,
@@ -26,45 +73,6 @@ if TYPE_CHECKING:
         nccl_built,
         rocm_built,
     )
-    from hpctrain.runtime.named.reduce_op import Adasum, Average, Max, Min, Product, Sum
-    from hpctrain.runtime.objects import allgather_object, broadcast_object
-    from hpctrain.runtime.operations.allgather import (
-        allgather,
-        allgather_async,
-        grouped_allgather,
-        grouped_allgather_async,
-    )
-    from hpctrain.runtime.operations.allreduce import (
-        allreduce,
-        allreduce_,
-        allreduce_async,
-        allreduce_async_,
-    )
-    from hpctrain.runtime.operations.alltoall import alltoall, alltoall_async
-    from hpctrain.runtime.operations.barrier import barrier
-    from hpctrain.runtime.operations.broadcast import (
-        broadcast,
-        broadcast_,
-        broadcast_async,
-        broadcast_async_,
-    )
-    from hpctrain.runtime.operations.grouped_allreduce import (
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-    )
-    from hpctrain.runtime.operations.handles import poll, synchronize
-    from hpctrain.runtime.operations.join import join
-    from hpctrain.runtime.operations.reducescatter import (
-        grouped_reducescatter,
-        grouped_reducescatter_async,
-        reducescatter,
-        reducescatter_async,
-    )
-    from hpctrain.runtime.operations.sparse import sparse_allreduce_async
-    from hpctrain.runtime.optimizer_state import broadcast_optimizer_state
-    from hpctrain.runtime.parameters import broadcast_parameters
     from hpctrain.runtime.process_sets import (
         ProcessSet,
         add_process_set,
@@ -72,7 +80,7 @@ if TYPE_CHECKING:
         remove_process_set,
     )
     from hpctrain.runtime.run import run
-    from hpctrain.runtime.timeline.switch import start_timeline, stop_timeline
+    from hpctrain.runtime.timeline_switch import start_timeline, stop_timeline
     from hpctrain.runtime.world import (
         cross_rank,
         cross_size,
@@ -85,19 +93,11 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
-    from hpctrain.sync.batch_norm import SyncBatchNorm
-    from hpctrain.sync.diloco import DiLoCo
-    from hpctrain.sync.hierarchical_local_sgd import HierarchicalLocalSGD
-    from hpctrain.sync.local_sgd import LocalSGD
-    from hpctrain.sync.optimizer import DistributedOptimizer
-    from hpctrain.sync.post_local_sgd import PostLocalSGD
-    from hpctrain.sync.replica_check import check_replicas
-    from hpctrain.sync.staged_sgd import StagedSGD
 
 _HOME = {
     "hpctrain.compress.half": ("Compression",),
     "hpctrain.data.rank_share": ("shard",),
-    "hpctrain.errors": ("HorovodInternalError",),
+    "hpctrain.core.errors": ("HorovodInternalError",),
     "hpctrain.runtime.built": (
         "ccl_built",
         "cuda_built",
@@ -110,45 +110,45 @@ _HOME = {
         "nccl_built",
         "rocm_built",
     ),
-    "hpctrain.runtime.named.reduce_op": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
-    "hpctrain.runtime.objects": ("allgather_object", "broadcast_object"),
-    "hpctrain.runtime.operations.allgather": (
+    "hpctrain.negotiation.reduce_op": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+    "hpctrain.collectives.objects": ("allgather_object", "broadcast_object"),
+    "hpctrain.collectives.allgather": (
         "allgather",
         "allgather_async",
         "grouped_allgather",
         "grouped_allgather_async",
     ),
-    "hpctrain.runtime.operations.allreduce": (
+    "hpctrain.collectives.allreduce": (
         "allreduce",
         "allreduce_",
         "allreduce_async",
         "allreduce_async_",
     ),
-    "hpctrain.runtime.operations.alltoall": ("alltoall", "alltoall_async"),
-    "hpctrain.runtime.operations.barrier": ("barrier",),
-    "hpctrain.runtime.operations.broadcast": (
+    "hpctrain.collectives.alltoall": ("alltoall", "alltoall_async"),
+    "hpctrain.collectives.barrier": ("barrier",),
+    "hpctrain.collectives.broadcast": (
         "broadcast",
         "broadcast_",
         "broadcast_async",
         "broadcast_async_",
     ),
-    "hpctrain.runtime.operations.grouped_allreduce": (
+    "hpctrain.collectives.grouped_allreduce": (
         "grouped_allreduce",
         "grouped_allreduce_",
         "grouped_allreduce_async",
         "grouped_allreduce_async_",
     ),
-    "hpctrain.runtime.operations.handles": ("poll", "synchronize"),
-    "hpctrain.runtime.operations.join": ("join",),
-    "hpctrain.runtime.operations.reducescatter": (
+    "hpctrain.collectives.handles": ("poll", "synchronize"),
+    "hpctrain.collectives.join": ("join",),
+    "hpctrain.collectives.reducescatter": (
         "grouped_reducescatter",
         "grouped_reducescatter_async",
         "reducescatter",
         "reducescatter_async",
     ),
-    "hpctrain.runtime.operations.sparse": ("sparse_allreduce_async",),
-    "hpctrain.runtime.optimizer_state": ("broadcast_optimizer_state",),
-    "hpctrain.runtime.parameters": ("broadcast_parameters",),
+    "hpctrain.collectives.sparse": ("sparse_allreduce_async",),
+    "hpctrain.collectives.optimizer_state": ("broadcast_optimizer_state",),
+    "hpctrain.collectives.parameters": ("broadcast_parameters",),
     "hpctrain.runtime.process_sets": (
         "ProcessSet",
         "add_process_set",
@@ -156,7 +156,7 @@ _HOME = {
         "remove_process_set",
     ),
     "hpctrain.runtime.run": ("run",),
-    "hpctrain.runtime.timeline.switch": ("start_timeline", "stop_timeline"),
+    "hpctrain.runtime.timeline_switch": ("start_timeline", "stop_timeline"),
     "hpctrain.runtime.world": (
         "cross_rank",
         "cross_size",
@@ -169,14 +169,14 @@ _HOME = {
         "shutdown",
         "size",
     ),
-    "hpctrain.sync.batch_norm": ("SyncBatchNorm",),
-    "hpctrain.sync.diloco": ("DiLoCo",),
-    "hpctrain.sync.hierarchical_local_sgd": ("HierarchicalLocalSGD",),
-    "hpctrain.sync.local_sgd": ("LocalSGD",),
-    "hpctrain.sync.optimizer": ("DistributedOptimizer",),
-    "hpctrain.sync.post_local_sgd": ("PostLocalSGD",),
-    "hpctrain.sync.replica_check": ("check_replicas",),
-    "hpctrain.sync.staged_sgd": ("StagedSGD",),
+    "hpctrain.gradients.batch_norm": ("SyncBatchNorm",),
+    "hpctrain.local_sgd.diloco": ("DiLoCo",),
+    "hpctrain.local_sgd.hierarchical_local_sgd": ("HierarchicalLocalSGD",),
+    "hpctrain.local_sgd.local_sgd": ("LocalSGD",),
+    "hpctrain.gradients.optimizer": ("DistributedOptimizer",),
+    "hpctrain.local_sgd.post_local_sgd": ("PostLocalSGD",),
+    "hpctrain.gradients.replica_check": ("check_replicas",),
+    "hpctrain.local_sgd.staged_sgd": ("StagedSGD",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

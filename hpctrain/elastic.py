@@ -1,10 +1,10 @@
 """Training that survives failed operations, with Horovod's names: ``hpctrain.elastic``."""
 
-from hpctrain.runtime.elastic.interrupt import HostsUpdatedInterrupt, HostUpdate
-from hpctrain.runtime.elastic.run import run
-from hpctrain.runtime.elastic.sampler import ElasticSampler
-from hpctrain.runtime.elastic.state import ObjectState, State
-from hpctrain.runtime.elastic.torch_state import TorchState
+from hpctrain.horovod.elastic.interrupt import HostsUpdatedInterrupt, HostUpdate
+from hpctrain.horovod.elastic.run import run
+from hpctrain.horovod.elastic.sampler import ElasticSampler
+from hpctrain.horovod.elastic.state import ObjectState, State
+from hpctrain.horovod.elastic.torch_state import TorchState
 
 __all__ = [
     "ElasticSampler",

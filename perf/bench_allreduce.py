@@ -21,8 +21,8 @@ from mpi4py import MPI
 from peers import Peer, library, start_gloo, start_horovod, stop_gloo
 
 import hpctrain as hvd
+from hpctrain.core.units import KIB, MIB, format_bytes
 from hpctrain.runtime.world import current
-from hpctrain.units import KIB, MIB, format_bytes
 
 SIZES = (8, KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 100 * MIB)
 

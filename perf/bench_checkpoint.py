@@ -30,8 +30,8 @@ from torch import Tensor
 
 import hpctrain as hvd
 from hpctrain.checkpoint.manager import Manager
+from hpctrain.core.units import GIB, MIB
 from hpctrain.runtime.world import current
-from hpctrain.units import GIB, MIB
 
 TENSOR_BYTES = 4 * MIB
 SETTLE_S = 0.5

@@ -46,7 +46,7 @@ from data_turns import Truth, Turn, check, take_turn
 from data_ways import Hdf5, Kind, Memmap, Stock, StockWorkers, Way
 from measure import arguments, report
 
-from hpctrain.units import MIB
+from hpctrain.core.units import MIB
 
 BIG = Kind("150 KB", (224, 224, 3), 7000)
 SMALL = Kind("3 KB", (32, 32, 3), 340_000)

@@ -40,8 +40,8 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
 
+from hpctrain.core.units import KIB, MIB
 from hpctrain.launch import mpiexec
-from hpctrain.units import KIB, MIB
 from tests.cluster.vcluster import VirtualCluster
 from tests.cluster.vcluster.check import obstacle
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
 
-from hpctrain.units import format_bytes
+from hpctrain.core.units import format_bytes
 from tests.cluster.vcluster import VirtualCluster
 
 JOB = Path(__file__).resolve().with_name("local_sgd_job.py")

@@ -25,7 +25,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
 
-from hpctrain.units import KIB, MIB, format_bytes
+from hpctrain.core.units import KIB, MIB, format_bytes
 from tests.cluster.vcluster import VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,9 +23,9 @@ import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
 
-from hpctrain.comm.node_memory import Memfd, NodeMemory, Window
-from hpctrain.comm.slices import CHUNK_BYTES, slice_bounds
-from hpctrain.units import MIB, format_bytes
+from hpctrain.comm.node.memory import Memfd, NodeMemory, Window
+from hpctrain.comm.node.slices import CHUNK_BYTES, slice_bounds
+from hpctrain.core.units import MIB, format_bytes
 
 SIZES = (8 * MIB, 25 * MIB, 64 * MIB)
 NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)

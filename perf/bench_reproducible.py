@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hpctrain as hvd
-from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.world import current
-from hpctrain.sync.reproducible import Reproducible
 
 LAYERS, WIDTH, CHANNELS, PIXELS, BATCH, CLASSES = 24, 1024, 32, 32, 64, 10
 SHARDS_PER_RANK = (1, 2, 4, 8)

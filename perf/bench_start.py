@@ -30,9 +30,9 @@ def start() -> None:
     from mpi4py import MPI  # noqa: PLC0415 - only where ranks are started
 
     import hpctrain  # noqa: PLC0415
-    import hpctrain.comm.levels  # noqa: PLC0415
-    import hpctrain.comm.probe  # noqa: PLC0415
-    import hpctrain.runtime.operations.allreduce  # noqa: PLC0415
+    import hpctrain.collectives.allreduce  # noqa: PLC0415
+    import hpctrain.comm.build  # noqa: PLC0415
+    import hpctrain.comm.plan.probe  # noqa: PLC0415
 
     tensor = torch.ones(10)
     MPI.COMM_WORLD.Barrier()

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from data_ways import Way
 
-from hpctrain.data.reading.largepages import large_pages
+from hpctrain.data.io.largepages import large_pages
 
 COLD = 0.01
 """Part of the bytes of a file that may be in memory where it counts as not cached."""

@@ -6,11 +6,11 @@ import numpy as np
 from data_ways import SHARDS, Epoch, Kind, Way
 from numpy.typing import NDArray
 
+from hpctrain.core.units import MIB
 from hpctrain.data.loader import Loader
-from hpctrain.data.orders.ordering import OrderName
+from hpctrain.data.order.ordering import OrderName
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter
-from hpctrain.units import MIB
 
 WRITE_BYTES = 64 * MIB
 

@@ -12,8 +12,8 @@ from data_memory import read_through
 from data_ways import Epoch, Memmap
 from numpy.typing import NDArray
 
+from hpctrain.core.units import MIB
 from hpctrain.data.loading.prefetch import prefetched
-from hpctrain.units import MIB
 
 THREADS = 2
 COPY_BYTES = 16 * MIB

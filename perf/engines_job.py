@@ -21,8 +21,8 @@ from measure import Seconds, interleave, machine
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.core.units import KIB, MIB
 from hpctrain.runtime.world import current
-from hpctrain.units import KIB, MIB
 
 WORLD = MPI.COMM_WORLD
 

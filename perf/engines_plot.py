@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from measure import median
 
-from hpctrain.units import format_bytes
+from hpctrain.core.units import format_bytes
 
 STYLES = {
     "hpctrain": ("#4477aa", "o", "-"),

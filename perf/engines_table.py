@@ -6,7 +6,7 @@ from measure import median
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.units import format_bytes
+from hpctrain.core.units import format_bytes
 
 OURS, SILENT = "hpctrain", "no communication"
 

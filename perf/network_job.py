@@ -16,8 +16,8 @@ from mpi4py import MPI
 from peers import Peer, library, start_gloo, start_horovod, stop_gloo
 
 import hpctrain as hvd
+from hpctrain.core.units import KIB
 from hpctrain.runtime.world import current
-from hpctrain.units import KIB
 
 COUNTED_CALLS = 2
 SETTLE_S = 0.2

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hpctrain.units import KIB, format_bytes
+from hpctrain.core.units import KIB, format_bytes
 
 STYLES = {
     "bucket": ("hpctrain, bucket in node memory", "#4477aa", "o", "-"),

@@ -1,10 +1,13 @@
 """Every test runs on as many ranks as it names; see ``harness/``."""
 
 import os
+from collections.abc import Generator
+from types import ModuleType
 
 import pytest
 
-from hpctrain import config
+import hpctrain
+from hpctrain.core import config
 
 pytest_plugins = ["tests.harness.plugin", "tests.power_loss"]
 
@@ -24,3 +27,11 @@ def _no_cache_of_the_user(
     """Keep what tests measure among themselves."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setattr(config, "cache_folder", lambda: folder)
+
+
+@pytest.fixture
+def hvd() -> Generator[ModuleType]:
+    """Initialise the world and take leave of it."""
+    hpctrain.init()
+    yield hpctrain
+    hpctrain.shutdown()

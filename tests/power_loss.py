@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import appearance
-from hpctrain.files import PART
+from hpctrain.checkpoint import atomic_replace
+from hpctrain.core.atomic import PART
 
 
 class Disk:
@@ -39,7 +39,7 @@ class Disk:
             patch.setattr(os, name, self._renaming(getattr(os, name)))
         for name in ("unlink", "remove", "rmdir"):
             patch.setattr(os, name, self._removing(getattr(os, name)))
-        patch.setattr(appearance, "_exchange", self._exchanging(appearance._exchange))
+        patch.setattr(atomic_replace, "_exchange", self._exchanging(atomic_replace._exchange))
 
     def lost(self, *ignored: str, below: Path | None = None) -> list[str]:
         """What a loss of power would change now, but for parts of files and the ``ignored``."""

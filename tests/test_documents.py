@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.config import Settings
+from hpctrain.core.config import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

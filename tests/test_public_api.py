@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hpctrain
-from hpctrain.config import Settings
-from hpctrain.sync.optimizer import DistributedMethods
+from hpctrain.core.config import Settings
+from hpctrain.gradients.optimizer import DistributedMethods
 
 LIST = Path(__file__).with_name("public_api.txt")
 

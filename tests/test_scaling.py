@@ -9,20 +9,20 @@ PACKAGE = Path(hpctrain.__file__).parent
 SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_foreach_div_"}
 
 ALLOWED = {
-    # The factor that ``sync`` has decided is applied where the bytes are moved:
-    "comm/slices.py": "a chunk of the sum, by the scale it is given",
+    # The factor that ``gradients`` has decided is applied where the bytes are moved:
+    "comm/node/slices.py": "a chunk of the sum, by the scale it is given",
     "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
-    "sync/gradient_buckets.py": "a gradient, by its rank's weight",
-    # A step of fixed micro-shards has a factor of its own, decided in sync/reproducible.py:
-    "sync/step_values.py": "the sum over all micro-shards, by one over their number",
-    "sync/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
-    # Replicas, not gradients; the weight is decided in sync/rounds.py:
-    "sync/averaging.py": "a replica, by its rank's weight",
-    "sync/anchored.py": "momentum of the outer step",
-    "sync/averaged_state.py": "optimizer state, by the share of the ranks that have it",
+    "gradients/gradient_buckets.py": "a gradient, by its rank's weight",
+    # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
+    "gradients/step_values.py": "the sum over all micro-shards, by one over their number",
+    "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
+    # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
+    "local_sgd/averaging.py": "a replica, by its rank's weight",
+    "local_sgd/anchored.py": "momentum of the outer step",
+    "local_sgd/averaged_state.py": "optimizer state, by the share of the ranks that have it",
     # No gradients:
-    "runtime/named/reducing.py": "factors and averages of integers, for which there is no scale",
+    "negotiation/reducing.py": "factors and averages of integers, for which there is no scale",
 }
 
 
@@ -34,12 +34,12 @@ def scaling_calls(path: Path) -> list[str]:
 
 
 def test_nothing_else_scales_a_gradient():
-    layers = ("comm", "compress", "runtime", "sync", "train")
+    layers = ("comm", "compress", "negotiation", "collectives", "gradients", "local_sgd", "train")
     files = [path for layer in layers for path in (PACKAGE / layer).rglob("*.py")]
     found = {str(path.relative_to(PACKAGE)) for path in files if scaling_calls(path)}
     assert found == set(ALLOWED)
 
 
 def test_one_file_decides_the_factor():
-    users = [p for p in (PACKAGE / "sync").glob("*.py") if " SampleCount(" in p.read_text()]
+    users = [p for p in (PACKAGE / "gradients").glob("*.py") if " SampleCount(" in p.read_text()]
     assert [p.name for p in users] == ["reduction.py"]

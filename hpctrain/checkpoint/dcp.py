@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.export import DCP_INDEX
-from hpctrain.checkpoint.tensor_file import open_regular
-from hpctrain.errors import CheckpointError
-from hpctrain.files import reason_of
+from hpctrain.checkpoint.format.tensor_file import open_regular
+from hpctrain.checkpoint.tools.export import DCP_INDEX
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.errors import CheckpointError
 
 _NAMES = {
     ("builtins", "getattr"),  # Python 3.11.2 pickles the member of an enumeration so

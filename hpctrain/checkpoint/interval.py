@@ -2,7 +2,7 @@
 
 import math
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 
 def young(cost_s: float, mtbf_s: float) -> float:

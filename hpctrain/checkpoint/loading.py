@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.manifest import PRIVATE, Manifest, Part, Record, file_name, read_bytes
-from hpctrain.checkpoint.shard import Piece, Shard
-from hpctrain.checkpoint.tensor_file import (
+from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.format.manifest import (
+    PRIVATE,
+    Manifest,
+    Part,
+    Record,
+    file_name,
+    read_bytes,
+)
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.tensor_file import (
     BLOCK_BYTES,
     DTYPES,
     TensorFile,
@@ -20,9 +28,8 @@ from hpctrain.checkpoint.tensor_file import (
     opened,
     printable,
 )
-from hpctrain.checkpoint.together import attempt, on_root, raise_if_any
-from hpctrain.checkpoint.tree import unflatten
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.format.tree import unflatten
+from hpctrain.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.beside import Beside
-from hpctrain.checkpoint.figures import Figures
+from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.background import Beside
+from hpctrain.checkpoint.directory import SCORE, Shelf
 from hpctrain.checkpoint.retention import check_keep
 from hpctrain.checkpoint.schedule import Schedule
-from hpctrain.checkpoint.shelf import SCORE, Shelf
 from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
-from hpctrain.checkpoint.together import attempt, on_root, raise_if_any
-from hpctrain.errors import CheckpointError
-from hpctrain.units import parse_seconds
+from hpctrain.checkpoint.statistics import Figures
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.units import parse_seconds
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from hpctrain.errors import ConfigError
-from hpctrain.files import PART
+from hpctrain.core.atomic import PART
+from hpctrain.core.errors import ConfigError
 
 ASIDE = ".aside"
 """Ending of a checkpoint that a run went back behind; it is kept for people, and never loaded."""

@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint import tensor_file
-from hpctrain.checkpoint.appearance import appear
-from hpctrain.checkpoint.division import Parts, divide, owners
-from hpctrain.checkpoint.manifest import NAME, PRIVATE, Manifest, Part, Record, dumps, file_name
-from hpctrain.checkpoint.shard import Piece, Shard, fault_of_cover
-from hpctrain.checkpoint.together import attempt, on_root, raise_if_any
-from hpctrain.checkpoint.tree import flatten, lines
+from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.atomic_replace import appear
+from hpctrain.checkpoint.format import tensor_file
+from hpctrain.checkpoint.format.manifest import (
+    NAME,
+    PRIVATE,
+    Manifest,
+    Part,
+    Record,
+    dumps,
+    file_name,
+)
+from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
+from hpctrain.checkpoint.format.tree import flatten, lines
+from hpctrain.checkpoint.write_partition import Parts, divide, owners
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.arguments import name_of
-from hpctrain.errors import CheckpointError, MismatchError
-from hpctrain.files import PART, make_folder, sync
+from hpctrain.core.atomic import PART, make_folder, sync
+from hpctrain.core.errors import CheckpointError, MismatchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

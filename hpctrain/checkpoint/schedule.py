@@ -4,8 +4,8 @@ import statistics
 from collections import deque
 
 from hpctrain.checkpoint.interval import daly
-from hpctrain.errors import ConfigError
-from hpctrain.units import parse_seconds
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import parse_seconds
 
 _COSTS_KEPT = 5
 """Of so many checkpoints the median counts: one slow write does not move the interval."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.division import divide
-from hpctrain.checkpoint.shard import Piece, Shard
-from hpctrain.checkpoint.tree import flatten, unflatten
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.tree import flatten, unflatten
+from hpctrain.checkpoint.write_partition import divide
 
 
 class Snapshot:

@@ -86,14 +86,14 @@ def bench(  # noqa: PLR0913 - a command's options
 
       srun -n 8 hpctrain bench send --min-bytes 1KiB --max-bytes 1GiB
     """
-    from hpctrain.comm.joining import doubt  # noqa: PLC0415
+    from hpctrain.comm.mpi_world import doubt  # noqa: PLC0415
 
     doubt()  # before torch, which takes seconds to load
-    from hpctrain.runtime.benchmarks.measure import Effort  # noqa: PLC0415
-    from hpctrain.runtime.benchmarks.request import Request  # noqa: PLC0415
-    from hpctrain.runtime.benchmarks.run import run  # noqa: PLC0415
+    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.measure import Effort  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.request import Request  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.run import run  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
-    from hpctrain.units import parse_bytes  # noqa: PLC0415
 
     request = Request(
         operation=operation,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.diff import Difference
+    from hpctrain.checkpoint.tools.diff import Difference
 
 FAULT = 1
 """Exit code when a checkpoint is not whole, or two states differ."""
@@ -122,7 +122,7 @@ def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
 
       hpctrain checkpoint info runs/digits --json | jq .step
     """
-    from hpctrain.checkpoint.describe import checkpoints_in, describe, lines_of  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, lines_of  # noqa: PLC0415
 
     found = checkpoints_in(path)
     told = describe(found[-1], num_largest=largest)
@@ -152,7 +152,7 @@ def verify(path: Where, *, json: AsJson = False) -> None:
 
       hpctrain checkpoint verify runs/digits --json | jq '.[].faults'
     """
-    from hpctrain.checkpoint.verify import verify as check  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.verify import verify as check  # noqa: PLC0415
 
     reports = []
     for report in check(path):
@@ -183,9 +183,9 @@ def export(
 
       hpctrain checkpoint export runs/digits state --as dcp
     """
-    from hpctrain.checkpoint.compare import newest_state  # noqa: PLC0415
-    from hpctrain.checkpoint.export import export as write  # noqa: PLC0415
-    from hpctrain.checkpoint.export import kind_of  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.compare import newest_state  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.export import export as write  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.export import kind_of  # noqa: PLC0415
 
     chosen = kind_of(out, kind)
     source, state = newest_state(path, only)
@@ -212,7 +212,7 @@ def diff(
 
       hpctrain checkpoint diff runs/a exported.pt
     """
-    from hpctrain.checkpoint.compare import compare  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.compare import compare  # noqa: PLC0415
 
     found = compare(first, second, only or ())
     if json:
@@ -241,7 +241,7 @@ def prune(run: Run, *, keep: Keep, keep_best: KeepBest = 0, dry_run: DryRun = Fa
 
       hpctrain checkpoint prune runs/digits --keep 3 --keep-best 1
     """
-    from hpctrain.checkpoint.prune import prune as remove  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.prune import prune as remove  # noqa: PLC0415
 
     done = remove(run, keep=keep, keep_best=keep_best, dry_run=dry_run)
     for place in done.damaged:

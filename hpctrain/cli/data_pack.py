@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpctrain.data.pack import PackConfig, Packed
-    from hpctrain.data.sources.source import Per
+    from hpctrain.data.packing.pack import PackConfig, Packed
+    from hpctrain.data.packing.source import Per
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -179,8 +179,8 @@ def pack(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -n 8 hpctrain data pack my_code:make_set data/train
     """
-    from hpctrain.data.pack import SHARD_BYTES, PackConfig  # noqa: PLC0415
-    from hpctrain.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.data.packing.pack import SHARD_BYTES, PackConfig  # noqa: PLC0415
 
     if samples_per_shard is not None and shard_size is not None:
         raise ConfigError(
@@ -230,8 +230,8 @@ def _size(text: str) -> tuple[int, int]:
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
     from hpctrain.cli.joined import joined  # noqa: PLC0415
     from hpctrain.cli.pack_bar import PackBar  # noqa: PLC0415
-    from hpctrain.data.pack import pack as pack_source  # noqa: PLC0415
-    from hpctrain.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
 
     comm = joined()
@@ -248,8 +248,8 @@ def _run(source: str, directory: Path, config: "PackConfig") -> None:
 
 
 def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
     from hpctrain.data.format.classes import CLASSES  # noqa: PLC0415
-    from hpctrain.units import format_bytes  # noqa: PLC0415
 
     manifest = packed.manifest
     shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"

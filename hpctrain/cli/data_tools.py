@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.copying.peek import Shown
     from hpctrain.data.format.layout import Manifest
+    from hpctrain.data.io.copying.peek import Shown
 
 FAULT = 1
 """Exit code when a data set is not whole."""
@@ -97,12 +97,12 @@ def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -
       hpctrain data info data/train --json | jq .num_samples
     """
     from hpctrain.cli.info_text import lines_of  # noqa: PLC0415
-    from hpctrain.data.info import info as info_of  # noqa: PLC0415
+    from hpctrain.data.tools.info import info as info_of  # noqa: PLC0415
 
     found = info_of(directory)
     shown: Sequence[Shown] = ()
     if sample is not None:
-        from hpctrain.data.copying.peek import peek  # noqa: PLC0415 - loads torch
+        from hpctrain.data.io.copying.peek import peek  # noqa: PLC0415 - loads torch
 
         shown = peek(directory, sample)
     if json:
@@ -134,7 +134,7 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
       hpctrain data verify data/train --json | jq .faults
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.verify import verify as check  # noqa: PLC0415
+    from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
 
     with _ranks() as comm, ToolBar("checking", comm) as bar:
         report = check(directory, comm, start=bar.start)
@@ -168,8 +168,8 @@ def repair(
       hpctrain data repair data/train --drop
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.repair import Plan  # noqa: PLC0415
-    from hpctrain.data.repair import repair as carry_out  # noqa: PLC0415
+    from hpctrain.data.tools.repair import Plan  # noqa: PLC0415
+    from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
 
     plan = Plan(source=source, rebuild_manifest=rebuild_manifest, drop=drop, dry_run=dry_run)
     with _ranks() as comm, ToolBar("repairing", comm) as bar:
@@ -201,9 +201,9 @@ def reshard(
       mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.reshard import Shape  # noqa: PLC0415
-    from hpctrain.data.reshard import reshard as write  # noqa: PLC0415
-    from hpctrain.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.data.tools.reshard import Shape  # noqa: PLC0415
+    from hpctrain.data.tools.reshard import reshard as write  # noqa: PLC0415
 
     shape = Shape(
         samples_per_shard=samples_per_shard,
@@ -229,8 +229,8 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.copying.parts import parse_shares  # noqa: PLC0415
-    from hpctrain.data.split import split as write  # noqa: PLC0415
+    from hpctrain.data.io.copying.parts import parse_shares  # noqa: PLC0415
+    from hpctrain.data.tools.split import split as write  # noqa: PLC0415
 
     shares = parse_shares(parts)
     with _ranks() as comm, ToolBar("writing", comm) as bar:
@@ -242,7 +242,7 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
 def _ranks() -> "Iterator[Communicator | None]":
     """Join the ranks that were started together; None for a process alone, which loads no MPI."""
     from hpctrain.cluster.env import launched  # noqa: PLC0415
-    from hpctrain.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
 
     found = launched()
     if found is None or found.size == 1:
@@ -268,7 +268,7 @@ def _shown(value: float) -> str:
 
 
 def _summary(directory: Path, manifest: "Manifest") -> str:
-    from hpctrain.units import format_bytes  # noqa: PLC0415
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
 
     size = format_bytes(manifest.num_bytes)
     num_shards = len(manifest.shards)

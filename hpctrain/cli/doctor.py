@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hpctrain.launch.finding import Finding
+    from hpctrain.core.finding import Finding
 
 WRONG = 1
 """Exit code when there is a warning or an error."""
@@ -85,9 +85,9 @@ def doctor(
 
 
 def _lint(script: Path) -> "list[Finding]":
-    from hpctrain.errors import ConfigError  # noqa: PLC0415
-    from hpctrain.launch.lint.facts import gather  # noqa: PLC0415
-    from hpctrain.launch.lint.lint import lint  # noqa: PLC0415
+    from hpctrain.core.errors import ConfigError  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.facts import gather  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import lint  # noqa: PLC0415
 
     try:
         text = script.read_text(encoding="utf-8")
@@ -99,8 +99,8 @@ def _lint(script: Path) -> "list[Finding]":
 def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
     """Return the findings, and whether this process is the one that tells them."""
     from hpctrain.cluster.env import launched  # noqa: PLC0415
-    from hpctrain.launch.doctor.checks import examine  # noqa: PLC0415
-    from hpctrain.launch.doctor.gather import gather  # noqa: PLC0415
+    from hpctrain.doctor.host.checks import examine  # noqa: PLC0415
+    from hpctrain.doctor.host.gather import gather  # noqa: PLC0415
 
     found = launched()
     if found is None:
@@ -108,7 +108,7 @@ def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
     # Programs are started, files are written and so on by one rank of each node.
     is_first = not found.local_rank
     local = examine(gather(directories=directories if is_first else (), lightly=not is_first))
-    from hpctrain.runtime.probe.probe import probe  # noqa: PLC0415 - loads torch and MPI
+    from hpctrain.doctor.ranks.all_checks import probe  # noqa: PLC0415 - loads torch and MPI
 
     # Where every rank is alone, each is the first of its world: the launcher's word counts.
     return probe(local=local), found.rank == 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 Row = tuple[str, str]
 
@@ -49,7 +49,7 @@ def env(
     if not lock:
         _show()
         return
-    from hpctrain.launch.lock import lock as text_of  # noqa: PLC0415
+    from hpctrain.launch.slurm.lock import lock as text_of  # noqa: PLC0415
 
     text = text_of(frozenset(extra) if extra else None)
     if file is None:
@@ -66,16 +66,17 @@ def _show() -> None:
 
 
 def _place() -> Iterator[Row]:
-    from hpctrain.launch.lock import machine  # noqa: PLC0415
+    from hpctrain.launch.slurm.lock import machine  # noqa: PLC0415
 
     yield "machine", machine()
     yield "environment", sys.prefix
 
 
 def _mpi() -> Iterator[Row]:
-    from hpctrain.errors import LaunchError  # noqa: PLC0415
-    from hpctrain.launch import lock, pmi  # noqa: PLC0415
+    from hpctrain.core.errors import LaunchError  # noqa: PLC0415
+    from hpctrain.launch import pmi  # noqa: PLC0415
     from hpctrain.launch.mpirun import find_mpirun  # noqa: PLC0415
+    from hpctrain.launch.slurm import lock  # noqa: PLC0415
 
     yield "MPI library", lock.mpi()
     try:

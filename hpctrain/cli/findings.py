@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.launch.finding import LEVELS, Finding
+from hpctrain.core.finding import LEVELS, Finding
 
 MAX_WIDTH = 120
 """Columns of the table on a wide terminal."""

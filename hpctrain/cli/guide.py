@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 MAX_WIDTH = 100
 """Columns of a guide on a wide terminal."""

@@ -93,7 +93,7 @@ def build(
       hpctrain horovod build --gpu nccl
     """
     from hpctrain.cli.horovod_progress import Show  # noqa: PLC0415
-    from hpctrain.errors import ConfigError  # noqa: PLC0415
+    from hpctrain.core.errors import ConfigError  # noqa: PLC0415
     from hpctrain.launch.horovod.build import build as make  # noqa: PLC0415
     from hpctrain.launch.horovod.missing import Plan  # noqa: PLC0415
 

@@ -6,8 +6,8 @@ from typing import Self
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from hpctrain.core.units import format_seconds
 from hpctrain.train.console import make_console
-from hpctrain.units import format_seconds
 
 EVERY = 25
 """In a file, a line for so many percent."""

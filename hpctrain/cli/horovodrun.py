@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from hpctrain import horovod_variables
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.core import horovod_variables
+from hpctrain.core.errors import ConfigError, LaunchError
 
 PANEL = "Options of horovodrun"
 

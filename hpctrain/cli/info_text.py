@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from hpctrain.data.info import Info
-from hpctrain.units import format_bytes
+from hpctrain.core.units import format_bytes
+from hpctrain.data.tools.info import Info
 
 _MOST_SHARDS = 20
 """Listed one by one; of more only the first and the last."""

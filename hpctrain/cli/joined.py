@@ -19,7 +19,7 @@ def joined() -> "Communicator":
         ConfigError: a setting is not valid.
         LaunchError: the launcher, the MPI library and the world do not fit together.
     """
-    from hpctrain.config import Settings, given  # noqa: PLC0415
+    from hpctrain.core.config import Settings, given  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
 
     settings = Settings.from_env()

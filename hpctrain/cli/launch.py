@@ -8,7 +8,7 @@ import typer
 
 from hpctrain.cli.horovodrun import split, variables, with_options
 from hpctrain.cluster.env import scheduler
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.hosts import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun

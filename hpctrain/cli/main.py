@@ -21,7 +21,7 @@ from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.train import train
-from hpctrain.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
+from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
 
 USAGE_ERROR = 2
 ROOT_SPEAKS_S = 2.0

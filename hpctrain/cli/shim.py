@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the script begins: those behind it are the script's own."""
@@ -48,7 +48,7 @@ def shim(
 
       srun hpctrain shim train.py
     """
-    from hpctrain.shim.run import run_module, run_script  # noqa: PLC0415 - loads torch
+    from hpctrain.horovod.shim.run import run_module, run_script  # noqa: PLC0415 - loads torch
 
     if module is not None:
         run_module(module, ctx.args)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from hpctrain.cli.submit_job import Job
-    from hpctrain.launch.batch import BatchSettings
-    from hpctrain.launch.finding import Finding
+    from hpctrain.core.finding import Finding
+    from hpctrain.launch.slurm.batch import BatchSettings
 
 REFUSED = 1
 """Exit code where the checks or Slurm refuse the job."""
@@ -139,9 +139,9 @@ def submit(  # noqa: PLR0913 - a command's options
 
       hpctrain submit --template requeue --print > my.sbatch
     """
-    from hpctrain.launch import batch  # noqa: PLC0415
-    from hpctrain.launch.lint.limit import sbatch_time  # noqa: PLC0415
-    from hpctrain.launch.submission import dependency  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.limit import sbatch_time  # noqa: PLC0415
+    from hpctrain.launch.slurm.submission import dependency  # noqa: PLC0415
 
     if template == LIST:
         _list_templates()
@@ -181,7 +181,7 @@ def submit(  # noqa: PLR0913 - a command's options
 
 
 def _list_templates() -> None:
-    from hpctrain.launch import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch  # noqa: PLC0415
 
     width = max(map(len, batch.names())) + 2
     for name in batch.names():
@@ -192,7 +192,7 @@ def _list_templates() -> None:
 
 
 def _print_template(template: str | None, *, print_only: bool) -> None:
-    from hpctrain.launch import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch  # noqa: PLC0415
 
     if template is None or not print_only:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _print_template(template: str | None, *, print_only: bool) -> None:
 
 def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | None) -> "Job":
     from hpctrain.cli.submit_job import Job  # noqa: PLC0415
-    from hpctrain.config import given  # noqa: PLC0415
+    from hpctrain.core.config import given  # noqa: PLC0415
     from hpctrain.train.load import load  # noqa: PLC0415
 
     # Only the job knows the values of its variables; the index of an array is a number.
@@ -224,9 +224,9 @@ def _default_template(settings: "BatchSettings") -> str:
 
 def _check(script: str) -> None:
     """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
-    from hpctrain.launch.lint.facts import gather  # noqa: PLC0415
-    from hpctrain.launch.lint.lint import lint  # noqa: PLC0415
-    from hpctrain.launch.submission import try_out  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.facts import gather  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.submission import try_out  # noqa: PLC0415
 
     findings = [finding for finding in lint(script, facts=gather()) if finding.level != "ok"]
     for finding in findings:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 
 SCRIPT = "job.sbatch"
 """The script of the latest job of a run, in the run's folder."""
@@ -50,7 +50,7 @@ class Job:
             ConfigError: the run is finished.
             LaunchError: a job of it waits or runs.
         """
-        from hpctrain.launch.submission import still_there  # noqa: PLC0415
+        from hpctrain.launch.slurm.submission import still_there  # noqa: PLC0415
         from hpctrain.train.status import status  # noqa: PLC0415
 
         found = status(self.folder)
@@ -75,8 +75,8 @@ class Job:
             ConfigError: the folder cannot be written.
             LaunchError: Slurm refuses.
         """
-        from hpctrain.files import publishing  # noqa: PLC0415
-        from hpctrain.launch.submission import submit  # noqa: PLC0415
+        from hpctrain.core.atomic import publishing  # noqa: PLC0415
+        from hpctrain.launch.slurm.submission import submit  # noqa: PLC0415
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

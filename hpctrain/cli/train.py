@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 
 def train(  # noqa: PLR0913 - a command's options
@@ -95,14 +95,14 @@ def train(  # noqa: PLR0913 - a command's options
 
 
 def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
-    from hpctrain.comm.joining import doubt  # noqa: PLC0415
+    from hpctrain.comm.mpi_world import doubt  # noqa: PLC0415
     from hpctrain.runtime.stopping import held_back  # noqa: PLC0415
 
     # torch takes seconds to load: a launch that cannot work ends before, and a request to stop
     # that comes meanwhile is not lost.
     with held_back():
         doubt()
-        from hpctrain.config import given  # noqa: PLC0415
+        from hpctrain.core.config import given  # noqa: PLC0415
         from hpctrain.train.load import load  # noqa: PLC0415
         from hpctrain.train.run import How, run  # noqa: PLC0415
 
@@ -111,7 +111,7 @@ def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
 
 
 def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
-    from hpctrain.config import given  # noqa: PLC0415
+    from hpctrain.core.config import given  # noqa: PLC0415
     from hpctrain.train.explain import explain  # noqa: PLC0415
     from hpctrain.train.load import load  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
 
 
 def _init(path: Path | None) -> None:
-    from hpctrain.train import trial  # noqa: PLC0415
+    from hpctrain.train import toy_problem  # noqa: PLC0415
     from hpctrain.train.template import render  # noqa: PLC0415
 
     if path is None:
@@ -130,7 +130,7 @@ def _init(path: Path | None) -> None:
         )
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(render(trial.config()))
+            file.write(render(toy_problem.config()))
     except FileExistsError:
         raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
     except OSError as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster.cgroups import CGROUPS, MEMBERSHIP, folders
-from hpctrain.units import format_bytes
+from hpctrain.core.units import format_bytes
 
 _FILES = (
     # Version 2, then version 1: limit, usage, pages of files, and those of them not yet written.

@@ -10,8 +10,8 @@ from hpctrain.cluster.env import Launched
 from hpctrain.cluster.interface import owner, srun_type
 from hpctrain.cluster.libraries import Family, distinct, mpirun_beside
 from hpctrain.cluster.topology import Topology
-from hpctrain.errors import LaunchError
-from hpctrain.units import format_numbers
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.units import format_numbers
 
 FIX: dict[tuple[str, Family], str] = {
     ("flux", "openmpi"): "`flux run -o pmi=pmix ...`",

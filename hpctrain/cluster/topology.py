@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from hpctrain.errors import TopologyError
-from hpctrain.units import format_numbers
+from hpctrain.core.errors import TopologyError
+from hpctrain.core.units import format_numbers
 
 SHOWN = 8
 """Nodes named in ``describe``; a thousand would drown the rest."""

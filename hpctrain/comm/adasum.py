@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hpctrain.comm.arguments import check_tensor, name_of
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.doubling import fold
-from hpctrain.errors import CommError
+from hpctrain.comm.rail.doubling import fold
+from hpctrain.core.errors import CommError
 
 _TAG = 23258
 _CHUNK = 1 << 16

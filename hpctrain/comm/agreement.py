@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import MismatchError
-from hpctrain.units import format_ranks
+from hpctrain.core.errors import MismatchError
+from hpctrain.core.units import format_ranks
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 
 def check_tensor(tensor: Tensor) -> None:

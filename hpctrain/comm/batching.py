@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpctrain.units import KIB, MIB
+from hpctrain.core.units import KIB, MIB
 
 SIZES = (KIB, 256 * KIB)
 """Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and

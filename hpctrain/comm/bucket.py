@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.comm.slices import chunks_of
+from hpctrain.comm.node.slices import chunks_of
 
 
 class Owner(Protocol):

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.mail.post import Post
+from hpctrain.comm.control_channel.mailbox import Post
 from hpctrain.comm.ops import Op
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import Work

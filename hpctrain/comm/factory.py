@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from hpctrain.cluster import env, preflight, process
-from hpctrain.cluster.cards import num_cards
 from hpctrain.cluster.cores import affinity, quota
+from hpctrain.cluster.nics import num_cards
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.comm import planning
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import Plan, choose_plan
-from hpctrain.comm.plan_file import StoredPlan
+from hpctrain.comm.plan import planning
+from hpctrain.comm.plan.plan import Plan, choose_plan
+from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.watch import Watch
-from hpctrain.config import Settings
+from hpctrain.core.config import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.presence import Presence
+    from hpctrain.comm.liveness import Presence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ def _alone(settings: Settings) -> Connection:
 def _together(
     world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
 ) -> Connection:
-    from hpctrain.comm.presence import Presence  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.liveness import Presence  # noqa: PLC0415 - a world of one needs no MPI
 
     process.sharpen_sleep()
     presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
@@ -166,21 +166,21 @@ _Joined: TypeAlias = tuple[Communicator, planning.Decision, str]
 
 
 def _by_levels(ranks: _Ranks) -> _Joined:
-    from hpctrain.comm import levels  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
 
     world, topology, settings, _, watch = ranks
     stored = planning.pinned(world, settings)
     node, refusal = planning.share_memory(world, topology, settings, stored, watch)
     way = node.memory_name if node else "none"
     decision = ranks.decide(stored, way)
-    comm = levels.join(world, node, topology, decision.plan, watch)
+    comm = build.join(world, node, topology, decision.plan, watch)
     decision = planning.measured(decision, comm, world, topology, watch)
     path = f"gradients go through an MPI {way}" if node else "gradients go flat over MPI"
     return comm, decision, refusal and f"{path}: {refusal}"
 
 
 def _by_horovod(ranks: _Ranks) -> _Joined:
-    from hpctrain.comm import horovod_joining  # noqa: PLC0415 - only where it is wanted
+    from hpctrain.comm.engines import horovod_joining  # noqa: PLC0415 - only where it is wanted
 
     world, topology, settings, _, watch = ranks
     decision = ranks.decide(planning.pinned(world, settings), "none")

@@ -16,23 +16,23 @@ from torch import Tensor
 from hpctrain.comm.arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.calls import bucket_call, other_call, tensor_call
-from hpctrain.comm.mail import making
+from hpctrain.comm.control_channel import making
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
+from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.node.shared_slots import Stage
+from hpctrain.comm.node.slices import slice_bounds
 from hpctrain.comm.ops import Combination, Op, combination
-from hpctrain.comm.plan import Plan
-from hpctrain.comm.rail import Rail
-from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.comm.slices import slice_bounds
-from hpctrain.comm.stage import Stage
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.work import FINISHED, Work
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.mail.post import Post
+    from hpctrain.comm.control_channel.mailbox import Post
 
 
 class HierarchicalCommunicator(MpiCommunicator):

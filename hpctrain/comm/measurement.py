@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.comm.size_table import SizeTable
-from hpctrain.units import format_bytes, format_seconds
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.core.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,22 +21,22 @@ from hpctrain.comm.arguments import (
     part_numels,
 )
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.by_messages import allreduce_by_messages_
+from hpctrain.comm.call_check import describe, meet
+from hpctrain.comm.control_channel import making
 from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
-from hpctrain.comm.mail import making
-from hpctrain.comm.meeting import describe, meet
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
+from hpctrain.comm.rail.by_messages import allreduce_by_messages_
+from hpctrain.comm.rail.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
+from hpctrain.comm.rail.wire import CHUNK_ELEMENTS, Wire
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
-from hpctrain.comm.wire import CHUNK_ELEMENTS, Wire
 from hpctrain.comm.work import FINISHED, Work
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.mail.post import Post
+    from hpctrain.comm.control_channel.mailbox import Post
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.arguments import name_of
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 
 class Op(enum.Enum):

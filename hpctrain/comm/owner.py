@@ -2,7 +2,7 @@
 
 import os
 
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 
 class Owner:

@@ -17,14 +17,14 @@ from hpctrain.comm.arguments import (
     part_numels,
 )
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.mail import making
+from hpctrain.comm.control_channel import making
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, Work
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.mail.post import Post
+    from hpctrain.comm.control_channel.mailbox import Post
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.measurement import Measurement
 from hpctrain.comm.observed import Call
-from hpctrain.units import format_bytes, format_seconds
+from hpctrain.core.units import format_bytes, format_seconds
 
 REDUCTIONS = ("allreduce_", "allreduce")
 """Operations whose bandwidth the probe has measured too."""

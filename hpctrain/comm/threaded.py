@@ -17,7 +17,7 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, ThreadWork, Work
 
 if TYPE_CHECKING:
-    from hpctrain.comm.mail.post import Post
+    from hpctrain.comm.control_channel.mailbox import Post
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import sys
 
 from hpctrain.comm.observed import Call
-from hpctrain.units import format_bytes, format_seconds
+from hpctrain.core.units import format_bytes, format_seconds
 
 
 class Trace:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
-from hpctrain.comm.wire import Wire
+from hpctrain.comm.rail.wire import Wire
 
 
 def tree_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> None:

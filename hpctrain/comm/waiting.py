@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hpctrain.comm.semaphore import Semaphore
+from hpctrain.comm.node.semaphore import Semaphore
 from hpctrain.comm.watch import Watch
 
 if TYPE_CHECKING:

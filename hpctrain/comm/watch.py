@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from hpctrain.errors import RankLostError
+from hpctrain.core.errors import RankLostError
 
 LATE_S = 3.0
 """A rank that waits for another node for so long says so, once for each rank it waits for."""

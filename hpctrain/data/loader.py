@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.batch import Batch
-from hpctrain.data.draws import ThreadDraws
 from hpctrain.data.loading.arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.batches import Reading
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
-from hpctrain.data.loading.pace import Pace
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.prefetch import prefetched
+from hpctrain.data.loading.read_depth import Pace
 from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
-from hpctrain.data.orders.ordering import Ordering, OrderName
-from hpctrain.data.orders.window_shape import WindowShape
-from hpctrain.data.pool import TIMEOUT_S, DecodePool
+from hpctrain.data.order.draws import ThreadDraws
+from hpctrain.data.order.ordering import Ordering, OrderName
+from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.transform import Transform
-from hpctrain.errors import CorruptError, DataError
+from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.orders.order import Order, global_order
+from hpctrain.data.io.overlapped_copy import Parts
+from hpctrain.data.order.order import Order, global_order
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.reading.early import Parts
 from hpctrain.data.samples import Columns, Indices, Samples, Values, file_of
-from hpctrain.errors import CorruptError, DataError
 
 PERIOD = 1 << 16
 """Length of the pattern of sources that repeats; weights are rounded to so many parts."""

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from hpctrain.collectives.objects import allgather_object
 from hpctrain.comm.agreement import by_rank, raise_if_any
-from hpctrain.data.identity import identity_of
+from hpctrain.core.errors import MismatchError
+from hpctrain.core.logs import logger
 from hpctrain.data.loader import Loader
 from hpctrain.data.shared_loader import Counts, SharedLoader, StreamLoader
-from hpctrain.data.stock import Stream
-from hpctrain.errors import MismatchError
-from hpctrain.logs import logger
-from hpctrain.runtime.objects import allgather_object
+from hpctrain.data.tools.identity import identity_of
+from hpctrain.data.torch_dataloader import Stream
 from hpctrain.runtime.world import current
 
 T = TypeVar("T", bound="Dataset[Any] | DataLoader[Any]")

@@ -11,18 +11,18 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.io.chunks import ChunkCache
+from hpctrain.data.io.gathering import Part, gather, gather_ragged, split
+from hpctrain.data.io.handles import Handles, Opener
+from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
+from hpctrain.data.io.picked import Picked
+from hpctrain.data.io.shard import OpenShard, check_file
+from hpctrain.data.io.shardfile import IO
+from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Values
-from hpctrain.data.reading.chunks import ChunkCache
-from hpctrain.data.reading.early import EarlyCopies, Parts
-from hpctrain.data.reading.gathering import Part, gather, gather_ragged, split
-from hpctrain.data.reading.handles import Handles, Opener
-from hpctrain.data.reading.picked import Picked
-from hpctrain.data.reading.shard import OpenShard, check_file
-from hpctrain.data.reading.shardfile import IO
-from hpctrain.data.reading.values import Array
-from hpctrain.errors import DataError, MismatchError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -235,7 +235,7 @@ class ShardedDataset:
         return Picked(self.take([index % len(self)]), 1)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``hpctrain.data.stock.collate``."""
+        """Return many samples, for ``DataLoader``; see ``hpctrain.data.torch_dataloader.collate``."""
         return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

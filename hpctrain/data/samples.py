@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.data.format.layout import Field
+from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.reading.early import EarlyCopies, Parts
 
 Indices = NDArray[np.int64]
 Values = Tensor | Ragged

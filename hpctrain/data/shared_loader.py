@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from hpctrain.collectives.allreduce import allreduce
+from hpctrain.collectives.objects import allgather_object, broadcast_object
 from hpctrain.comm.agreement import by_rank
-from hpctrain.data.identity import identity_of_samples
-from hpctrain.errors import ConfigError, DataError
-from hpctrain.logs import logger
-from hpctrain.runtime.named.reduce_op import Min
-from hpctrain.runtime.objects import allgather_object, broadcast_object
-from hpctrain.runtime.operations.allreduce import allreduce
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.logs import logger
+from hpctrain.data.tools.identity import identity_of_samples
+from hpctrain.negotiation.reduce_op import Min
 
 BATCHES_PER_MESSAGE = 64
 """Rank 0 tells the others its order in pieces, so that an order may be endless."""

@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hpctrain.cluster import env
+from hpctrain.core.atomic import PART, reason_of
+from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_bytes
 from hpctrain.data.format.crc import combine
-from hpctrain.data.health.salvage import UNREADABLE
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.stage.copy import Copied, Copier, Share, damaged, rank_of
 from hpctrain.data.stage.directory import StageDirectory, sweep
 from hpctrain.data.stage.place import folders, sites
 from hpctrain.data.stage.plan import Chosen, ShardPlan, plan_of, wanted_blocks
 from hpctrain.data.stage.shard import StagedOpener
-from hpctrain.errors import DataError, HpctrainError
-from hpctrain.files import PART, reason_of
-from hpctrain.logs import logger
-from hpctrain.units import format_bytes
+from hpctrain.data.tools.salvage import UNREADABLE
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

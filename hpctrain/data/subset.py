@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.reading.early import EarlyCopies, Parts
+from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.samples import Columns, Indices, Samples, file_of
-from hpctrain.errors import CorruptError, DataError
 
 
 class Subset:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.data.orders.feistel import key_of
+from hpctrain.core.errors import DataError
+from hpctrain.data.order.feistel import key_of
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Values
-from hpctrain.errors import DataError
 
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]

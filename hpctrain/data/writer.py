@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.atomic import PART, make_folder
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.agreement import explained, tell, together
 from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.compression import load_filters, rows_per_chunk
 from hpctrain.data.format.journal import Journal, remove_journals
@@ -25,10 +28,7 @@ from hpctrain.data.format.publication import (
     split_in,
 )
 from hpctrain.data.format.rows import Samples, checked_rows, count, cut
-from hpctrain.data.format.together import explained, tell, together
 from hpctrain.data.ragged import Ragged
-from hpctrain.errors import DataError
-from hpctrain.files import PART, make_folder
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 
 _LINE = re.compile(r"(?P<host>[\w.-]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<places>\d+))?")
 """Horovod's and Open MPI's ``host slots=N``; Hydra's ``host:N``; a host alone has one place."""

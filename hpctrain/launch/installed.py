@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 ROOT = "hpctrain"
 _NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?")

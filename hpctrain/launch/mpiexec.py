@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.errors import LaunchError
-from hpctrain.launch.guard import guarded
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.hosts import check_hosts, check_interfaces
+from hpctrain.launch.hydra_wrapper import guarded
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"

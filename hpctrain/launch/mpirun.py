@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.libraries import mpirun_beside
-from hpctrain.errors import LaunchError
-from hpctrain.launch.asking import ask
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch.slurm.query import ask
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 

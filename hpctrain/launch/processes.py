@@ -4,7 +4,7 @@ import contextlib
 import signal
 from pathlib import Path
 
-from hpctrain.launch.guard import is_guard
+from hpctrain.launch.hydra_wrapper import is_guard
 
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 """Launchers say to a rank by one of these which it is; their own processes have none."""

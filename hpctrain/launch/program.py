@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 
 
 def resolve(argv: Sequence[str]) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 from hpctrain.cluster.env import ASKED
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.processes import descendants, has_only_dead_children, stop_when_asked
-from hpctrain.launch.session import session
+from hpctrain.launch.slurm.session import session
 from hpctrain.launch.terminal import hand_on_input
 
 GRACE_S = 5.0

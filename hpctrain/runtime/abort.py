@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from hpctrain.errors import RankLostError
+from hpctrain.core.errors import RankLostError
 from hpctrain.runtime.crash import CrashReport
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from typing import TypeVar
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import Plan
-from hpctrain.config import Settings
-from hpctrain.runtime.named.controller import Controller
-from hpctrain.runtime.named.stalls import Stalls
-from hpctrain.runtime.stall import StallWatch
-from hpctrain.runtime.stall_report import Member
-from hpctrain.runtime.timeline.timelines import Timelines
-from hpctrain.runtime.whereabouts import LastCall
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.core.config import Settings
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.stall import StallWatch
+from hpctrain.negotiation.stall_report import Member
+from hpctrain.negotiation.stalls import Stalls
+from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.whereabouts import LastCall
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hpctrain.runtime.abort import FailureHooks
 
 if TYPE_CHECKING:
-    from hpctrain.comm.presence import Presence
+    from hpctrain.comm.liveness import Presence
 
 
 def leave(presence: "Presence", hooks: FailureHooks) -> None:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import Plan
+from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.threads import calls_from_threads
-from hpctrain.errors import (
+from hpctrain.core.errors import (
     ConfigError,
     HorovodInternalError,
     MismatchError,
     NodeMemoryError,
 )
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.controllers import Controllers
-from hpctrain.runtime.named.controller import Controller
-from hpctrain.runtime.named.request import Kind, Request
 from hpctrain.runtime.wanted_sets import Wanted, agreed, check_ranks
 
 if TYPE_CHECKING:

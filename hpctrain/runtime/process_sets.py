@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hpctrain.comm.joining import is_communicator
-from hpctrain.errors import ConfigError
+from hpctrain.comm.mpi_world import is_communicator
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
 from hpctrain.runtime.process_set_table import Registered
 from hpctrain.runtime.wanted_sets import Wanted
-from hpctrain.units import format_numbers
 
 if TYPE_CHECKING:
-    from hpctrain.comm.joining import MpiComm
+    from hpctrain.comm.mpi_world import MpiComm
 
 
 class ProcessSet:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.core.errors import HpctrainError, LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.supervise import TIMED_OUT, supervise
 

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from hpctrain.cluster.env import asked_by
-from hpctrain.units import format_seconds
+from hpctrain.core.units import format_seconds
 
 STOPPED = 85
 """Exit code of a run that has saved its state and wants to go on."""

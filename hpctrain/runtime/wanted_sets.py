@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.agreement import by_rank
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 
 
 class Wanted(NamedTuple):

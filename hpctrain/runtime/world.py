@@ -10,31 +10,31 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hpctrain import config, logs
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
-from hpctrain.comm.joining import find_world, is_communicator, numbers_in
+from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import observed
-from hpctrain.comm.plan import Plan
+from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.statistics import Statistics, wanted_statistics
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.trace import Trace
-from hpctrain.config import Settings
-from hpctrain.errors import ConfigError, NotInitializedError
+from hpctrain.core import config, logs
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError, NotInitializedError
+from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.whereabouts import LastCall
 from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, install
 from hpctrain.runtime.controllers import Controllers
 from hpctrain.runtime.exit import leave
 from hpctrain.runtime.process_set_table import ProcessSets, beside
-from hpctrain.runtime.timeline.timelines import Timelines
 from hpctrain.runtime.wanted_sets import Wanted
-from hpctrain.runtime.whereabouts import LastCall
 
 if TYPE_CHECKING:
     from hpctrain.comm.finalize import BeforeFinalize
-    from hpctrain.comm.joining import MpiComm
-    from hpctrain.comm.presence import Presence
+    from hpctrain.comm.liveness import Presence
+    from hpctrain.comm.mpi_world import MpiComm
     from hpctrain.runtime.process_sets import ProcessSet
 
 

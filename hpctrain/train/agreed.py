@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import HpctrainError, MismatchError, RankLostError
+from hpctrain.core.errors import HpctrainError, MismatchError, RankLostError
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import CheckpointError
-from hpctrain.logs import logger
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.logs import logger
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics

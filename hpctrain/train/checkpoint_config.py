@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hpctrain.errors import ConfigError
-from hpctrain.units import parse_seconds
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import parse_seconds
 
 
 def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config import OVERLAPS
-from hpctrain.errors import ConfigError
+from hpctrain.core.config import OVERLAPS
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import parse_bytes
 from hpctrain.train.checkpoint_config import CheckpointConfig, StopConfig, require
 from hpctrain.train.sync_config import SyncConfig
-from hpctrain.units import parse_bytes
 
 ORDERS = ("auto", "global", "window", "sequential")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.sync.arithmetic import exact_sum
-from hpctrain.sync.micro_shards import aligned_parts
+from hpctrain.gradients.arithmetic import exact_sum
+from hpctrain.gradients.micro_shards import aligned_parts
 from hpctrain.train.task import Task
 
 

@@ -1,6 +1,6 @@
 """What a key of the configuration means, what it is and who said so."""
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.keys import all_keys, all_tables, value_of
 from hpctrain.train.load import Loaded, unknown_key
 from hpctrain.train.toml import dumps

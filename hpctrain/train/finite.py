@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import NotFiniteError
-from hpctrain.logs import logger
-from hpctrain.sync.buffer_states import BufferStates
+from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_ranks
+from hpctrain.gradients.buffer_states import BufferStates
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.replicas import require_finite_weights
 from hpctrain.train.task import Task
-from hpctrain.units import format_ranks
 
 _MOST_SAMPLES, _MOST_RANKS = 8, 4
 """Numbers of samples of a rank, and ranks, in a message; the record has all."""

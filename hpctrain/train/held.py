@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
-from hpctrain.checkpoint.shelf import Shelf
+from hpctrain.checkpoint.directory import Shelf
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.train.agreed import agreed
 from hpctrain.train.lease import TIMES, Holder, Lease
 from hpctrain.train.run_directory import RunDirectory

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 _OF_CLASSES = ("cross_entropy", "nll_loss")
 """Losses of torch.nn.functional whose whole-numbered labels are numbers of classes."""

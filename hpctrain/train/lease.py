@@ -18,10 +18,10 @@ from typing import Self
 
 from hpctrain.cluster.env import job_id
 from hpctrain.cluster.process import birth, identity
-from hpctrain.errors import CheckpointError, ConfigError
-from hpctrain.files import PART, sync
-from hpctrain.launch.slurm import restart_count
-from hpctrain.logs import logger
+from hpctrain.core.atomic import PART, sync
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.logs import logger
+from hpctrain.launch.slurm.scheduler import restart_count
 
 NAME = "lease.json"
 BEAT = ".beat"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import TYPE_NAMES, Key, all_keys, all_tables
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.units import format_seconds
 from hpctrain.data.batch import Batch
-from hpctrain.sync.reproducible import Reproducible
+from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.finite import StepGuard
@@ -20,10 +21,9 @@ from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
 from hpctrain.train.replicas import check_replicas
 from hpctrain.train.state import RunState
+from hpctrain.train.step_meter import Interval
 from hpctrain.train.sync_method import figures, has_decided
-from hpctrain.train.tally import Interval
 from hpctrain.train.task import Task
-from hpctrain.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain.files import publishing, sync
-from hpctrain.logs import logger
+from hpctrain.core.atomic import publishing, sync
+from hpctrain.core.logs import logger
 
 SHOWN = 5
 """Damaged lines that a warning names."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.metrics import read
 
 FEW = 20

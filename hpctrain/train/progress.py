@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from hpctrain.core.units import format_bytes
 from hpctrain.train.console import Bar
 from hpctrain.train.evaluate import Scores
-from hpctrain.train.tally import Interval, joined
-from hpctrain.units import format_bytes
+from hpctrain.train.step_meter import Interval, joined
 
 
 class Progress(Bar):

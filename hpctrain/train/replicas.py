@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import CheckpointError, NotFiniteError
-from hpctrain.sync.local_method import LocalMethod
-from hpctrain.sync.replica_check import require_equal_replicas
+from hpctrain.core.errors import CheckpointError, NotFiniteError
+from hpctrain.gradients.replica_check import require_equal_replicas
+from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.train.sync_config import SYNCHRONOUS
 from hpctrain.train.task import Task
 

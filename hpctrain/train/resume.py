@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env
-from hpctrain.comm import plan_file
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import ConfigError
+from hpctrain.comm.plan import plan_file
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import all_keys, value_of

@@ -9,14 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import Plan
-from hpctrain.config import Settings
-from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.launch.slurm import job_end
-from hpctrain.logs import logger
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_seconds
+from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.agreed import agreed
+from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.held import held
@@ -24,7 +26,6 @@ from hpctrain.train.lease import Lease
 from hpctrain.train.load import Loaded
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import result
-from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
@@ -32,7 +33,6 @@ from hpctrain.train.sync_method import describe
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
 from hpctrain.train.template import render
-from hpctrain.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

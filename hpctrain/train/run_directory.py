@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
-from hpctrain.errors import ConfigError
-from hpctrain.files import make_folder, publishing
+from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.metrics import cut
 
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")

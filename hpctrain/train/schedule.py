@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.targets import call
 

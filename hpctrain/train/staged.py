@@ -4,13 +4,13 @@ import numpy as np
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import ConfigError
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading.steps import share
-from hpctrain.data.orders.lanes import lane_blocks, rank_lanes
+from hpctrain.data.order.stream_partition import lane_blocks, rank_lanes
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Indices
 from hpctrain.data.staging import stage
-from hpctrain.errors import ConfigError
 from hpctrain.train.agreed import agreed
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.fit import check_fit
+from hpctrain.checkpoint.shape_check import check_fit
 from hpctrain.checkpoint.stateful import Stateful
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.train import replicas
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.random_states import random_states, seed_all, set_random_states
-from hpctrain.train.tally import Tally
+from hpctrain.train.step_meter import Tally
 from hpctrain.train.task import Task
 
 

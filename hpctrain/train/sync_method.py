@@ -8,14 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.half import Compression
-from hpctrain.errors import ConfigError
-from hpctrain.sync.diloco import DiLoCo
-from hpctrain.sync.hierarchical_local_sgd import HierarchicalLocalSGD
-from hpctrain.sync.local_method import LocalMethod
-from hpctrain.sync.local_sgd import LocalSGD
-from hpctrain.sync.pace import TRIAL_ROUNDS
-from hpctrain.sync.post_local_sgd import PostLocalSGD
-from hpctrain.sync.staged_sgd import StagedSGD
+from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.diloco import DiLoCo
+from hpctrain.local_sgd.hierarchical_local_sgd import HierarchicalLocalSGD
+from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_sgd import LocalSGD
+from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
+from hpctrain.local_sgd.staged_sgd import StagedSGD
+from hpctrain.local_sgd.sync_interval import TRIAL_ROUNDS
 from hpctrain.train.sync_config import SyncConfig
 from hpctrain.train.targets import check
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 
 def make_importable(folder: Path) -> None:

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.data.batch import Batch
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.transform import PerSample, Transform
-from hpctrain.errors import ConfigError, DataError
+from hpctrain.gradients.optimizer import DistributedOptimizer
+from hpctrain.gradients.reproducible import Reproducible
+from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.runtime import world
-from hpctrain.runtime.parameters import broadcast_parameters
-from hpctrain.sync.local_method import LocalMethod
-from hpctrain.sync.optimizer import DistributedOptimizer
-from hpctrain.sync.reproducible import Reproducible
-from hpctrain.sync.staged_sgd import StagedSGD
 from hpctrain.train.agreed import agreed
 from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
 from hpctrain.train.labels import check_label, checking, dtype_of

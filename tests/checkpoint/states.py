@@ -2,8 +2,8 @@
 
 import torch
 
-from hpctrain.checkpoint.shard import Piece
-from hpctrain.checkpoint.tensor_file import DTYPES
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.tensor_file import DTYPES
 
 # Part of the golden checkpoint: never changed.
 PLAIN = {

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import save_file
 
-from hpctrain.checkpoint.convert import read_foreign
-from hpctrain.checkpoint.export import export
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.tools.convert import read_foreign
+from hpctrain.checkpoint.tools.export import export
+from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.test_export import KINDS, NAMES
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint import diff
-from hpctrain.checkpoint.diff import differences, plain_differences, plain_values
+from hpctrain.checkpoint.tools import diff
+from hpctrain.checkpoint.tools.diff import differences, plain_differences, plain_values
 
 FLOATS = (
     torch.float64,

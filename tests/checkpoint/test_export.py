@@ -6,12 +6,12 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file, save_file
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.compare import compare, newest_state
-from hpctrain.checkpoint.convert import import_state, read_foreign
-from hpctrain.checkpoint.export import export, kind_of, part_of
+from hpctrain.checkpoint.tools.compare import compare, newest_state
+from hpctrain.checkpoint.tools.convert import import_state, read_foreign
+from hpctrain.checkpoint.tools.export import export, kind_of, part_of
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from tests.full_disk import largest_file
 
 KINDS = ("pt", "safetensors", "dcp")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpctrain.checkpoint.manifest import VERSION, Manifest
+from hpctrain.checkpoint.format.manifest import VERSION, Manifest
+from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.checkpoint.store import Piece, Shard, check, load
-from hpctrain.checkpoint.tensor_file import DTYPES
 from hpctrain.comm.mpi import MpiCommunicator
 from tests.checkpoint.states import PLAIN, same
 

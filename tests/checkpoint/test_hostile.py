@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.manifest import NAME, Manifest, file_name
+from hpctrain.checkpoint.format.manifest import NAME, Manifest, file_name
 from hpctrain.checkpoint.store import Shard, check, load, save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 
 STATE = {"w": torch.arange(600.0).reshape(30, 20), "n": [1, 2.5, "text"], "b": torch.ones(7)}
 PRIVATE = {"random": torch.arange(50)}

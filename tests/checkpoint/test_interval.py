@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.checkpoint.interval import daly, young
 from hpctrain.checkpoint.schedule import Schedule
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 
 def test_daly_agrees_with_the_values_of_his_formula():

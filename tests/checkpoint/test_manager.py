@@ -7,10 +7,10 @@ import torch
 
 from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import store
+from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.checkpoint.shard import Piece, Shard
 from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 from tests.full_disk import largest_file
 
@@ -178,7 +178,9 @@ def test_a_directory_that_cannot_be_had_is_told(comm, root, world):
 
 @pytest.mark.ranks(2, 3)
 def test_without_threads_in_mpi_it_is_written_at_once(comm, root, monkeypatch, caplog):
-    monkeypatch.setattr("hpctrain.checkpoint.beside.calls_from_threads", lambda: comm.rank == 0)
+    monkeypatch.setattr(
+        "hpctrain.checkpoint.background.calls_from_threads", lambda: comm.rank == 0
+    )
     with managed(root, comm) as manager:
         manager.save(state(1), 1)
         assert steps_in(root) == [1]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.plain import load
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.format.plain import load
+from hpctrain.core.errors import CheckpointError
 
 
 def trained():

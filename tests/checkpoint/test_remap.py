@@ -5,9 +5,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from hpctrain.checkpoint.fit import check_fit, misfits
-from hpctrain.checkpoint.remap import Pad, Remap, remap, remap_optimizer, remap_state
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.shape_check import check_fit, misfits
+from hpctrain.checkpoint.tools.remap import Pad, Remap, remap, remap_optimizer, remap_state
+from hpctrain.core.errors import CheckpointError
 
 
 class Tagger(torch.nn.Module):

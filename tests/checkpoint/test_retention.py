@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.retention import Kept, expendable, leftovers, name_of, step_of
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 SCORES = st.none() | st.floats(0, 1) | st.just(math.nan)
 PRESENT = st.lists(

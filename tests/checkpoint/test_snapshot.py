@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hpctrain.checkpoint.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 
 
 def state(value):

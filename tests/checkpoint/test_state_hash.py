@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hpctrain.checkpoint import state_hash as module
-from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.checkpoint.format import state_hash as module
+from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 
 DTYPES = [
     torch.float64,

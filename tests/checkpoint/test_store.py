@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpctrain.checkpoint import saving, tensor_file
+from hpctrain.checkpoint import saving
+from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.store import Manifest, Piece, Shard, check, load, save
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
 from tests.full_disk import largest_file
 
@@ -38,7 +39,7 @@ def small_blocks(monkeypatch):
     """Let small tensors have many blocks and be cut."""
     for module in ("tensor_file", "manifest", "loading"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
-    monkeypatch.setattr("hpctrain.checkpoint.division.WHOLE_BYTES", 512)
+    monkeypatch.setattr("hpctrain.checkpoint.write_partition.WHOLE_BYTES", 512)
 
 
 def groups(comm):
@@ -135,7 +136,7 @@ def test_a_new_checkpoint_replaces_one_of_the_same_name(comm, folder):
 
 
 def test_replacing_works_where_names_cannot_be_exchanged(comm, folder, monkeypatch):
-    monkeypatch.setattr("hpctrain.checkpoint.appearance._exchange", lambda *_: False)
+    monkeypatch.setattr("hpctrain.checkpoint.atomic_replace._exchange", lambda *_: False)
     for number in range(2):
         save(folder / "a", {"number": number}, comm, step=number)
     assert load(folder / "a", comm).state == {"number": 1}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.manifest import PRIVATE
-from hpctrain.checkpoint.tree import MAX_DEPTH, flatten, lines, unflatten
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.format.manifest import PRIVATE
+from hpctrain.checkpoint.format.tree import MAX_DEPTH, flatten, lines, unflatten
+from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import PLAIN, of_every_kind, same
 
 

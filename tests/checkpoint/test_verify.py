@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.describe import checkpoints_in, describe, lines_of
-from hpctrain.checkpoint.prune import prune
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, lines_of
+from hpctrain.checkpoint.tools.prune import prune
+from hpctrain.checkpoint.tools.verify import verify
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError
 
 
 def write(run, step, comm=None, **facts):

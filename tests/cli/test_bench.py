@@ -12,13 +12,13 @@ import hpctrain
 from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CommError, ConfigError
+from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.doctor.benchmarks import operations, show
+from hpctrain.doctor.benchmarks.measure import Effort, measure
+from hpctrain.doctor.benchmarks.operations import OPERATIONS, Setup
+from hpctrain.doctor.benchmarks.request import UNCHECKABLE, Request
+from hpctrain.doctor.benchmarks.values import PERIOD, combined, num_wrong, values_of, write
 from hpctrain.launch import mpiexec
-from hpctrain.runtime.benchmarks import operations, show
-from hpctrain.runtime.benchmarks.measure import Effort, measure
-from hpctrain.runtime.benchmarks.operations import OPERATIONS, Setup
-from hpctrain.runtime.benchmarks.request import UNCHECKABLE, Request
-from hpctrain.runtime.benchmarks.values import PERIOD, combined, num_wrong, values_of, write
 from hpctrain.runtime.world import current
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)

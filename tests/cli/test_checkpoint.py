@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hpctrain.checkpoint import store
 from hpctrain.cli.main import app
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError
 
 
 def write(run, step, *, lr=0.1, shift=0.0, rank=0):

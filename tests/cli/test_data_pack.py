@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli.data_pack import pack
 from hpctrain.cli.pack_bar import PackBar
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.errors import ConfigError, DataError, MismatchError
 from hpctrain.runtime.world import current
-from tests.data.sources.conftest import read
+from tests.data.packing.conftest import read
 
 app = typer.Typer()
 app.command()(pack)

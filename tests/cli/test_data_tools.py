@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import app
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError, MismatchError
 from tests.data.mixed_set import flip, numbers_in, write_mixed
 
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.findings import MAX_WIDTH, show, summary
 from hpctrain.cli.main import app
-from hpctrain.launch.finding import Finding
+from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi
 
 ROOT = Path(__file__).parents[2]
-REFUSE = ROOT / "tests/launch/doctor/refuse.py"
+REFUSE = ROOT / "tests/doctor/host/refuse.py"
 MPICH = ROOT / ".venv-mpich/lib"
 
 CPU_S = 3.0

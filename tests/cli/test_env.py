@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 
 def invoke(*words):

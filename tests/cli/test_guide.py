@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli import guide as guides
 from hpctrain.cli.main import app
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

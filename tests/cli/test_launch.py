@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from hpctrain.cli import main
-from hpctrain.config import Settings
-from hpctrain.errors import HpctrainError
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import HpctrainError
 
 PYTHON = shlex.quote(sys.executable)
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli import main
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 
 COMMANDS = (
     *("train", "launch", "submit", "status", "doctor", "env", "data", "guide", "horovod", "shim"),

@@ -49,7 +49,7 @@ def test_no_other_process_is_touched(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess, sys, horovod\n"
-        "code = 'import hpctrain.shim; print(hpctrain.shim.is_installed())'\n"
+        "code = 'import hpctrain.horovod.shim; print(hpctrain.horovod.shim.is_installed())'\n"
         "environ = dict(os.environ, PYTHONPATH=os.getcwd())\n"
         "subprocess.run([sys.executable, '-c', code], env=environ)\n"
     )

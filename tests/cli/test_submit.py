@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from hpctrain.cli.submit import SubmitCommand, submit
-from hpctrain.errors import ConfigError, LaunchError
-from hpctrain.launch import batch
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.launch.slurm import batch
 
 CONFIG = """\
 name = "digits"
@@ -43,7 +43,7 @@ def machine(tmp_path, monkeypatch):
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.delenv("MPI_TYPE", raising=False)
-    monkeypatch.setattr("hpctrain.launch.lint.facts.needed_pmi", lambda: "pmix")
+    monkeypatch.setattr("hpctrain.launch.slurm.lint.facts.needed_pmi", lambda: "pmix")
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text(CONFIG)
     Path("waiting").touch()

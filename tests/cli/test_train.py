@@ -2,8 +2,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
-from hpctrain.errors import ConfigError
-from hpctrain.train import trial
+from hpctrain.core.errors import ConfigError
+from hpctrain.train import toy_problem
 from hpctrain.train.load import load
 
 
@@ -14,7 +14,7 @@ def invoke(*words):
 def test_init_writes_a_file_that_loads_and_never_replaces_one(tmp_path):
     path = tmp_path / "my.toml"
     assert invoke(path, "--init").exit_code == 0
-    assert load(path).config == trial.config()
+    assert load(path).config == toy_problem.config()
     path.write_text("precious")
     assert isinstance(invoke(path, "--init").exception, ConfigError)
     assert path.read_text() == "precious"

@@ -1,4 +1,4 @@
-from hpctrain.cluster.cards import num_cards
+from hpctrain.cluster.nics import num_cards
 
 
 def card(folder, name, *states):

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.requires("cluster"), pytest.mark.launches, pytest.mark
 PROBE = """
 import dataclasses, json
 from hpctrain.cluster.env import launched
-from hpctrain.runtime.probe.probe import probe
+from hpctrain.doctor.ranks.all_checks import probe
 
 findings = [dataclasses.asdict(finding) for finding in probe()]
 if launched().rank == 0:

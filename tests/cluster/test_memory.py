@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.cluster.memory import Room, available_bytes, rooms, shortage
-from hpctrain.units import GIB, MIB
+from hpctrain.core.units import GIB, MIB
 
 STATISTICS = {
     1: {

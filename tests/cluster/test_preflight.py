@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.preflight import check_world, core_warning, threads_for
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 
 OPENMPI = Path("/nowhere/lib/libmpi.so.40")

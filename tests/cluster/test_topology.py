@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.errors import TopologyError
+from hpctrain.core.errors import TopologyError
 
 
 def facts_on(*hosts, cores=(0, 1), cards=1):

@@ -6,8 +6,8 @@ import pytest
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
-from hpctrain.comm.joining import find_world
-from hpctrain.config import Settings
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.core.config import Settings
 from tests.harness.features import FEATURES
 
 PATHS = {

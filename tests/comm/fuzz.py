@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
-from hpctrain.config import Settings
+from hpctrain.core.config import Settings
 from tests.comm import fuzz_values as fv
 
 KINDS = {

@@ -47,7 +47,7 @@ class Network:
 
 
 class SimulatedWire:
-    """``hpctrain.comm.wire.Wire`` over a ``Network``."""
+    """``hpctrain.comm.rail.wire.Wire`` over a ``Network``."""
 
     def __init__(self, network, rank, size):
         self.network, self.rank, self.size = network, rank, size

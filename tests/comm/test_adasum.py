@@ -11,7 +11,7 @@ from hpctrain.comm.adasum import adasum_
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 from tests.comm.simulated import run_ranks
 
 SHAPES = [(7,), (), (3, 5), (0,), (1,), (130,)]

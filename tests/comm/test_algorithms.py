@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm import double_tree, ring
-from hpctrain.comm.double_tree import double_tree_allreduce_, two_trees
-from hpctrain.comm.doubling import doubling_allreduce_
-from hpctrain.comm.halving import halving_allreduce_
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.ring import ring_allreduce_
+from hpctrain.comm.rail import double_tree, ring
+from hpctrain.comm.rail.double_tree import double_tree_allreduce_, two_trees
+from hpctrain.comm.rail.doubling import doubling_allreduce_
+from hpctrain.comm.rail.halving import halving_allreduce_
+from hpctrain.comm.rail.ring import ring_allreduce_
+from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tree import tree_allreduce_
-from hpctrain.comm.wire import Wire
 from tests.comm.simulated import run_ranks
 
 ALGORITHMS = {

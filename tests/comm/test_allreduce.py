@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
-from hpctrain.config import Settings
-from hpctrain.errors import CommError, MismatchError
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, MismatchError
 from tests.comm.conftest import close
 
 DTYPES = (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.batching import DEFAULT, LATENCY_SHARE, SIZES, batching
-from hpctrain.units import KIB, MIB
+from hpctrain.core.units import KIB, MIB
 
 A_GBIT = 1e9 / 8
 """Bytes per second."""

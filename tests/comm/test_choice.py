@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpctrain.comm.choice import GAIN, SIZES, candidates, expected_s, faster, refine
 from hpctrain.comm.measurement import Measurement
-from hpctrain.comm.size_table import SizeTable
-from hpctrain.units import KIB, MIB
+from hpctrain.comm.plan.choice import GAIN, SIZES, candidates, expected_s, faster, refine
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.core.units import KIB, MIB
 from tests.comm.test_plan import plan_for
 
 RULE = SizeTable(((0, "doubling"), (32 * KIB, "halving"), (256 * KIB, "ring")))

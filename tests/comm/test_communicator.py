@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Op
-from hpctrain.errors import CommError, MismatchError
+from hpctrain.core.errors import CommError, MismatchError
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

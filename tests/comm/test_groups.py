@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -8,17 +8,17 @@ from functools import partial
 import pytest
 import torch
 
-from hpctrain.comm import horovod_session
+from hpctrain.comm.engines import horovod_session
+from hpctrain.comm.engines.horovod import HorovodCommunicator
+from hpctrain.comm.engines.horovod_library import library
 from hpctrain.comm.factory import connect
-from hpctrain.comm.horovod import HorovodCommunicator
-from hpctrain.comm.horovod_library import library
-from hpctrain.comm.joining import find_world
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
-from hpctrain.comm.plan_file import StoredPlan
-from hpctrain.comm.size_table import SizeTable
-from hpctrain.config import Settings
-from hpctrain.errors import CommError, ConfigError, LaunchError
+from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, ConfigError, LaunchError
 from tests.comm.conftest import close
 
 pytestmark = pytest.mark.requires("horovod")

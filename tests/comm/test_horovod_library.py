@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm import horovod_library
-from hpctrain.comm.horovod_library import library
-from hpctrain.errors import LaunchError
+from hpctrain.comm.engines import horovod_library
+from hpctrain.comm.engines.horovod_library import library
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod.installed import Installed
 
 OURS = Path("/usr/lib/libmpi.so.40")
@@ -31,7 +31,7 @@ class Finder:
 if {imported}:
     sys.modules["horovod"] = alias
 sys.meta_path.insert(0, Finder)
-from hpctrain.comm.horovod_library import library
+from hpctrain.comm.engines.horovod_library import library
 found = library()
 assert callable(found.torch.allreduce_async_), found.torch
 assert sys.meta_path[0] is Finder

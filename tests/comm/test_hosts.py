@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
-from hpctrain.config import Settings
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.core.config import Settings
 from tests.comm.conftest import close
 
 CLONE_NEWUTS = 0x04000000

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 from tests.comm.conftest import PATHS, close
 
 ROUNDS = 8

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
-from hpctrain.comm import descriptors
-from hpctrain.comm.mapping import map_shared, take_pages
-from hpctrain.comm.node_memory import SHM, Memfd, Window
-from hpctrain.errors import NodeMemoryError
-from hpctrain.units import MIB
+from hpctrain.comm.node import descriptors
+from hpctrain.comm.node.mapping import map_shared, take_pages
+from hpctrain.comm.node.memory import SHM, Memfd, Window
+from hpctrain.core.errors import NodeMemoryError
+from hpctrain.core.units import MIB
 from tests.comm.test_node_memory_jobs import launch
 from tests.full_disk import largest_file
 
@@ -92,7 +92,7 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
         next(Path(f"/proc/{peer}/fd").iterdir())
     calls = []
     monkeypatch.setattr(
-        "hpctrain.comm.node_memory.exchange",
+        "hpctrain.comm.node.memory.exchange",
         lambda *args: calls.append(args) or descriptors.exchange(*args),
     )
     before = descriptors_open()
@@ -162,9 +162,9 @@ def test_what_one_rank_cannot_reserve_all_are_told_with_the_way_out(world):
 
 REFUSED = """
 import torch, hpctrain as hvd
-from hpctrain.errors import NodeMemoryError
+from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
-from tests.launch.doctor.refuse import install
+from tests.doctor.host.refuse import install
 hvd.init()
 said = []
 for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):

@@ -15,8 +15,8 @@ pytestmark = [
 PROGRAM = """
 import torch, hpctrain as hvd
 from mpi4py import MPI
-from hpctrain.comm.node_memory import Window
-from hpctrain.errors import NodeMemoryError
+from hpctrain.comm.node.memory import Window
+from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 hvd.init()
 def try_window():

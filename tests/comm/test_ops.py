@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hpctrain.comm.ops import Op, combination, scale_
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 from tests.comm.fuzz_values import COMPLEX, EIGHTHS, FLOATS, FUNCTIONS, INTEGERS, crc, ops_of
 
 pytestmark = [

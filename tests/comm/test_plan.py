@@ -7,11 +7,11 @@ import pytest
 
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.measurement import Measurement
-from hpctrain.comm.plan import Plan, choose_plan, rail_rule, tensors_rule
-from hpctrain.comm.size_table import SizeTable
-from hpctrain.config import Settings
-from hpctrain.errors import ConfigError
-from hpctrain.units import KIB
+from hpctrain.comm.plan.plan import Plan, choose_plan, rail_rule, tensors_rule
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import KIB
 
 
 def topology_of(num_ranks, num_cores=64, *, per_node=None, cards=1):

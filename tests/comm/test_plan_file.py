@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import config
-from hpctrain.comm.plan import rail_rule, tensors_rule
-from hpctrain.comm.plan_file import (
+from hpctrain.comm.plan.plan import rail_rule, tensors_rule
+from hpctrain.comm.plan.plan_file import (
     StoredPlan,
     key_of,
     load_cached,
@@ -17,8 +16,9 @@ from hpctrain.comm.plan_file import (
     read,
     store_cached,
 )
-from hpctrain.comm.size_table import SizeTable
-from hpctrain.errors import ConfigError
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.core import config
+from hpctrain.core.errors import ConfigError
 from tests.comm.test_plan import plan_for, topology_of
 
 ONE = topology_of(4)

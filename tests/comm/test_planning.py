@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from hpctrain import config
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
-from hpctrain.comm.plan_file import StoredPlan
-from hpctrain.config import Settings
-from hpctrain.errors import ConfigError
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.core import config
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError
 from tests.comm.conftest import close
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hpctrain.comm import batching
-from hpctrain.comm.choice import SIZES
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
-from hpctrain.comm.probe import Stopwatch, measure
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.plan.choice import SIZES
+from hpctrain.comm.plan.probe import Stopwatch, measure
 from hpctrain.comm.watch import Watch
-from hpctrain.config import Settings
-from hpctrain.errors import CommError, RankLostError
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, RankLostError
 from tests.comm.conftest import close
 
 FOR_EVER_S = 3600.0

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm import rail as rail_module
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.rail import ALGORITHMS, STEP_BYTES, Rail, default_table
-from hpctrain.comm.size_table import SizeTable
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.comm.rail import rail as rail_module
+from hpctrain.comm.rail.rail import ALGORITHMS, STEP_BYTES, Rail, default_table
 from hpctrain.comm.watch import Watch
-from hpctrain.errors import RankLostError
-from hpctrain.units import KIB, MIB
+from hpctrain.core.errors import RankLostError
+from hpctrain.core.units import KIB, MIB
 
 SUM = combination(torch.float32, Op.SUM)
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
-from hpctrain.comm.slices import ALIGN, slice_bounds
-from hpctrain.config import Settings
-from hpctrain.errors import NodeMemoryError
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.node.slices import ALIGN, slice_bounds
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import NodeMemoryError
 from tests.comm.conftest import close
 
 

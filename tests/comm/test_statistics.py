@@ -11,9 +11,9 @@ from hpctrain.comm.observed import Call, observed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.statistics import Count, Statistics, describe, wanted_statistics
 from hpctrain.comm.traffic import Traffic
+from hpctrain.core.units import MIB
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
-from hpctrain.units import MIB
 from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)

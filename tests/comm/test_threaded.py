@@ -9,7 +9,7 @@ from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.errors import CommError, MismatchError
+from hpctrain.core.errors import CommError, MismatchError
 from tests.comm.fuzz import fuzz
 
 

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
+from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.watch import Watch
-from hpctrain.comm.wire import Wire
-from hpctrain.errors import CommError, RankLostError
+from hpctrain.core.errors import CommError, RankLostError
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.compress.half import Compression, HalfCodec, codec_for
 from hpctrain.compress.identity import Identity
-from hpctrain.config import Settings
+from hpctrain.core.config import Settings
 from tests.comm.conftest import close
 
 HALVES = pytest.mark.parametrize(

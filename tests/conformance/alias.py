@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from unittest import mock
 
-import hpctrain.shim
+import hpctrain.horovod.shim
 
 
 def in_thread(target: Callable[[], object]) -> threading.Thread:
@@ -24,7 +24,7 @@ def in_thread(target: Callable[[], object]) -> threading.Thread:
 
 def install() -> None:
     """Install the shim, and put those names where imports look first."""
-    hpctrain.shim.install()
+    hpctrain.horovod.shim.install()
     threads = ModuleType("horovod.runner.util.threads")
     vars(threads).update(in_thread=in_thread)
     sys.modules.setdefault(threads.__name__, threads)

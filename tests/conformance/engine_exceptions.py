@@ -1,7 +1,7 @@
 """Tests of hpctrain that fail where Horovod moves its tensors, and why; each must still fail."""
 
 _MEMORY = {
-    "tests/runtime/probe/test_probe.py::test_memory_that_is_switched_off_is_no_fault": (
+    "tests/doctor/ranks/test_probe.py::test_memory_that_is_switched_off_is_no_fault": (
         "Horovod shares no memory, so nothing is told of a setting that switches it off"
     ),
 }
@@ -16,10 +16,10 @@ EXCEPTIONS = {
     2: _MEMORY,
     4: _MEMORY
     | {
-        "tests/runtime/test_timeline_ranks.py::test_two_levels_show_the_rail_and_the_node": (
+        "tests/negotiation/test_timeline_ranks.py::test_two_levels_show_the_rail_and_the_node": (
             "what Horovod does inside one of its operations is not told"
         ),
-        "tests/sync/test_diloco.py::test_the_outer_model_is_held_once_per_node": (
+        "tests/local_sgd/test_diloco.py::test_the_outer_model_is_held_once_per_node": (
             "Horovod shares no memory, so each rank holds the outer model"
         ),
     },

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from hpctrain.config import ENGINES
+from hpctrain.core.config import ENGINES
 from tests.conformance.expected import expected_failures
 from tests.conformance.launches import ROOT, Suite
 from tests.conformance.verdicts import Outcome, Record

@@ -12,7 +12,7 @@ from hpctrain.launch import mpiexec
 from tests.conformance.engine_exceptions import EXCEPTIONS
 
 ROOT = Path(__file__).parents[2]
-LAWS = ("tests/comm", "tests/compress", "tests/runtime", "tests/sync", "tests/train")
+LAWS = ("tests/comm", "tests/compress", "tests/runtime", "tests/gradients", "tests/train")
 BY_RANKS = {1: ("tests/runtime/test_failures.py",), 2: LAWS, 4: LAWS}
 
 pytestmark = [

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import connect
-from hpctrain.comm.joining import find_world
-from hpctrain.config import Settings
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.core.config import Settings
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import torch
 
+from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
-from hpctrain.errors import CorruptError
 
 
 class InMemory:

@@ -8,8 +8,8 @@ from typing import Any
 import h5py
 import hdf5plugin  # noqa: F401 - lets HDF5 find zstd
 
+from hpctrain.core.atomic import crc32_of
 from hpctrain.data.format.layout import Field, Manifest, Place
-from hpctrain.files import crc32_of
 
 
 def read_whole(directory: Path) -> dict[str, Any]:

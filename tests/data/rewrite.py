@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.config import Settings
+from hpctrain.core.config import Settings
 from hpctrain.data.format.layout import Field
 from hpctrain.data.writer import ShardWriter
 from tests.data.plain import read_whole
@@ -88,7 +88,7 @@ def serve():
 
 def ranks(directory):
     from hpctrain.comm.factory import connect  # noqa: PLC0415 - starts MPI
-    from hpctrain.comm.joining import find_world  # noqa: PLC0415 - starts MPI
+    from hpctrain.comm.mpi_world import find_world  # noqa: PLC0415 - starts MPI
 
     comm = connect(find_world(), Settings(probe="off")).comm
     each = -(-NUM_SAMPLES // comm.size)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.orders.window_shape import WindowShape
+from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered
 from tests.data.memory import InMemory
 

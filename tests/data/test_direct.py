@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.reading import direct
-from hpctrain.data.reading.ahead import runs_of
-from hpctrain.data.reading.buffers import Buffers
-from hpctrain.data.reading.chunks import ChunkCache
-from hpctrain.data.reading.mapped import PAGE_BYTES, Space
-from hpctrain.data.reading.residency import in_memory, on_memory_file_system
+from hpctrain.data.io import direct
+from hpctrain.data.io.ahead import runs_of
+from hpctrain.data.io.buffers import Buffers
+from hpctrain.data.io.chunks import ChunkCache
+from hpctrain.data.io.mapped import PAGE_BYTES, Space
+from hpctrain.data.io.residency import in_memory, on_memory_file_system
 
 
 @pytest.fixture

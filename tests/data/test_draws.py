@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.pool import _Task
 from hpctrain.data.transform import PerSample
-from hpctrain.errors import DataError
+from hpctrain.data.workers.pool import _Task
 from tests.data.memory import InMemory
 
 DRAWS = {

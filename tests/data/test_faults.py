@@ -11,12 +11,12 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
+from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.shardfile import ShardFile
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.reading.shard import OpenShard
-from hpctrain.data.reading.shardfile import ShardFile
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered
 from tests.data.mixed_set import flip, write_mixed
 

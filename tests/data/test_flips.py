@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter
-from hpctrain.errors import CorruptError, DataError
 from tests.data.mixed_set import IN_MEMORY, flip, mixed
 
 FLIPS_EACH = 250

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import Mixture
-from hpctrain.data.pool import DecodePool
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample
+from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError
 from tests.data.conftest import numbered
 from tests.data.memory import InMemory
 from tests.runtime.victims import is_alive

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpctrain.data.copying.peek import peek
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.info import info
-from hpctrain.errors import DataError
+from hpctrain.data.io.copying.peek import peek
+from hpctrain.data.tools.info import info
 from tests.data.mixed_set import mixed, write_mixed
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, Shard
-from hpctrain.errors import DataError
 
 
 def manifest(**changes):

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.pace import Pace
+from hpctrain.data.loading.read_depth import Pace
 from hpctrain.data.loading.steps import share
-from hpctrain.data.orders.window_shape import WindowShape
+from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.ragged import Ragged
-from hpctrain.errors import DataError
 from tests.data.memory import InMemory, numbers
 
 SAMPLES = st.sampled_from([1, 2, 5, 31, 64, 97])

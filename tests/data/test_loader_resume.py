@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading.position import Position
-from hpctrain.data.orders.window_shape import WindowShape
-from hpctrain.errors import DataError
+from hpctrain.data.order.window_shape import WindowShape
 from tests.data.memory import InMemory, numbers
 
 ORDERS = st.sampled_from(

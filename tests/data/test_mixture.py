@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import PERIOD, Mixture
 from hpctrain.data.ragged import Ragged
-from hpctrain.errors import CorruptError, DataError
 from tests.data.memory import InMemory, numbers
 
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=5)

@@ -4,9 +4,9 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.core.atomic import crc32_of
 from hpctrain.data.format.numbering import number
 from hpctrain.data.writer import write_arrays
-from hpctrain.files import crc32_of
 
 
 @pytest.mark.parametrize("num_fields", [1, 300])

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.orders.feistel import Feistel, splitmix64_
-from hpctrain.data.orders.order import SMALL, FisherYates, Sequential, Shuffled, global_order
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
+from hpctrain.data.order.feistel import Feistel, splitmix64_
+from hpctrain.data.order.order import SMALL, FisherYates, Sequential, Shuffled, global_order
 
 words = st.integers(0, 2**64 - 1)
 

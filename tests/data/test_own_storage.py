@@ -6,14 +6,14 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.core.atomic import crc32_of
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.repair import Plan, repair
-from hpctrain.data.reshard import Shape, reshard
-from hpctrain.data.verify import verify
+from hpctrain.data.tools.repair import Plan, repair
+from hpctrain.data.tools.reshard import Shape, reshard
+from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import CorruptError, DataError
-from hpctrain.files import crc32_of
 
 SECRET = np.arange(30.0)
 

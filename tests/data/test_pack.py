@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format import alone
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.pack import PackConfig, pack
-from hpctrain.data.repair import Plan, repair
-from hpctrain.data.sources.kinds import kind_of
-from hpctrain.data.verify import verify
+from hpctrain.data.packing.kinds import kind_of
+from hpctrain.data.packing.pack import PackConfig, pack
+from hpctrain.data.tools.repair import Plan, repair
+from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter, write_arrays
-from hpctrain.errors import DataError
-from tests.data.sources.conftest import read
+from tests.data.packing.conftest import read
 
 ROWS = np.arange(100)
 
@@ -44,18 +44,18 @@ class Items:
 
 PACK = """
 import sys
-from hpctrain.data.pack import PackConfig, pack
+from hpctrain.data.packing.pack import PackConfig, pack
 
 class Watcher:
     def start(self, total, done): pass
     def advance(self, num_samples): print(num_samples, flush=True)
 
 config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
-import hpctrain.data.sources.samples as samples
-import hpctrain.data.sources.share as share
+import hpctrain.data.packing.samples as samples
+import hpctrain.data.packing.share as share
 samples._BATCH_SAMPLES = share._BATCH_SAMPLES = 4
 samples.NUM_EXAMINED = 10
-import hpctrain.data.sources.python as python
+import hpctrain.data.packing.python as python
 python.NUM_EXAMINED = 10
 pack(sys.argv[1], "set", config, watcher=Watcher())
 """
@@ -104,7 +104,7 @@ def test_the_same_packing_twice_at_once_is_refused_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow_twice.py").write_text(CODE)
-    monkeypatch.setattr("hpctrain.data.sources.python.NUM_EXAMINED", 10)
+    monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
     line = [sys.executable, "-c", PACK, "slow_twice:Items", "None"]
     config = PackConfig(samples_per_shard=8, ragged=("row",))
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as first:

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import hpctrain
-from hpctrain.data.pack import PackConfig, pack
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
+from hpctrain.data.packing.pack import PackConfig, pack
 from hpctrain.runtime.world import current
-from tests.data.sources.conftest import read
+from tests.data.packing.conftest import read
 
 SIZES = pytest.mark.ranks(2, 3)
 N = 101

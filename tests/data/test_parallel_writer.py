@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
-from hpctrain.errors import DataError
 from tests.data.plain import read_whole
 from tests.full_disk import largest_file
 

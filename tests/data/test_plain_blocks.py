@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checksum import crc32
-from hpctrain.data.reading import plain_blocks
-from hpctrain.data.reading.plain_blocks import MappedBlocks, PlainBlocks, from_file
+from hpctrain.core.checksum import crc32
+from hpctrain.data.io import plain_blocks
+from hpctrain.data.io.plain_blocks import MappedBlocks, PlainBlocks, from_file
 
 START = 7
 """Of the field in its file."""

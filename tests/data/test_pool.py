@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.pool import DecodePool, _pickled, _Task
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.transform import PerSample
-from hpctrain.errors import CorruptError, DataError
+from hpctrain.data.workers.pool import DecodePool, _pickled, _Task
 from hpctrain.launch import mpiexec
 from tests.runtime.victims import is_alive, wait_until
 
@@ -214,7 +214,7 @@ def test_close_ends_work_that_is_not_done():
 
 RANK = """
 import os, sys
-from hpctrain.data.pool import DecodePool, _pickled, _Task
+from hpctrain.data.workers.pool import DecodePool, _pickled, _Task
 class Pids:
     def take(self, indices):
         return {"pid": os.getpid(), "server": os.getppid()}

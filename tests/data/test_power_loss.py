@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
+from hpctrain.core.atomic import PART
 from hpctrain.data.format.alone import LOCK
 from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.repair import Plan, repair
+from hpctrain.data.tools.repair import Plan, repair
 from hpctrain.data.writer import ShardWriter
-from hpctrain.files import PART
 from tests.data.mixed_set import shard, write_mixed
 
 FIELDS = {"x": ((), "i8"), "words": ((), "i8", True)}

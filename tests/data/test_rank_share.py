@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import hpctrain
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -339,7 +339,9 @@ class Failing:
 @pytest.mark.ranks(2)
 def test_a_sampler_that_fails_is_told_on_every_rank(world):
     loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
-    with pytest.raises(hpctrain.errors.DataError, match="fails on rank 0: ValueError: no more"):
+    with pytest.raises(
+        hpctrain.core.errors.DataError, match="fails on rank 0: ValueError: no more"
+    ):
         list(loader)
     assert world.allgather(0) == [0] * world.size
 

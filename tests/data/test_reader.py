@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.io.shard import OpenShard
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.reading.shard import OpenShard
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import CorruptError, DataError
 from tests.data.conftest import numbered
 from tests.data.mixed_set import mixed, write_mixed
 

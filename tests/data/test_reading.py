@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.transform import PerSample
-from hpctrain.errors import DataError
 from tests.data.memory import InMemory
 
 

@@ -8,11 +8,11 @@ import h5py
 import pytest
 
 import hpctrain
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.health.drop import kept
-from hpctrain.data.repair import Plan, repair
-from hpctrain.data.verify import verify
-from hpctrain.errors import DataError
+from hpctrain.data.tools.drop import kept
+from hpctrain.data.tools.repair import Plan, repair
+from hpctrain.data.tools.verify import verify
 from hpctrain.runtime.world import current
 from tests.data.mixed_set import files_of, flip, numbers_in, samples_in, shard, write_mixed
 from tests.full_disk import largest_file

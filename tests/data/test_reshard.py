@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.data import reshard
-from hpctrain.data.copying import copy as copying
-from hpctrain.data.copying.copy import share, stream
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.health import salvage
-from hpctrain.data.reshard import Shape
-from hpctrain.data.verify import verify
+from hpctrain.data.io.copying import copy as copying
+from hpctrain.data.io.copying.copy import share, stream
+from hpctrain.data.tools import reshard, salvage
+from hpctrain.data.tools.reshard import Shape
+from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter
-from hpctrain.errors import CorruptError, DataError
 from hpctrain.runtime.world import current
 from tests.data.mixed_set import files_of, flip, numbers_in, samples_in, write_mixed
 

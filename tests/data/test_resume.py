@@ -6,10 +6,10 @@ What a kill leaves is made here by a failing program; kills are in ``test_kills`
 import numpy as np
 import pytest
 
+from hpctrain.core.atomic import PART
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
-from hpctrain.errors import DataError
-from hpctrain.files import PART
 from tests.data.plain import read_whole
 
 FIELDS = {"number": ((), "i8"), "text": Field.of((), "i4", ragged=True)}

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain
-from hpctrain.data.copying.parts import Group, parse_shares, sizes_of
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.health import salvage
-from hpctrain.data.split import split
-from hpctrain.data.verify import verify
+from hpctrain.data.io.copying.parts import Group, parse_shares, sizes_of
+from hpctrain.data.tools import salvage
+from hpctrain.data.tools.split import split
+from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError
 from hpctrain.runtime.world import current
 from tests.data.mixed_set import numbers_in, samples_in, write_mixed
 

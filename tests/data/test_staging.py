@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hpctrain
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data import staging
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
@@ -19,7 +20,6 @@ from hpctrain.data.stage.place import Site
 from hpctrain.data.stage.shard import StagedOpener
 from hpctrain.data.staging import stage
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import CorruptError, DataError
 from hpctrain.runtime.world import current
 from tests.full_disk import largest_file
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from hpctrain.data.loading import steps as steps_module
 from hpctrain.data.loading.steps import FEW, Cut, Steps
-from hpctrain.data.orders.order import Sequential, global_order
-from hpctrain.data.orders.window import window_order
+from hpctrain.data.order.order import Sequential, global_order
+from hpctrain.data.order.window import window_order
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.subset import Subset
-from hpctrain.errors import CorruptError, DataError
 from tests.data.memory import InMemory, numbers
 
 N = 60

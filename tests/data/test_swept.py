@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
+from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
+from hpctrain.data.io import handles
+from hpctrain.data.io.mapped import PAGE_BYTES, Space
+from hpctrain.data.io.shard import OpenShard
 from hpctrain.data.loader import Loader
-from hpctrain.data.orders.window_shape import WindowShape
+from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.reading import handles
-from hpctrain.data.reading.mapped import PAGE_BYTES, Space
-from hpctrain.data.reading.shard import OpenShard
-from hpctrain.errors import CorruptError
 from tests.data.conftest import numbered
 from tests.data.mixed_set import flip
 
@@ -19,7 +19,7 @@ from tests.data.mixed_set import flip
 def not_in_memory(monkeypatch):
     """Let no file seem to lie in the page cache, where writing has left them."""
     for module in ("shardfile", "stitched"):
-        monkeypatch.setattr(f"hpctrain.data.reading.{module}.in_memory", lambda *_: False)
+        monkeypatch.setattr(f"hpctrain.data.io.{module}.in_memory", lambda *_: False)
 
 
 @pytest.fixture(params=[True, False], ids=["brought", "not to be brought"])

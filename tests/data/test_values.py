@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.reading import values
-from hpctrain.data.reading.values import take_rows
+from hpctrain.data.io import values
+from hpctrain.data.io.values import take_rows
 
 NUM_ROWS = 300
 

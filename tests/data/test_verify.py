@@ -13,12 +13,12 @@ import h5py
 import pytest
 
 import hpctrain
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.health import pieces, salvage
-from hpctrain.data.health.faults import merged
-from hpctrain.data.verify import verify
-from hpctrain.errors import DataError
+from hpctrain.data.tools import pieces, salvage
+from hpctrain.data.tools.faults import merged
+from hpctrain.data.tools.verify import verify
 from hpctrain.runtime.world import current
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.orders.lanes import lane_blocks, rank_lanes
-from hpctrain.data.orders.window import window_order
-from hpctrain.data.orders.window_shape import WindowShape
-from hpctrain.errors import DataError
-from hpctrain.units import KIB
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import KIB
+from hpctrain.data.order.stream_partition import lane_blocks, rank_lanes
+from hpctrain.data.order.window import window_order
+from hpctrain.data.order.window_shape import WindowShape
 
 words = st.integers(0, 2**64 - 1)
 shapes = st.builds(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.atomic import crc32_of
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
-from hpctrain.errors import DataError
-from hpctrain.files import crc32_of
 from tests.data.conftest import numbered
 from tests.full_disk import largest_file
 

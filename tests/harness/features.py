@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.libraries import family
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod.installed import installed
 from hpctrain.launch.pmi import libmpi
 from tests.cluster.slurm import check as slurm

@@ -13,8 +13,8 @@ MOST_S = 0.004
 """Longest sleep; what a rank does between two barriers of a small test takes far less."""
 
 TOGETHER = {
-    "hpctrain.comm.shared_memory:SharedMemory": ("barrier",),
-    "hpctrain.comm.rail:Rail": ("allreduce_by",),
+    "hpctrain.comm.node.shared_memory:SharedMemory": ("barrier",),
+    "hpctrain.comm.rail.rail:Rail": ("allreduce_by",),
     "hpctrain.comm.mpi:MpiCommunicator": ("barrier", "broadcast_", "allgather_object", "agree"),
     "hpctrain.comm.hierarchical:HierarchicalCommunicator": ("allreduce_",),
 }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ConfigError
-from hpctrain.launch import batch
-from hpctrain.launch.batch import BatchSettings
+from hpctrain.core.errors import ConfigError
+from hpctrain.launch.slurm import batch
+from hpctrain.launch.slurm.batch import BatchSettings
 
 ROOT = Path(__file__).parents[2]
 PACKAGED, CHECKOUT = ROOT / "hpctrain/launch/templates", ROOT / "slurm"

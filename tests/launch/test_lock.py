@@ -8,8 +8,7 @@ from importlib import metadata
 import pytest
 
 import hpctrain
-from hpctrain.errors import ConfigError
-from hpctrain.launch import lock as locking
+from hpctrain.core.errors import ConfigError
 from hpctrain.launch.installed import (
     Package,
     direct,
@@ -18,8 +17,9 @@ from hpctrain.launch.installed import (
     packages,
     parse,
 )
-from hpctrain.launch.lock import lock, machine, wheel_of
 from hpctrain.launch.pmi import libmpi
+from hpctrain.launch.slurm import lock as locking
+from hpctrain.launch.slurm.lock import lock, machine, wheel_of
 
 PINNED = re.compile(r"[a-z0-9-]+==[\w.+!]+")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpiexec import Options, command, environment, ranks_per_node
 from hpctrain.launch.mpirun import Mpirun, find_mpirun

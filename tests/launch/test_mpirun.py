@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun, identify, parse_version
 
 OPENMPI5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"

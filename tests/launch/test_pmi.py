@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 from hpctrain.cluster.libraries import loaded_libmpi
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch import pmi
 from hpctrain.launch.pmi import libmpi, load, needed_pmi
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.program import resolve
 
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from hpctrain.errors import LaunchError
-from hpctrain.launch import slurm
-from hpctrain.launch.slurm import job_end, restart_count, seconds_left
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch.slurm import scheduler
+from hpctrain.launch.slurm.scheduler import job_end, restart_count, seconds_left
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(environ, monkey
     refuses = environ("echo 'slurm_load_jobs error: Unable to contact controller' >&2; exit 1")
     with pytest.raises(LaunchError, match="squeue: slurm_load_jobs error: Unable to contact"):
         job_end(refuses)
-    monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(scheduler, "ANSWER_S", 0.2)
     with pytest.raises(LaunchError, match="timed out after"):
         job_end(environ("exec sleep 20"))
     with pytest.raises(LaunchError, match="squeue in PATH"):

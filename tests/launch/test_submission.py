@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from hpctrain.errors import LaunchError
-from hpctrain.launch.submission import dependency, find_sbatch, still_there, submit, try_out
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch.slurm.submission import dependency, find_sbatch, still_there, submit, try_out
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.processes import descendants
 from hpctrain.launch.supervise import TIMED_OUT, supervise

@@ -84,7 +84,11 @@ raise ValueError("bad luck")
     ("statement", "code", "words"),
     [
         ("raise KeyboardInterrupt", 130, "interrupted"),
-        ("from hpctrain.errors import RankLostError; raise RankLostError('gone')", 87, "gone"),
+        (
+            "from hpctrain.core.errors import RankLostError; raise RankLostError('gone')",
+            87,
+            "gone",
+        ),
     ],
 )
 def test_what_is_no_fault_of_this_rank_is_one_line(

@@ -3,7 +3,7 @@
 import pytest
 
 import hpctrain
-from hpctrain.errors import NotInitializedError
+from hpctrain.core.errors import NotInitializedError
 
 
 @pytest.mark.ranks(1, 2)

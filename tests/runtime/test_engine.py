@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.runtime import world as worlds
 from tests.runtime.victims import run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import ConfigError, MismatchError, NotInitializedError
+from hpctrain.core.errors import ConfigError, MismatchError, NotInitializedError
 from hpctrain.runtime.process_sets import in_set
 from hpctrain.runtime.world import current
 

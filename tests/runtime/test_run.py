@@ -11,7 +11,7 @@ import time
 import pytest
 
 import hpctrain
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.runtime.run import RankError, run
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import CommError
+from hpctrain.core.errors import CommError
 from tests.runtime.victims import run_ranks
 
 SPAWNING = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import ConfigError, NotInitializedError
+from hpctrain.core.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.world import current
 from tests.harness import preload
 

@@ -30,7 +30,7 @@ SHAPE = ("--nodes=2", "--ntasks-per-node=2")
 # What `hpctrain train` and `hpctrain.init` join, without the seconds in which torch loads.
 WORLD = """\
 import json, socket
-from hpctrain.comm.joining import find_world
+from hpctrain.comm.mpi_world import find_world
 world = find_world()
 hosts = world.allgather(socket.gethostname())
 if world.rank == 0:
@@ -99,7 +99,7 @@ def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
 def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name):
     mpi = MPIS[name]
     program = tmp_path / "world.py"
-    program.write_text("from hpctrain.comm.joining import find_world; print(find_world())")
+    program.write_text("from hpctrain.comm.mpi_world import find_world; print(find_world())")
     line = f"{mpi.python} {program}"
     job = slurm.sbatch(*SHAPE, "--wrap", line)
     alone = slurm.sbatch(*SHAPE, "--wrap", line, environ={"HPCTRAIN_ALONE": "1"})

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.compare import newest_state
+from hpctrain.checkpoint.tools.compare import newest_state
 from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console
 from hpctrain.train.metrics import read
-from hpctrain.train.parts import RunInDirectory
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import build
 from hpctrain.train.template import render

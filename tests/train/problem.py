@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hpctrain
+from hpctrain.core.errors import DataError
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
-from hpctrain.errors import DataError
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 53, 6, 3
 

@@ -1,7 +1,7 @@
 import pytest
 
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.train.agreed import agreed
 
 

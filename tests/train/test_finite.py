@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.errors import ConfigError, NotFiniteError
+from hpctrain.core.errors import ConfigError, NotFiniteError
+from hpctrain.train.attempt import Part
 from hpctrain.train.finite import Finding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.metrics import read
-from hpctrain.train.part import Part
 from hpctrain.train.resume import check_same
 from hpctrain.train.status import status
 from tests.train.job import Job, assert_same_bits

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.process import birth
-from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.train.lease import NAME, Holder, Lease, Times
 from tests.full_disk import largest_file
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.load import load
 
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.plot import plot_run
 

@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.checkpoint import store
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.files import PART
+from hpctrain.core.atomic import PART
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_directory import RunDirectory
 from tests.train.job import Job

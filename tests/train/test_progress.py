@@ -7,7 +7,7 @@ from rich.console import Console
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.progress import Progress
-from hpctrain.train.tally import Interval
+from hpctrain.train.step_meter import Interval
 
 INTERVAL = Interval(
     num_steps=2, num_samples=100, loss=0.5, compute_s=0.75, communication_s=0.2, input_s=0.05

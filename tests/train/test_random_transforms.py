@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import DataError, MismatchError
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_run

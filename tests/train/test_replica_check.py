@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import ConfigError, MismatchError, ReplicaError
+from hpctrain.core.errors import ConfigError, MismatchError, ReplicaError
 from hpctrain.train.loop import Outcome
 from hpctrain.train.metrics import read
 from tests.train.job import Job

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.checkpoint.state_hash import state_hash
+from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.loader import Loader
-from hpctrain.errors import ConfigError, DataError, MismatchError
-from hpctrain.sync.micro_shards import aligned_parts
-from hpctrain.sync.reproducible import Reproducible
+from hpctrain.gradients.micro_shards import aligned_parts
+from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import settled

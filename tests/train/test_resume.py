@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.run_directory import RunDirectory, environment
 
 

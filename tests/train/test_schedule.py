@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.schedule import make_schedule
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.errors import CheckpointError
-from hpctrain.sync.pace import TRIAL_ROUNDS
-from hpctrain.sync.staged_sgd import StagedSGD
+from hpctrain.core.errors import CheckpointError
+from hpctrain.local_sgd.staged_sgd import StagedSGD
+from hpctrain.local_sgd.sync_interval import TRIAL_ROUNDS
 from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read

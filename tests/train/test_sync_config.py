@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.train.task import build
 
 

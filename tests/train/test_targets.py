@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.errors import ConfigError
+from hpctrain.core.errors import ConfigError
 from hpctrain.train.targets import call, make_importable, member, resolve
 
 

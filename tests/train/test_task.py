@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpctrain.errors import DataError, MismatchError
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loop import train_step
 from hpctrain.train.task import build

@@ -17,7 +17,7 @@ import pytest
 
 import hpctrain
 from hpctrain.checkpoint.store import check
-from hpctrain.errors import MismatchError
+from hpctrain.core.errors import MismatchError
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.lease import NAME, Holder
@@ -179,7 +179,7 @@ def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, mon
         (folder.run / NAME).unlink()
         return hash_of(task, comm)
 
-    monkeypatch.setattr("hpctrain.train.parts.hash_of", taken)  # it is part of the last record
+    monkeypatch.setattr("hpctrain.train.attempts.hash_of", taken)  # it is part of the last record
     try:
         with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
             run(load(folder.config, ["train.epochs=1"]), {}, How())

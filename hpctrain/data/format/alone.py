@@ -6,8 +6,8 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.errors import DataError
-from hpctrain.logs import logger
+from hpctrain.core.errors import DataError
+from hpctrain.core.logs import logger
 
 LOCK = "writer.lock"
 

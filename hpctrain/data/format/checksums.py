@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checksum import crc32
+from hpctrain.core.checksum import crc32
 from hpctrain.data.format.rows import RaggedRows
 
 

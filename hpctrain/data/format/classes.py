@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.files import publishing
+from hpctrain.core.atomic import publishing
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -28,7 +28,7 @@ def carry_classes(source: Path, target: Path, comm: "Communicator") -> None:
     Raises:
         DataError: the disk refuses; on every rank.
     """
-    from hpctrain.data.format.together import explained, together  # noqa: PLC0415 - loads torch
+    from hpctrain.data.format.agreement import explained, together  # noqa: PLC0415 - loads torch
 
     with together(comm), explained(target):
         is_wanted = (source / CLASSES).exists() and not (target / CLASSES).exists()

@@ -13,9 +13,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.units import MIB
 from hpctrain.data.format.compression import filters, rows_per_chunk
 from hpctrain.data.format.layout import Field
-from hpctrain.units import MIB
 
 _COPY_BYTES = 4 * MIB
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import Field
-from hpctrain.errors import DataError
-from hpctrain.units import MIB
 
 CHUNK_BYTES = 2 * MIB
 """Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""

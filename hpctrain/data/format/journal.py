@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core.atomic import publishing
 from hpctrain.data.format.layout import Manifest, Shard, shard_of, shard_record
 from hpctrain.data.format.numbering import number
-from hpctrain.files import publishing
 
 _FORMAT = 1
 _FILE = re.compile(r"-r\d{5,}\.journal(\.part)?$")

@@ -17,11 +17,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpctrain.checksum import crc32
+from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.names import PLAIN_NAME, check_names
 from hpctrain.data.format.record import check_record
-from hpctrain.errors import DataError
-from hpctrain.files import publishing, reason_of
 
 FORMAT = "hpctrain-h5"
 VERSION = 1

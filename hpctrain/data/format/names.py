@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection
 
-from hpctrain.errors import DataError
-from hpctrain.files import PART
+from hpctrain.core.atomic import PART
+from hpctrain.core.errors import DataError
 
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.checksum import crc32
+from hpctrain.core.atomic import sync
+from hpctrain.core.checksum import crc32
+from hpctrain.core.units import KIB
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import Shard
 from hpctrain.data.format.storage import PartFile
-from hpctrain.files import sync
-from hpctrain.units import KIB
 
 _HEAD_BYTES = 64 * KIB
 

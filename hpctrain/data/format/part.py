@@ -9,13 +9,13 @@ import h5py
 import numpy as np
 
 from hpctrain import __version__
-from hpctrain.checksum import crc32
+from hpctrain.core.atomic import PART, crc32_of, sync
+from hpctrain.core.checksum import crc32
 from hpctrain.data.format.checksums import BlockCrcs
 from hpctrain.data.format.columns import new_column
 from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, Shard
 from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.format.storage import PartFile
-from hpctrain.files import PART, crc32_of, sync
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.core.atomic import reason_of, sync
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.agreement import explained, together
 from hpctrain.data.format.journal import Journal, remove_journals
 from hpctrain.data.format.layout import Manifest, Shard
 from hpctrain.data.format.names import SHARD_FILE, shard_file
 from hpctrain.data.format.numbering import number
-from hpctrain.data.format.together import explained, together
-from hpctrain.errors import DataError
-from hpctrain.files import reason_of, sync
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpctrain.errors import DataError
+from hpctrain.core.errors import DataError
 
 _MOST = 2**62
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
-from hpctrain.errors import DataError
 
 Samples = Mapping[str, ArrayLike | Ragged | Sequence[ArrayLike]]
 """For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.loading.steps import Tail
-from hpctrain.errors import DataError
 
 
 def check_choice(name: str, value: str, *choices: str) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 
 from hpctrain.data.batch import Batch, padded, pinned
-from hpctrain.data.draws import ThreadDraws
+from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Part, Steps
-from hpctrain.data.pool import DecodePool
+from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.reading.early import EarlyCopies, Parts
 from hpctrain.data.samples import Columns, Indices, Samples, Values
 from hpctrain.data.transform import Transform, apply
+from hpctrain.data.workers.pool import DecodePool
 
 
 @dataclass(kw_only=True, slots=True)

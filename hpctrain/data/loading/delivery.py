@@ -8,7 +8,7 @@ import torch
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.errors import CorruptError, DataError
+from hpctrain.core.errors import CorruptError, DataError
 
 
 def failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from hpctrain.data.orders.ordering import Ordering
-from hpctrain.data.orders.window_shape import WindowShape
+from hpctrain.core.errors import DataError
+from hpctrain.data.order.ordering import Ordering
+from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.samples import Samples
-from hpctrain.errors import DataError
 
 FORMAT = 1
 

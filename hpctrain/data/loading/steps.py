@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.data.loading.skipped import Skipped
-from hpctrain.data.orders.lanes import rank_lanes
-from hpctrain.data.orders.order import Order, Sequential
-from hpctrain.data.orders.window import WindowOrder
+from hpctrain.data.order.order import Order, Sequential
+from hpctrain.data.order.stream_partition import rank_lanes
+from hpctrain.data.order.window import WindowOrder
 from hpctrain.data.samples import Indices
 
 Tail = Literal["short", "drop", "wrap"]

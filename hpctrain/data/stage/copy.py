@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checksum import crc32
+from hpctrain.core.atomic import PART, reason_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.health.pieces import Piece, cut
-from hpctrain.data.health.salvage import UNREADABLE, ShardBlocks
 from hpctrain.data.stage.plan import Chosen, ShardPlan
-from hpctrain.errors import CorruptError, DataError
-from hpctrain.files import PART, reason_of
-from hpctrain.logs import logger
-from hpctrain.units import format_bytes, format_seconds
+from hpctrain.data.tools.pieces import Piece, cut
+from hpctrain.data.tools.salvage import UNREADABLE, ShardBlocks
 
 FIRST_S, EVERY_S = 10.0, 30.0
 """When a copy says how far it is, and how often from then on."""

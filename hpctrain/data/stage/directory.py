@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.files import PART
+from hpctrain.core.atomic import PART
 
 PREFIX = "hpctrain-"
 LOCK = "lock"

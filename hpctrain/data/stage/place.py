@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain import config
 from hpctrain.cluster.memory import available_bytes
-from hpctrain.config import Settings
+from hpctrain.core import config
+from hpctrain.core.config import Settings
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.health.salvage import ShardBlocks
+from hpctrain.data.tools.salvage import ShardBlocks
 
 _PAGE_BYTES = 4096
 

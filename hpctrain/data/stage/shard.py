@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.errors import CorruptError
+from hpctrain.core.logs import logger
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.reading.chunks import ChunkCache
-from hpctrain.data.reading.handles import ReadableShard
-from hpctrain.data.reading.line import Piece
-from hpctrain.data.reading.shard import OpenShard
-from hpctrain.data.reading.shardfile import ShardIO
-from hpctrain.data.reading.values import Array
+from hpctrain.data.io.chunks import ChunkCache
+from hpctrain.data.io.handles import ReadableShard
+from hpctrain.data.io.read_ahead_queue import Piece
+from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.shardfile import ShardIO
+from hpctrain.data.io.values import Array
 from hpctrain.data.stage.directory import StageDirectory
 from hpctrain.data.stage.plan import Chosen
-from hpctrain.errors import CorruptError
-from hpctrain.logs import logger
 
 
 @dataclass(frozen=True)

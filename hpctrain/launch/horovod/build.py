@@ -16,9 +16,9 @@ from typing import Protocol
 
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import distinct, libmpi_of
-from hpctrain.errors import LaunchError
-from hpctrain.launch.asking import ask
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import cache
+from hpctrain.launch.horovod.build_environment import Workshop
 from hpctrain.launch.horovod.compiling import compile_wheel, unpack
 from hpctrain.launch.horovod.log import Log, telling
 from hpctrain.launch.horovod.missing import Missing, Plan, jobs_of, missing, refusal
@@ -26,8 +26,8 @@ from hpctrain.launch.horovod.mpi import Mpi
 from hpctrain.launch.horovod.sdist import VERSION, patch
 from hpctrain.launch.horovod.target import Target, target_of
 from hpctrain.launch.horovod.tools import Tools, find_mpi, look, torch_version
-from hpctrain.launch.horovod.workshop import Workshop
 from hpctrain.launch.pmi import TIMEOUT_S
+from hpctrain.launch.slurm.query import ask
 
 _IMPORT = """
 import json

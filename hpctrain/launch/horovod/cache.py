@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
-from hpctrain.files import publishing, reason_of
+from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.errors import LaunchError
 
 LOG = "build.log"
 """Everything that the last build of a folder has printed."""

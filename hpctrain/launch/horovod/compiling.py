@@ -7,13 +7,13 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch.horovod.build_environment import Workshop
 from hpctrain.launch.horovod.log import Log, percent_of
 from hpctrain.launch.horovod.mpi import Mpi
 from hpctrain.launch.horovod.sdist import VERSION
 from hpctrain.launch.horovod.target import Target
 from hpctrain.launch.horovod.tools import Tools
-from hpctrain.launch.horovod.workshop import Workshop
 
 _BUILD = (
     "import sys; from setuptools.build_meta import __legacy__ as b; b.build_wheel(sys.argv[1])"

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.units import GIB, format_bytes
 from hpctrain.launch.horovod.sdist import VERSION
 from hpctrain.launch.horovod.target import Gpu
 from hpctrain.launch.horovod.tools import Tools
-from hpctrain.units import GIB, format_bytes
 
 JOB_BYTES = 7 * GIB // 4
 """What one compiler takes at most; measured with g++ 12: 1.5 GiB."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from zlib import crc32
 
 from hpctrain.cluster.libraries import family
-from hpctrain.launch.asking import ask
 from hpctrain.launch.pmi import TIMEOUT_S, load
+from hpctrain.launch.slurm.query import ask
 
 _VERSIONS = (
     ("openmpi", re.compile(r"Open MPI v([\w.]+)")),

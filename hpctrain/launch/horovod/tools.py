@@ -13,11 +13,11 @@ from pathlib import Path
 
 from hpctrain.cluster import cores
 from hpctrain.cluster.memory import available_bytes
-from hpctrain.errors import LaunchError
-from hpctrain.launch.asking import ask
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import mpi as mpis
 from hpctrain.launch.horovod.mpi import Mpi, which
 from hpctrain.launch.horovod.sdist import USUAL_STANDARD, standard_of
+from hpctrain.launch.slurm.query import ask
 
 CMAKE_NEEDED = (3, 13)
 COMPILERS = ("c++", "g++", "clang++")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpctrain.launch import mpiexec
-from hpctrain.launch.guard import guarded
+from hpctrain.launch.hydra_wrapper import guarded
 
 Mpi = Literal["openmpi", "mpich"]
 MPIS: tuple[Mpi, ...] = get_args(Mpi)

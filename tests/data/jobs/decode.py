@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import hpctrain
-from hpctrain.data.pool import DecodePool
+from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.reader import ShardedDataset
 
 hpctrain.init()

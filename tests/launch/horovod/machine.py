@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from hpctrain.core.units import GIB
 from hpctrain.launch.horovod.mpi import Mpi
 from hpctrain.launch.horovod.tools import Compiler, Tools
-from hpctrain.units import GIB
 
 MPI = Mpi(vendor="openmpi", version="5.0.11", library=Path("/opt/mpi/lib/libmpi.so.40.40.11"))
 

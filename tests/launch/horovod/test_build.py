@@ -5,7 +5,7 @@ import tarfile
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import build as building
 from hpctrain.launch.horovod import cache
 from hpctrain.launch.horovod.build import Built, build, check_import

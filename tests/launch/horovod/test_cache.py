@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import cache
 
 NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

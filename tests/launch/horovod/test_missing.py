@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.units import GIB, MIB
 from hpctrain.launch.horovod.missing import JOB_BYTES, Plan, jobs_of, missing, refusal
 from hpctrain.launch.horovod.tools import Compiler, Cuda, Tools
-from hpctrain.units import GIB, MIB
 from tests.launch.horovod.machine import MPI, WHOLE
 
 OF_DEBIAN = replace(MPI, library=Path("/usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.errors import LaunchError
+from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod.sdist import PATCHED, patch, standard_of
 
 TOP = """project(horovod CXX)

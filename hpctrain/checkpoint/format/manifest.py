@@ -1,0 +1,237 @@
+"""What a checkpoint holds and where: the file that is written last, and checked before use."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.format.shard import Shard, fault_of_cover
+from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, open_regular, printable
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.units import GIB
+
+NAME = "manifest.json"
+VERSION = 1
+
+PRIVATE = "%private"
+"""Begins the names, in a rank's file, of what it has of its own; no path of a state does."""
+
+_FORMAT = "hpctrain checkpoint"
+_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that one rank wrote: in which file, and the crc32 of its blocks."""
+
+    rank: int
+    shard: Shard
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A tensor: its parts cover it, each element once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return Shard.whole(self.shape).numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds and where."""
+
+    step: int
+    world: int
+    """Number of ranks that wrote it."""
+    facts: dict[str, Any]
+    skeleton: Any
+    tensors: dict[str, Record]
+    """Tensors of the state, by path, which is also their name in the files."""
+    private: dict[int, dict[str, Record]]
+    """Tensors of each rank, by name in its file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        own = [record for records in self.private.values() for record in records.values()]
+        return sum(record.num_bytes for record in (*self.tensors.values(), *own))
+
+    @classmethod
+    def read(cls, directory: Path | str) -> "Manifest":
+        """Read the manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged or hostile.
+        """
+        return cls.parse(read_bytes(directory), directory)
+
+    @classmethod
+    def parse(cls, data: bytes, directory: Path | str) -> "Manifest":
+        """Read a manifest from its bytes; ``directory`` is for messages.
+
+        Raises:
+            CheckpointError: it is damaged or hostile.
+        """
+        path = Path(directory) / NAME
+        first = _FIRST_LINE.match(data)
+        if not first:
+            raise _damaged(path, "its first line is not that of a manifest")
+        if crc32(data[first.end() :]) != int(first[1], 16):
+            raise _damaged(path, "its bytes have changed")
+        try:
+            told = json.loads(data)
+            version = told["version"]
+            if told["format"] != _FORMAT or type(version) is not int:
+                raise _damaged(path, f"its format is {told['format']!r}")
+            if version > VERSION:
+                raise CheckpointError(
+                    f"checkpoint {directory} has version {version}, this hpctrain reads up to "
+                    f"{VERSION}; use a newer hpctrain"
+                )
+            return _manifest(told)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise _damaged(path, f"{type(error).__name__} {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest as it stands in its file."""
+        told = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "world": self.world,
+            "facts": self.facts,
+            "tensors": {path: _told(record) for path, record in self.tensors.items()},
+            "private": {
+                str(rank): {name: _told(record) for name, record in records.items()}
+                for rank, records in self.private.items()
+            },
+            "skeleton": self.skeleton,
+        }
+        lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in told.items())
+        body = (",\n".join(lines) + "\n}\n").encode()
+        return b'{"crc32": "%08x",\n' % crc32(body) + body
+
+
+def read_bytes(directory: Path | str) -> bytes:
+    """Read the bytes of a manifest.
+
+    Raises:
+        CheckpointError: there is none, or the system does not let us.
+    """
+    path = Path(directory) / NAME
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            data = file.read(GIB + 1)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no checkpoint {directory}, or it was not finished: it has no {NAME}; "
+            f"use another one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: {reason_of(error)}; check its rights, or use another checkpoint"
+        ) from error
+    if len(data) > GIB:
+        raise _damaged(path, "it is larger than 1 GiB")
+    return data
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def dumps(value: Any) -> str:
+    """Write a value as JSON on one line.
+
+    Raises:
+        TypeError, ValueError: JSON has no such value.
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _told(record: Record) -> dict[str, Any]:
+    parts = [
+        {"rank": part.rank, "offset": part.shard.offset, "shape": part.shard.shape,
+         "crc32": part.crcs}
+        for part in record.parts
+    ]  # fmt: skip
+    return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
+
+
+def _manifest(told: Any) -> Manifest:
+    world = _natural(told["world"])
+    if world < 1:
+        raise ValueError("no rank wrote it")
+    private = {int(rank): _records(records, world) for rank, records in told["private"].items()}
+    for rank, records in private.items():
+        for name, record in records.items():
+            if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
+                raise ValueError(f"{name} is not private to rank {rank}")
+    tensors = _records(told["tensors"], world)
+    if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
+        raise ValueError(f"{foreign[0]} is not the path of a tensor")
+    if not isinstance(told["facts"], dict):
+        raise TypeError("facts must be a table")
+    return Manifest(
+        step=_natural(told["step"]),
+        world=world,
+        facts=told["facts"],
+        skeleton=told["skeleton"],
+        tensors=tensors,
+        private=private,
+    )
+
+
+def _records(told: Mapping[str, Any], world: int) -> dict[str, Record]:
+    return {path: _record(path, record, world) for path, record in told.items()}
+
+
+def _record(path: str, told: Mapping[str, Any], world: int) -> Record:
+    shape = tuple(map(_natural, told["shape"]))
+    dtype = told["dtype"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{path} has the unknown dtype {str(dtype)[:40]!r}")
+    parts = tuple(_part(part, shape, DTYPES[dtype].itemsize) for part in told["parts"])
+    ranks = {part.rank for part in parts}
+    if len(ranks) != len(parts) or not all(rank < world for rank in ranks):
+        raise ValueError(f"the parts of {path} are not of different ranks below {world}")
+    if fault := fault_of_cover(shape, [part.shard for part in parts]):
+        raise ValueError(f"{fault} of {path}")
+    return Record(dtype, shape, parts)
+
+
+def _part(told: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> Part:
+    box = [tuple(map(_natural, told[name])) for name in ("offset", "shape")]
+    try:
+        shard = Shard(shape, *box)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    crcs = tuple(map(_natural, told["crc32"]))
+    if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
+        raise ValueError(f"{len(crcs)} checksums for {shard.numel * itemsize} bytes")
+    return Part(_natural(told["rank"]), shard, crcs)
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} where a number of things is due")
+    return value
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
+    )

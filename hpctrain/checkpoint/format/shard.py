@@ -1,0 +1,113 @@
+"""The part of a tensor that a rank holds: the common word of saving, loading and resharding."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hpctrain.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor: ``shape`` elements from ``offset`` of one of ``global_shape``."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("global_shape", "offset", "shape"):
+            object.__setattr__(self, name, tuple(int(size) for size in getattr(self, name)))
+        dims = len(self.global_shape)
+        if not dims == len(self.offset) == len(self.shape) or not all(
+            start >= 0 and size >= 0 and start + size <= whole
+            for whole, start, size in zip(self.global_shape, self.offset, self.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"a shard lies inside its tensor and has as many dimensions, got shape "
+                f"{list(self.shape)} at {list(self.offset)} of {list(self.global_shape)}"
+            )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Shard":
+        """Return the shard that is the whole tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: "Shard") -> "Shard | None":
+        """Return what both hold of the same tensor; None where that is no element.
+
+        Raises:
+            CheckpointError: they are of tensors of different shapes.
+        """
+        if self.global_shape != other.global_shape:
+            raise CheckpointError(
+                f"shards of one tensor have one global shape, got {list(self.global_shape)} and "
+                f"{list(other.global_shape)}; convert the checkpoint or change the model"
+            )
+        starts = tuple(map(max, self.offset, other.offset))
+        stops = map(min, self.stop, other.stop)
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        if any(size <= 0 for size in shape):
+            return None
+        return Shard(self.global_shape, starts, shape)
+
+    def slices(self, part: "Shard") -> tuple[slice, ...]:
+        """Return where ``part``, which lies inside, is in a tensor of this shard's shape."""
+        return tuple(
+            slice(start - origin, start - origin + size)
+            for start, origin, size in zip(part.offset, self.offset, part.shape, strict=True)
+        )
+
+    def span(self, part: "Shard") -> tuple[int, int]:
+        """Return the first element of ``part`` and the one after its last, by row-major order."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        starts = [start - origin for start, origin in zip(part.offset, self.offset, strict=True)]
+        first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, strides, strict=True))
+        return (first, first + last + 1) if part.numel else (first, first)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """Where it ends in every dimension."""
+        return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What this rank holds of a sharded tensor: ``tensor`` has the shape of ``shard``."""
+
+    tensor: Tensor
+    shard: Shard
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.shard.shape:
+            raise CheckpointError(
+                f"a piece has the shape of its shard, got {list(self.tensor.shape)} and "
+                f"{list(self.shard.shape)}"
+            )
+
+
+def fault_of_cover(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
+    """Return why the shards are not every element of a tensor exactly once; None when they are."""
+    held = sum(shard.numel for shard in shards)
+    total = math.prod(shape)
+    if held != total:
+        return f"the parts hold {held} of {total} elements"
+    filled = [shard for shard in shards if shard.numel]
+    if len(filled) < 2:
+        return None
+    starts = np.array([shard.offset for shard in filled])
+    stops = starts + np.array([shard.shape for shard in filled])
+    for number in range(1, len(filled)):
+        meets = (starts[:number] < stops[number]) & (starts[number] < stops[:number])
+        if other := np.flatnonzero(meets.all(axis=1)).tolist():
+            return f"the parts at {filled[other[0]].offset} and {filled[number].offset} overlap"
+    return None

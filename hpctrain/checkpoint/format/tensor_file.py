@@ -1,0 +1,261 @@
+"""One file of tensors in the safetensors format, written and read in one pass with checksums.
+
+The format is a length, a JSON header with name, dtype, shape and offsets, and the bytes. It has
+no code in it, other programs read it, and a reader that checks every offset needs no more than
+``pread``; the checksums lie in the manifest, one for each block of a tensor.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.arguments import flat_of, name_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.units import MIB
+
+BLOCK_BYTES = 4 * MIB
+"""Bytes of a tensor under one crc32; part of version 1 of the format."""
+
+_HEADER_BYTES = 100 * MIB
+_ALIGN = 4096
+
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+_AS_BYTES = ("complex128",)
+"""Safetensors has no name for it: it is U8 with one more dimension."""
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in (*_SAFETENSORS, *_AS_BYTES) if hasattr(torch, name)
+}
+"""What a checkpoint can hold, by the name in its manifest."""
+
+
+def check_storable(path: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose bytes are not at hand, or whose dtype the format lacks.
+
+    Raises:
+        CheckpointError: it is one; names ``path``.
+    """
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"tensors of a checkpoint are dense and on the CPU, got {tensor.layout} on "
+            f"{tensor.device} at {path}; move or convert it first"
+        )
+    if name_of(tensor.dtype) not in DTYPES:
+        raise CheckpointError(
+            f"a checkpoint holds tensors of {', '.join(DTYPES)}, got {name_of(tensor.dtype)} at "
+            f"{path}; convert it first"
+        )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in row-major order; a view where it lies so in memory."""
+    return memoryview(flat_of(tensor).view(torch.uint8).numpy().data)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Write a new file, and return when it is on disk.
+
+    Returns:
+        The crc32 of each block, by name of the tensor.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    # Wide elements first: every tensor is then aligned to its own elements.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _write_all(descriptor, memoryview(_header(ordered)))
+        crcs = {name: _write_blocks(descriptor, tensor) for name, tensor in ordered.items()}
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return crcs
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype, shape = stored_as(name_of(tensor.dtype), tensor.shape)
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the dtype and shape that the file states of a tensor."""
+    if dtype in _SAFETENSORS:
+        return _SAFETENSORS[dtype], list(shape)
+    return "U8", [*shape, DTYPES[dtype].itemsize]
+
+
+def _write_blocks(descriptor: int, tensor: Tensor) -> list[int]:
+    data, crcs = bytes_of(tensor), []
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        crcs.append(crc32(block))
+        _write_all(descriptor, block)
+    return crcs
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: list[int]
+    start: int
+    num_bytes: int
+
+
+class TensorFile:
+    """An open file of tensors whose header was checked: no read leaves the file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        """Read the header.
+
+        Raises:
+            CheckpointError: it is damaged or hostile.
+        """
+        self._path = path
+        self._descriptor = descriptor
+        self._entries = dict(self._read_header())
+
+    def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Refuse a file that has another tensor under this name than the manifest says.
+
+        Raises:
+            CheckpointError: it has another one, or none.
+        """
+        entry = self._entries.get(name)
+        expected = stored_as(dtype, shape)
+        if entry is None or (entry.dtype, entry.shape) != expected:
+            found = f"{entry.dtype} {entry.shape}" if entry else "none"
+            raise self._fault(
+                f"the manifest says {expected[0]} {expected[1]} for {name}, the file has {found}"
+            )
+
+    def read_into(self, name: str, start: int, memory: memoryview, crcs: Sequence[int]) -> None:
+        """Read the bytes of a tensor from ``start``, a multiple of BLOCK_BYTES, and check them.
+
+        Args:
+            name: of a tensor that ``check`` has seen.
+            start: first byte.
+            memory: filled; ends where a block ends.
+            crcs: of all blocks of the tensor.
+
+        Raises:
+            CheckpointError: a block has another checksum, or the file ends too early.
+        """
+        entry = self._entries[name]
+        for done in range(0, len(memory), BLOCK_BYTES):
+            block = memory[done : done + BLOCK_BYTES]
+            self._pread(block, entry.start + start + done)
+            number = (start + done) // BLOCK_BYTES
+            if crc32(block) != crcs[number]:
+                raise self._fault(f"the bytes of {name} have changed in block {number}")
+
+    def _read_header(self) -> Iterator[tuple[str, _Entry]]:
+        size = os.fstat(self._descriptor).st_size
+        length = int.from_bytes(self._bytes(0, 8, size), "little")
+        if length > min(size - 8, _HEADER_BYTES):
+            raise self._fault(f"its header has {length} bytes, the file {size}")
+        try:
+            header = json.loads(self._bytes(8, length, size))
+            pairs = header.items()
+            entries = [(str(name), entry) for name, entry in pairs if name != "__metadata__"]
+            entries.sort(key=lambda item: item[1]["data_offsets"])
+        except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+            raise self._fault("its header is not that of a safetensors file") from None
+        end = 0
+        for name, told in entries:
+            entry = self._entry(told, end, 8 + length)
+            end += entry.num_bytes
+            yield name, entry
+        if 8 + length + end != size:
+            raise self._fault(f"it has {size} bytes where its header needs {8 + length + end}")
+
+    def _entry(self, told: Any, end: int, origin: int) -> _Entry:
+        try:
+            dtype, shape, (start, stop) = told["dtype"], told["shape"], told["data_offsets"]
+        except (ValueError, TypeError, KeyError):
+            raise self._fault("its header is not that of a safetensors file") from None
+        if type(start) is not int or type(stop) is not int or not start == end <= stop:
+            raise self._fault(f"a tensor lies at [{start}, {stop}), it must begin at {end}")
+        return _Entry(dtype, shape, origin + start, stop - start)
+
+    def _bytes(self, start: int, length: int, size: int) -> bytes:
+        if start + length > size:
+            raise self._fault(f"it ends after {size} bytes")
+        data = bytearray(length)
+        self._pread(memoryview(data), start)
+        return bytes(data)
+
+    def _pread(self, memory: memoryview, offset: int) -> None:
+        while memory:
+            count = os.preadv(self._descriptor, [memory], offset)
+            if count == 0:
+                raise self._fault(f"it ends after {offset} bytes")
+            memory, offset = memory[count:], offset + count
+
+    def _fault(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint file {self._path} is damaged: {printable(what)}; use another checkpoint"
+        )
+
+
+def printable(text: str) -> str:
+    """Return a text that may come from a stranger in one line, without escapes, not too long."""
+    return "".join(char if char.isprintable() else "?" for char in text[:400])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TensorFile]:
+    """Open a file of tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or not a regular file.
+        OSError: the file system refuses.
+    """
+    descriptor = open_regular(path)
+    try:
+        yield TensorFile(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file of a checkpoint for reading; a link or a pipe in its place is not followed.
+
+    Raises:
+        CheckpointError: it is not a regular file.
+        OSError: the file system refuses.
+    """
+    # A pipe would wait for a writer when opened, without this.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(
+            f"the files of a checkpoint are regular files, {path} is not; use another checkpoint"
+        )
+    return descriptor

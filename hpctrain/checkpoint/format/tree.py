@@ -1,0 +1,166 @@
+"""A state as tensors by path and a skeleton in JSON: no value of it can run code when read."""
+
+import base64
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.core.errors import CheckpointError
+
+MAX_DEPTH = 100
+"""Containers inside containers; a state that holds itself has no end."""
+
+_INT64 = 1 << 63
+_LIKE_INT = re.compile(r"-?\d+")
+
+
+def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
+    """Take a state apart: its tensors and pieces by path, and the rest as a value for JSON.
+
+    A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
+    hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``.
+
+    Args:
+        state: None, bool, int, float, str, bytes, tensors, pieces, and lists, tuples and dicts
+            (by str or int) of these.
+
+    Raises:
+        CheckpointError: it holds something else; names the path and the type.
+    """
+    leaves: dict[str, Tensor | Piece] = {}
+    return leaves, _take(state, (), leaves)
+
+
+def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
+    """Put a state together again.
+
+    Args:
+        skeleton: what ``flatten`` gave, also when it comes from a file of a stranger.
+        tensor_of: gives the tensor of a path.
+
+    Raises:
+        CheckpointError: the skeleton is not one.
+    """
+    return _put(skeleton, tensor_of, 0)
+
+
+def component(key: str | int) -> str:
+    """Return how a key or an index stands in a path."""
+    if isinstance(key, int):
+        return str(key)
+    text = key.replace("%", "%25").replace("/", "%2F")
+    if not text:
+        return "%"
+    if _LIKE_INT.fullmatch(text) or text == "__metadata__":
+        return f"%{ord(text[0]):02X}{text[1:]}"
+    return text
+
+
+def _take(value: Any, at: tuple[str, ...], leaves: dict[str, Tensor | Piece]) -> Any:
+    if len(at) > MAX_DEPTH:
+        raise CheckpointError(
+            f"a state has at most {MAX_DEPTH} containers inside each other, got more at "
+            f"{'/'.join(at[:4])}/...; does it hold itself?"
+        )
+    if isinstance(value, Tensor | Piece):
+        path = "/".join(at)
+        leaves[path] = value
+        return {"tensor": path}
+    if type(value) in (list, tuple):
+        items = [_take(item, (*at, str(i)), leaves) for i, item in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if isinstance(value, Mapping):
+        return {"dict": [_take_item(key, item, at, leaves) for key, item in value.items()]}
+    return _take_plain(value, at)
+
+
+def _take_plain(value: Any, at: tuple[str, ...]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -_INT64 <= value < _INT64 else {"int": hex(value)}
+    if kind is float:
+        # The shortest decimal form of a finite float is exact, and JSON has no others.
+        return value if abs(value) < float("inf") else {"float": value.hex()}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    raise CheckpointError(
+        f"a state holds tensors, plain values, lists, tuples and dicts, got "
+        f"{kind.__module__}.{kind.__qualname__} at {'/'.join(at) or 'its root'}; convert it, for "
+        f"example with float(), str() or torch.from_numpy()"
+    )
+
+
+def _take_item(
+    key: object, value: object, at: tuple[str, ...], leaves: dict[str, Tensor | Piece]
+) -> list[Any]:
+    if type(key) not in (str, int) or (isinstance(key, int) and not -_INT64 <= key < _INT64):
+        raise CheckpointError(
+            f"the keys of a state are str or int of 64 bit, got {key!r} at "
+            f"{'/'.join(at) or 'its root'}"
+        )
+    assert isinstance(key, str | int)
+    return [key, _take(value, (*at, component(key)), leaves)]
+
+
+def _put(node: Any, tensor_of: Callable[[str], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise CheckpointError(
+            f"the skeleton of a state has at most {MAX_DEPTH} containers inside each other"
+        )
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [_put(item, tensor_of, depth + 1) for item in node]
+    if isinstance(node, dict) and len(node) == 1:
+        [(kind, value)] = node.items()
+        if kind == "tuple" and isinstance(value, list):
+            return tuple(_put(item, tensor_of, depth + 1) for item in value)
+        if kind == "dict" and isinstance(value, list):
+            return dict(_put_item(item, tensor_of, depth) for item in value)
+        if isinstance(value, str) and kind in ("tensor", "int", "float", "bytes"):
+            return tensor_of(value) if kind == "tensor" else _plain(kind, value)
+    raise CheckpointError(f"the skeleton of a state is damaged: {str(node)[:80]!r}")
+
+
+def _put_item(item: Any, tensor_of: Callable[[str], Any], depth: int) -> tuple[str | int, Any]:
+    if isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int):
+        return item[0], _put(item[1], tensor_of, depth + 1)
+    raise CheckpointError(f"the skeleton of a state is damaged: {str(item)[:80]!r}")
+
+
+def _plain(kind: str, text: str) -> int | float | bytes:
+    try:
+        if kind == "int":
+            return int(text, 16)
+        if kind == "float":
+            return float.fromhex(text)
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise CheckpointError(
+            f"the skeleton of a state is damaged: {kind} {text[:80]!r}"
+        ) from None
+
+
+def lines(skeleton: Any, path: str = "") -> list[str]:
+    """Return every plain value of a skeleton as ``path = value``, for a message."""
+    if isinstance(skeleton, dict):
+        [(kind, value)] = skeleton.items()
+        if kind == "dict":
+            items = [(component(key), item) for key, item in value]
+        elif kind == "tuple":
+            items = [(str(number), item) for number, item in enumerate(value)]
+        else:
+            return [f"{path} = {value}"]
+    elif isinstance(skeleton, list):
+        items = [(str(number), item) for number, item in enumerate(skeleton)]
+    else:
+        return [f"{path} = {skeleton!r}"]
+    found = [f"{path} has {len(items)} items"]
+    for key, item in items:
+        found += lines(item, f"{path}/{key}" if path else key)
+    return found

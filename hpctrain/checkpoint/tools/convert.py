@@ -1,0 +1,111 @@
+"""Read states that other programs wrote, and make checkpoints of them. No code of them is run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.format import manifest, plain
+from hpctrain.checkpoint.format.tree import unflatten
+from hpctrain.checkpoint.tools.export import DCP_INDEX, SKELETON
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+
+def read_foreign(source: Path | str) -> dict[str, Any]:
+    """Return the state that a file of torch or safetensors or a directory of DCP holds.
+
+    Args:
+        source: ``*.safetensors``, a directory that ``torch.distributed.checkpoint`` wrote, or any
+            other file for ``torch.load``.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds more than tensors and plain
+            values in a dict.
+    """
+    source = Path(source)
+    if (source / manifest.NAME).exists():
+        raise CheckpointError(f"{source} is a checkpoint of hpctrain itself; load it as one")
+    if source.is_dir():
+        if not (source / DCP_INDEX).exists():
+            raise CheckpointError(
+                f"{source} holds no {DCP_INDEX}: it is no directory of "
+                f"torch.distributed.checkpoint, or its writing did not end; check the path"
+            )
+        from hpctrain.checkpoint import dcp  # noqa: PLC0415 - loads much of torch
+
+        return dcp.read(source)
+    if source.suffix == ".safetensors":
+        return _read_safetensors(source)
+    state: object = plain.load(source)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"a state is a dict of tensors and values, {source} holds a {type(state).__name__}; "
+            f"save a state_dict()"
+        )
+    return dict(state)
+
+
+def import_state(
+    source: Path | str,
+    directory: Path | str,
+    comm: "Communicator",
+    *,
+    under: str | None = None,
+    step: int = 0,
+    facts: Mapping[str, Any] | None = None,
+) -> store.Saved:
+    """Make a checkpoint of what another program wrote.
+
+    Collective. Every rank reads ``source``, which all must see, and writes its share.
+
+    Args:
+        source: as ``read_foreign`` takes it.
+        directory: of the new checkpoint, such as ``RUN/checkpoints/step-00000000``.
+        comm: ranks that write.
+        under: name in the new state, such as ``model`` for the weights of a model; without it,
+            ``source`` is the whole state.
+        step: at which the run goes on.
+        facts: what is told of the checkpoint.
+
+    Raises:
+        CheckpointError: ``source`` cannot be read on some rank, or the checkpoint not written.
+    """
+    state: dict[str, Any] = {}
+    message = ""
+    try:
+        state = read_foreign(source)
+    except CheckpointError as error:
+        message = str(error)
+    if message := next(filter(None, comm.allgather_object(message)), ""):
+        raise CheckpointError(message)
+    told = {"imported_from": str(source), **(facts or {})}
+    state = {under: state} if under else state
+    return store.save(Path(directory), state, comm, step=step, facts=told)
+
+
+def _read_safetensors(source: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+    try:
+        with safe_open(source, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if SKELETON not in header:
+            return tensors
+        state = unflatten(json.loads(header[SKELETON]), tensors.__getitem__)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {source}; check the path") from None
+    except (
+        CheckpointError, SafetensorError, OSError, ValueError, KeyError, RecursionError,
+    ) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{source} is damaged or no file of safetensors: {reason_of(error)}; use another one"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"a state is a dict, {source} holds another value; use another one")
+    return state

@@ -1,0 +1,163 @@
+"""Several tensors are reduced as one operation: ``grouped_allreduce`` in its four forms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.arguments import (
+    check_group,
+    check_tensor,
+    chosen_op,
+    controller_of,
+)
+from hpctrain.collectives.gradients import carried_out
+from hpctrain.collectives.handles import Operation, group
+from hpctrain.collectives.reductions import compressed, reduction
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression
+from hpctrain.negotiation.reduce_op import ReduceOp
+from hpctrain.negotiation.request import Kind, Request
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+
+
+def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    compression: Compressor | type[Compressor] | None = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Return what ``allreduce`` makes of each tensor, as one operation. Collective.
+
+    It starts once all ranks have asked for the whole group. Differentiable as ``allreduce`` is.
+
+    Args:
+        tensors: at each place the same shape and dtype on every rank; the dtypes of a group may
+            differ.
+        average: see ``allreduce``, as all other arguments.
+        name: of the group.
+        compression: of each tensor.
+        op: of all tensors.
+        prescale_factor: of all tensors.
+        postscale_factor: of all tensors.
+        process_set: the ranks that take part.
+
+    Returns:
+        New tensors, in the same order.
+
+    Raises:
+        ConfigError: there is no tensor, or as ``allreduce``.
+        HorovodInternalError: as ``allreduce``.
+        RankLostError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    return compressed(
+        compression,
+        check_group(tensors),
+        check_tensor,
+        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
+    )
+
+
+def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``grouped_allreduce`` does; ``tensors`` must not change until it is done.
+
+    Returns:
+        For ``poll`` and ``synchronize``.
+
+    Raises:
+        DuplicateNameError: an operation of this name is still under way on this rank.
+        ConfigError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    request = reduction(
+        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor
+    )
+    return Operation(controller_of(process_set).submit(request), group)
+
+
+def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Replace each tensor as ``allreduce_`` does, and return them. Collective.
+
+    As ``grouped_allreduce``, but not differentiable.
+    """
+    return grouped_allreduce_async_(  # type: ignore[no-any-return]
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+
+
+def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Operation:
+    """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
+    op = chosen_op(op, average)
+    request = reduction(
+        Kind.ALLREDUCE,
+        check_group(tensors),
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        in_place=True,
+    )
+    return Operation(controller_of(process_set).submit(request), group)
+
+
+def reduced(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+) -> list[Tensor]:
+    """Return the reduced tensors, which can be differentiated where that may be wanted."""
+    request = reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale)
+    return carried_out(_Allreduce, request, tensors, process_set)
+
+
+class _Allreduce(torch.autograd.Function):
+    """Reduces the gradients as it reduces the tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.signature, ctx.process_set = request.signature, process_set
+        return tuple(controller_of(process_set).run(request))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, _, op, prescale, postscale, _, _ = ctx.signature
+        return (
+            None,
+            None,
+            *reduced(gradients, None, op, prescale, postscale, ctx.process_set),
+        )

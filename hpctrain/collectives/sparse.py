@@ -1,0 +1,87 @@
+"""Sparse tensors are summed by gathering what they hold: ``sparse_allreduce_async``."""
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.arguments import check_on_cpu, controller_of, named
+from hpctrain.collectives.handles import Operation, group
+from hpctrain.core.errors import ConfigError
+from hpctrain.negotiation.reduce_op import ReduceOp
+from hpctrain.negotiation.request import Kind, Request
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+
+
+class SparseOperation:
+    """The handle of a sparse all-reduce: call it, or give it to ``synchronize``."""
+
+    def __init__(self, operation: Operation, shape: torch.Size, divisor: int) -> None:
+        self._operation = operation
+        self._shape = shape
+        self._divisor = divisor
+
+    def done(self) -> bool:
+        """Say whether ``wait()`` would return, or raise, at once."""
+        return self._operation.done()
+
+    def wait(self) -> Tensor:
+        """Return the sparse result, not coalesced, or raise what went wrong."""
+        indices, values = self._operation.wait()
+        if self._divisor != 1:
+            values = values / self._divisor
+        return torch.sparse_coo_tensor(
+            indices.t(), values, self._shape, is_coalesced=False, check_invariants=False
+        )
+
+    def __call__(self) -> Tensor:
+        """Do what ``wait`` does, as Horovod's handles of this kind."""
+        return self.wait()
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet | None = global_process_set,
+) -> SparseOperation:
+    """Start to sum or average sparse tensors over all ranks.
+
+    Args:
+        tensor: in the layout ``torch.sparse_coo``, of the same shape and dtype on every rank;
+            each may hold other elements.
+        name: by which the ranks find each other's tensors; None for the order of calls.
+        op: ``Average``, of floating point and complex tensors, or ``Sum``.
+        process_set: the ranks that take part; None is all of them.
+
+    Returns:
+        What returns the result when it is called: a sparse tensor that holds the elements of all
+        ranks one after the other, not coalesced.
+
+    Raises:
+        ConfigError: an argument is not valid; the process set is not registered, or this rank is
+            not in it.
+    """
+    _check(tensor)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ConfigError(f"sparse tensors have op=Average and op=Sum, got op={op!r}")
+    is_average = op is ReduceOp.AVERAGE
+    if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"there is no sparse average of {tensor.dtype}; use op=Sum, or convert it"
+        )
+    controller = controller_of(process_set)
+    tensor = tensor.detach()
+    parts = (tensor._indices().t().contiguous(), tensor._values())  # noqa: SLF001 - not coalesced
+    operation = Operation(
+        controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts)), group
+    )
+    return SparseOperation(operation, tensor.shape, controller.comm.size if is_average else 1)
+
+
+def _check(tensor: object) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
+        what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ConfigError(
+            f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
+            f"allreduce for dense ones"
+        )
+    check_on_cpu(tensor)

@@ -1,0 +1,158 @@
+"""Which ranks share memory, which share a rail, and the communicator that follows."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+from mpi4py import MPI
+
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.node.memory import Memfd, NodeMemory, Window
+from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.watch import Watch
+from hpctrain.core.errors import NodeMemoryError
+
+SLOT_BYTES = 1 << 20
+"""An ordinary tensor's part on one node: a few of them stay in the last-level cache."""
+LEVELS_SLOT_BYTES = 4 << 20
+"""An ordinary tensor's part between nodes: large enough to hide the latency of a rail."""
+
+
+def share_memory(
+    world: MPI.Intracomm, topology: Topology, wanted: str, watch: Watch
+) -> tuple[SharedMemory | None, str]:
+    """Try the ways to share memory until one works on every node. Collective.
+
+    Args:
+        world: all ranks.
+        topology: says which of them are on my node.
+        wanted: one of ``config.SHARED_MEMORY``.
+        watch: looks at the others during waits.
+
+    Returns:
+        The node level, or None where no way works, and why the ways before it do not.
+
+    Raises:
+        NodeMemoryError: a way was forced and does not work; on every rank.
+    """
+    if wanted == "off":
+        return None, "HPCTRAIN_SHARED_MEMORY=off"
+    ways: dict[str, NodeMemory] = {"memfd": Memfd(), "window": Window()}
+    node = cast("MPI.Intracomm", world.Split(topology.node, world.rank))
+    slot_bytes = SLOT_BYTES if topology.num_nodes == 1 else LEVELS_SLOT_BYTES
+    reasons: list[str] = []
+    for memory in ways.values() if wanted == "auto" else [ways[wanted]]:
+        made, refusal = None, None
+        try:
+            made = SharedMemory(
+                node,
+                memory,
+                spin=not topology.shared_cores,
+                watch=watch,
+                stage_bytes=2 * slot_bytes,
+            )
+        except NodeMemoryError as error:
+            refusal = str(error)
+        refusals = [text for text in world.allgather(refusal) if text]
+        if not refusals:
+            return made, "; ".join(reasons)
+        reasons.append(f"{memory.name}: {refusals[0]}")
+    node.Free()
+    reason = "; ".join(reasons)
+    if wanted != "auto":
+        raise NodeMemoryError(f"HPCTRAIN_SHARED_MEMORY={wanted} cannot be had; {reason}")
+    return None, reason
+
+
+def join(
+    world: MPI.Intracomm,
+    node: SharedMemory | None,
+    topology: Topology,
+    plan: Plan,
+    watch: Watch,
+    world_ranks: Sequence[int] = (),
+) -> Communicator:
+    """Make the communicator of all ranks, flat where ``node`` is None. Collective.
+
+    Args:
+        world: all ranks; the communicator keeps it.
+        node: from ``share_memory``.
+        topology: of these ranks.
+        plan: which algorithms they use.
+        watch: looks at the others during waits.
+        world_ranks: the world's number of each rank; empty where it is the same.
+    """
+    world_ranks = world_ranks or range(world.size)
+    group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)
+    if node is None:
+        flat = partial(group, plan=plan)
+        return MpiCommunicator(world, watch=watch, world_ranks=world_ranks, make_group=flat)
+    made = HierarchicalCommunicator(
+        world,
+        node,
+        _rail(world, topology, plan, watch, world_ranks) if plan.num_rails else None,
+        plan=plan,
+        watch=watch,
+        world_ranks=world_ranks,
+        make_group=lambda comm, ranks: group(comm, ranks, plan=made.plan),
+    )
+    return made
+
+
+def _rail(
+    world: MPI.Intracomm,
+    topology: Topology,
+    plan: Plan,
+    watch: Watch,
+    world_ranks: Sequence[int],
+) -> Rail | None:
+    number = topology.local_rank
+    comm = world.Split(number if number < plan.num_rails else MPI.UNDEFINED, topology.node)
+    if comm == MPI.COMM_NULL:
+        return None
+    return Rail(
+        cast("MPI.Intracomm", comm),
+        table=plan.rail,
+        watch=watch,
+        world_ranks=[world_ranks[ranks[number]] for ranks in topology.nodes],
+        name=f"rail {number}",
+    )
+
+
+def _group(
+    comm: MPI.Intracomm,
+    ranks: Sequence[int],
+    *,
+    topology: Topology,
+    plan: Plan,
+    watch: Watch,
+    world_ranks: Sequence[int],
+) -> Communicator | None:
+    """Make a communicator of some ``ranks`` of ``comm``, in this order. Collective over ``comm``.
+
+    Returns:
+        None on ranks that are not in the group.
+    """
+    mine = comm.rank in ranks
+    split = comm.Split(0 if mine else MPI.UNDEFINED, ranks.index(comm.rank) if mine else 0)
+    if not mine:
+        return None
+    if len(ranks) == 1:
+        split.Free()
+        return SerialCommunicator()
+    members = cast("MPI.Intracomm", split)
+    inside = topology.of_group(ranks)
+    of_world = [world_ranks[rank] for rank in ranks]
+    watch = watch.of_group(of_world)
+    node, _ = share_memory(members, inside, _same_way(plan), watch)
+    return join(members, node, inside, plan.for_group(inside), watch, of_world)
+
+
+def _same_way(plan: Plan) -> str:
+    return "off" if plan.node_memory == "none" else plan.node_memory

@@ -1,0 +1,176 @@
+"""A ring of bytes in memory of two processes: one writes messages, the other reads them.
+
+The counters of bytes written and read are each stored by one side only. Messages are a stream,
+each behind its length, so that one that is larger than the ring flows through it.
+"""
+
+import platform
+from collections import deque
+from collections.abc import Callable
+
+from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
+
+RING_BYTES = 1 << 14
+"""Room of one direction between two ranks."""
+HEAD_BYTES = 2 * LINE_BYTES
+"""Before it: a line that the writer stores to and one that the reader stores to."""
+_WRITTEN, _STUCK, _READ = 0, 1, LINE_BYTES // 8
+_LENGTH_BYTES = 8
+
+STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
+"""Whether all processors see the stores of one in order, and load in order."""
+
+
+def fence_of(semaphore: Semaphore) -> Callable[[], object] | None:
+    """Return what keeps loads and stores before it apart from those after it.
+
+    A post releases, taking it again acquires: together nothing passes them.
+
+    Args:
+        semaphore: nobody else uses it.
+
+    Returns:
+        None where the processor needs none.
+    """
+    if STORES_IN_ORDER:
+        return None
+
+    def fence() -> None:
+        semaphore.post()
+        semaphore.try_wait()
+
+    return fence
+
+
+class Outlet:
+    """The end that writes."""
+
+    __slots__ = ("_bell", "_counters", "_data", "_fence", "_rest", "_written", "is_stuck")
+
+    def __init__(
+        self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
+    ) -> None:
+        """Take ``HEAD_BYTES + RING_BYTES`` zeros.
+
+        Args:
+            memory: of bytes, aligned to eight.
+            bell: of the reader.
+            fence: from ``fence_of``.
+        """
+        self.is_stuck = False
+        """Whether messages wait for room."""
+        self._counters = memory[:HEAD_BYTES].cast("Q")
+        self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
+        self._bell = bell.post
+        self._fence = fence
+        self._written = 0
+        self._rest: deque[memoryview] = deque()
+
+    def send(self, message: bytes) -> None:
+        """Write ``message``, or as much as there is room for."""
+        framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        # A byte stays free, so that whoever gets stuck has something to write: see push().
+        if self.is_stuck or len(framed) >= RING_BYTES - self._written + self._counters[_READ]:
+            self._rest.append(memoryview(framed))
+            self.push()
+        else:
+            self._write(framed)
+
+    def push(self) -> None:
+        """Write what waits, as far as there is room.
+
+        Before this end gets stuck it says so, and then writes something: whoever reads that rings
+        the bell of this end when there is room.
+        """
+        if not self.is_stuck:
+            self.is_stuck = True
+            self._counters[_STUCK] = 1
+        while self._rest:
+            piece = self._rest.popleft()
+            room = RING_BYTES - self._written + self._counters[_READ]
+            if len(piece) < room:
+                if not self._rest:
+                    self.is_stuck = False
+                    self._counters[_STUCK] = 0
+                self._write(piece)
+                continue
+            num_bytes = min(room, len(piece) - 1)
+            self._rest.appendleft(piece[num_bytes:])
+            if num_bytes:
+                self._write(piece[:num_bytes])
+            return
+
+    def _write(self, piece: "bytes | memoryview") -> None:
+        start = self._written % RING_BYTES
+        end = start + len(piece)
+        if end <= RING_BYTES:
+            self._data[start:end] = piece
+        else:
+            cut = RING_BYTES - start
+            self._data[start:] = piece[:cut]
+            self._data[: end - RING_BYTES] = piece[cut:]
+        self._written += len(piece)
+        if self._fence is not None:
+            self._fence()
+        self._counters[_WRITTEN] = self._written
+        self._bell()
+
+
+class Inlet:
+    """The end that reads."""
+
+    __slots__ = ("_bell", "_counters", "_data", "_fence", "_part", "_read")
+
+    def __init__(
+        self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
+    ) -> None:
+        """Take the same memory as the writer.
+
+        Args:
+            memory: of bytes, aligned to eight.
+            bell: of the writer.
+            fence: from ``fence_of``.
+        """
+        self._counters = memory[:HEAD_BYTES].cast("Q")
+        self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
+        self._bell = bell.post
+        self._fence = fence
+        self._read = 0
+        self._part = bytearray()
+
+    def receive(self) -> list[bytes] | None:
+        """Return the messages that are complete; None if nothing has come."""
+        counters, read = self._counters, self._read
+        written = counters[_WRITTEN]
+        if written == read:
+            return None
+        if self._fence is not None:
+            self._fence()
+        is_stuck = counters[_STUCK]
+        start = read % RING_BYTES
+        end = start + written - read
+        came = self._data[start:end].tobytes()
+        if end > RING_BYTES:
+            came += self._data[: end - RING_BYTES].tobytes()
+        if self._fence is not None:
+            self._fence()
+        self._read = counters[_READ] = written
+        if is_stuck:
+            self._bell()
+        if not self._part and int.from_bytes(came[:_LENGTH_BYTES], "little") == len(came) - 8:
+            return [came[_LENGTH_BYTES:]]
+        self._part += came
+        return self._complete()
+
+    def _complete(self) -> list[bytes]:
+        part, start = self._part, 0
+        messages = []
+        while len(part) - start >= _LENGTH_BYTES:
+            first = start + _LENGTH_BYTES
+            end = first + int.from_bytes(part[start:first], "little")
+            if end > len(part):
+                break
+            messages.append(bytes(part[first:end]))
+            start = end
+        del part[:start]
+        return messages

@@ -1,0 +1,1 @@
+"""Engines of others below the same protocol: Horovod."""

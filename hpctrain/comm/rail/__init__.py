@@ -1,0 +1,1 @@
+"""Between nodes: rings, trees and halving over the slow link."""

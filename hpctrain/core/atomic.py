@@ -1,0 +1,76 @@
+"""Files that appear whole or not at all, also when the machine stops in between."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hpctrain.core.checksum import crc32
+from hpctrain.core.units import MIB
+
+PART = ".part"
+"""Ending of a file that is being written; whoever finds one may remove it."""
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """Replace the file ``path`` at once by one written under the name this yields.
+
+    When the block ends well, ``path`` is the new file, on disk; when it fails, ``path`` is as
+    before and the part is gone; after a kill at any instant it is one of the two.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    part = path.with_name(path.name + PART)
+    try:
+        yield part
+        sync(part)
+        part.replace(path)
+    except BaseException:
+        # A full or read-only disk may refuse this too; the first error is the one to tell.
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory where there is none, and its parents; return when their names are on disk.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the file, or the names in the directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line why the system refused; libraries wrap its word in long stories."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error).partition("\n")[0]
+
+
+def crc32_of(path: Path) -> int:
+    """Return the crc32 of all bytes of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(4 * MIB):
+            crc = crc32(piece, crc)
+    return crc

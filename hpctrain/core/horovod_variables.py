@@ -1,0 +1,159 @@
+"""Horovod's environment variables: which of them mean something here, and what.
+
+``hpctrain guide horovod-variables`` tells it of every one.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.core.errors import ConfigError
+
+PREFIX = "HOROVOD_"
+GUIDE = "`hpctrain guide horovod-variables`"
+
+
+class Variable(NamedTuple):
+    """A variable of Horovod's that is read where ours of the same meaning is not set."""
+
+    name: str
+    setting: str
+    """Name in ``hpctrain.core.config.Settings``."""
+    parse: Callable[[str], Any]
+    """Reads the text; None where that asks for nothing."""
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:  # also what is no number
+        raise ConfigError(f"a number of at least 0 is needed, got {text!r}")
+    return number
+
+
+def _is_on(text: str) -> bool:
+    return _number(text) > 0
+
+
+def _bytes(text: str) -> int:
+    return int(_number(text))
+
+
+def _seconds(text: str) -> float | None:
+    return _number(text) or None
+
+
+def _milliseconds(text: str) -> float:
+    return _number(text) / 1000
+
+
+def _never(text: str) -> float | None:
+    return math.inf if _is_on(text) else None
+
+
+def _file(text: str) -> Path | None:
+    # DYNAMIC asks that a program may start the timeline later, as it may here at any time.
+    return None if text == "DYNAMIC" else Path(text)
+
+
+def _two_level(text: str) -> str | None:
+    return "two-level" if _is_on(text) else None
+
+
+_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+_RENAMED = {"trace": "debug", "fatal": "critical"}
+
+
+def _level(text: str) -> str:
+    level = text.lower()
+    if level not in _LEVELS:
+        raise ConfigError(f"one of {', '.join(_LEVELS)} is needed, got {text!r}")
+    return _RENAMED.get(level, level)
+
+
+HONOURED = (
+    Variable("HOROVOD_TIMELINE", "timeline", _file),
+    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _is_on),
+    Variable("HOROVOD_FUSION_THRESHOLD", "fusion_bytes", _bytes),
+    Variable("HOROVOD_CYCLE_TIME", "cycle_s", _milliseconds),
+    Variable("HOROVOD_STALL_CHECK_DISABLE", "stall_s", _never),
+    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", _seconds),
+    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", _seconds),
+    Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
+    Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "horovod_way", _two_level),
+)
+"""In the order in which they are asked: of two for one setting the first that says something."""
+
+FULFILLED: Mapping[str, tuple[str, ...]] = {
+    "HOROVOD_AUTOTUNE": (),
+    "HOROVOD_CONTROLLER": ("mpi",),
+    "HOROVOD_CPU_OPERATIONS": ("mpi",),
+    "HOROVOD_DISABLE_NVTX_RANGES": (),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": (),
+    "HOROVOD_LOG_HIDE_TIME": (),
+}
+"""What they ask for is so without them, for these values; for any where there are none."""
+
+
+def read(setting: str, environ: Mapping[str, str]) -> tuple[Any, str] | None:
+    """Return what Horovod's variables say about one of our settings, and which of them does.
+
+    Raises:
+        ConfigError: a value is not valid; the message names the variable.
+    """
+    for variable in HONOURED:
+        text = environ.get(variable.name, "")
+        if variable.setting != setting or not text:
+            continue
+        try:
+            value = variable.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{variable.name}: {error}") from None
+        if value is not None:
+            return value, variable.name
+    return None
+
+
+def found(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of Horovod's that are set."""
+    environ = os.environ if environ is None else environ
+    return {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+
+
+def remarks(environ: Mapping[str, str]) -> list[str]:
+    """Return what there is to say about the variables of Horovod's that are set.
+
+    Each is a sentence and a way out behind a semicolon: one about all variables that have no
+    effect, one about ranks that Horovod's own launcher has started without MPI.
+    """
+    idle = sorted(name for name in found(environ) if _is_idle(name, environ))
+    if not idle:
+        return []
+    if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and environ.get("HOROVOD_SIZE", "1") != "1":
+        text = (
+            f"horovodrun has started {environ['HOROVOD_SIZE']} processes for Gloo, but here they "
+            f"meet by MPI; start them by `hpctrain launch`, mpirun, srun or `horovodrun --mpi`"
+        )
+        return [text]
+    verb = "have" if len(idle) > 1 else "has"
+    return [f"{', '.join(idle)} {verb} no effect in hpctrain; {_hint(idle)}"]
+
+
+def _is_idle(name: str, environ: Mapping[str, str]) -> bool:
+    if any(name == variable.name for variable in HONOURED):
+        return False
+    values = FULFILLED.get(name)
+    return values is None or bool(values and environ[name].lower() not in values)
+
+
+def _hint(idle: list[str]) -> str:
+    known = [variable.name for variable in HONOURED]
+    for name in idle:
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
+            return f"is {name} meant to be {close[0]}?"
+    return f"{GUIDE} says why"

@@ -1,0 +1,153 @@
+"""The logger ``hpctrain``: rank-tagged lines, a file per rank, equal warnings merged.
+
+Nothing here knows MPI: ``runtime/world`` says who this rank is and gathers what others held.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpctrain.core.units import format_ranks
+
+logger = logging.getLogger("hpctrain")
+
+_PLAIN = "hpctrain: %(message)s"
+_IN_FILE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OF_ALL = {"of_all_ranks": True}
+
+
+def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
+    """Tag what this process logs with its rank; a second call replaces the first.
+
+    Warnings go to stderr, or what ``level`` says, unless the program has configured logging
+    itself: then its own handlers alone print them. With ``log_dir`` this rank also writes
+    ``log_dir/rank-N.log``.
+
+    Args:
+        rank: of this process.
+        size: number of ranks; in a world of one nothing is tagged.
+        log_dir: folder for the files, made if missing.
+        level: ``debug``, ``info``, ``warning``, ``error`` or ``critical``; from it on stderr.
+    """
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
+        logger.removeHandler(old)
+        old.close()
+    if logger.level == logging.NOTSET:
+        logger.setLevel(min(logging.INFO, threshold))
+    console = _Console()
+    console.setLevel(threshold)
+    console.setFormatter(_Tagged(_PLAIN, rank=rank if size > 1 else None))
+    logger.addHandler(console)
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        file = _RankFile(log_dir / f"rank-{rank}.log", encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter(_IN_FILE))
+        logger.addHandler(file)
+
+
+@contextmanager
+def held() -> Iterator[list[str]]:
+    """Hold the warnings of this process back, in the list that is given; pass on all else.
+
+    After an error inside, the warnings are logged after all: they may tell its reason.
+    """
+    holder = _Holder(list(logger.handlers), propagate=logger.propagate)
+    logger.handlers, logger.propagate = [holder], False
+    try:
+        yield holder.messages
+    except BaseException:
+        holder.log_all()
+        raise
+    finally:
+        logger.handlers, logger.propagate = holder.handlers, holder.propagate
+
+
+def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
+    """Merge the warnings of all ranks: each once, with the ranks that gave it.
+
+    Args:
+        messages_by_rank: what each rank held, rank 0 first.
+
+    Returns:
+        In the order of the first rank that gave them: ``text [ranks 0-3, 4 of 6]`` for several
+        ranks, ``text [rank 2]`` for one; the bare text in a world of one.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, messages in enumerate(messages_by_rank):
+        for text in dict.fromkeys(messages):
+            ranks_of.setdefault(text, []).append(rank)
+    size = len(messages_by_rank)
+    return [f"{text}{_whose(ranks, size)}" for text, ranks in ranks_of.items()]
+
+
+def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
+    """Log the merged warnings; called by one rank, whose own tag they do not carry."""
+    for text in merge(messages_by_rank):
+        logger.warning("%s", text, extra=_OF_ALL)
+
+
+def _whose(ranks: list[int], size: int) -> str:
+    if size == 1:
+        return ""
+    if len(ranks) == size:
+        return f" [all {size} ranks]"
+    count = f", {len(ranks)} of {size}" if len(ranks) > 1 else ""
+    return f" [{format_ranks(ranks)}{count}]"
+
+
+class _Tagged(logging.Formatter):
+    """Puts ``[rank N]`` before every line, so that many ranks can share a terminal."""
+
+    def __init__(self, fmt: str, *, rank: int | None) -> None:
+        super().__init__(fmt)
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if self._rank is None or getattr(record, "of_all_ranks", False):
+            return text
+        return "\n".join(f"[rank {self._rank}] {line}" for line in text.splitlines())
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints to stderr unless the program has handlers of its own on the root logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+class _RankFile(logging.FileHandler):
+    """Writes the log file of this rank."""
+
+
+class _Holder(logging.Handler):
+    """Keeps warnings for later and hands everything else on."""
+
+    def __init__(self, handlers: list[logging.Handler], *, propagate: bool) -> None:
+        super().__init__()
+        self.handlers = handlers
+        self.propagate = propagate
+        self.messages: list[str] = []
+        self._records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            self.messages.append(record.getMessage())
+            self._records.append(record)
+        else:
+            self._hand_on(record)
+
+    def log_all(self) -> None:
+        """Log what was held."""
+        for record in self._records:
+            self._hand_on(record)
+
+    def _hand_on(self, record: logging.LogRecord) -> None:
+        for handler in self.handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+        if self.propagate and logger.parent is not None:
+            logger.parent.callHandlers(record)

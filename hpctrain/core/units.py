@@ -1,0 +1,80 @@
+"""Numbers with units, read from and written for people."""
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+from hpctrain.core.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:s|min|h|d)\s*)+", re.IGNORECASE)
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes such as ``"25 MiB"``, case does not matter.
+
+    Raises:
+        ConfigError: the text is not a number followed by one of B, kB, MB, GB, KiB, MiB, GiB.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    if not match or match[2].lower() not in _FACTORS:
+        raise ConfigError(
+            f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}'
+        )
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as ``"10min"``, ``"11h50min"`` or ``"90 s"`` in seconds.
+
+    Raises:
+        ConfigError: the text is not one or more numbers, each with one of s, min, h, d.
+    """
+    if not _DURATION.fullmatch(text.strip()):
+        raise ConfigError(
+            f'a duration is a number and a unit such as "10min", "11h50min" or "90 s", '
+            f"got {text!r}"
+        )
+    return sum(float(n) * _SECONDS[unit.lower()] for n, unit in _DURATION_PART.findall(text))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with a binary unit: ``25.0 MiB``."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with the unit that fits: ``3.2 us``, ``1.84 ms``, ``3 min 05 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Write a set of cores or ranks as the kernel does: ``0-3,8``."""
+    runs = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write a set of ranks with its noun: ``rank 3``, ``ranks 0-3,8``."""
+    listed = list(ranks)
+    return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed)}"

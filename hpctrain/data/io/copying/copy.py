@@ -1,0 +1,174 @@
+"""All samples of a data set in their order, for what writes them anew; bounded memory."""
+
+import time
+from collections.abc import Iterator
+from functools import reduce
+from itertools import pairwise
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.data.format.agreement import together
+from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.rows import RaggedRows, Rows, cut
+from hpctrain.data.ragged import Ragged
+from hpctrain.data.tools.faults import Range, name_blocks
+from hpctrain.data.tools.salvage import UNREADABLE, ShardBlocks, runs
+
+TURN_S = 2.0
+"""How long a rank works until it hears of the others."""
+
+
+def stream(
+    directory: Path,
+    manifest: Manifest,
+    start: int,
+    stop: int,
+    *,
+    fields: tuple[str, ...] = (),
+    check: bool = True,
+) -> Iterator[tuple[int, Rows]]:
+    """Read the samples ``[start, stop)``, a few blocks at a time.
+
+    Args:
+        directory: of the data set.
+        manifest: of the data set.
+        start: the first sample.
+        stop: behind the last one.
+        fields: which to read, by default all.
+        check: compare the blocks with their checksums.
+
+    Yields:
+        The number of a first sample, and the samples from there on.
+
+    Raises:
+        CorruptError: a block is damaged or cannot be read.
+    """
+    names = fields or tuple(manifest.fields)
+    first = 0
+    for index, shard in enumerate(manifest.shards):
+        last = first + shard.num_samples
+        if max(start, first) < min(stop, last):
+            inside = range(max(start - first, 0), min(stop, last) - first)
+            yield from _of_shard(directory, manifest, index, inside, names, check=check)
+        first = last
+
+
+def as_samples(rows: Rows) -> dict[str, NDArray[Any] | Ragged]:
+    """Return samples as a writer takes them."""
+    return {
+        name: Ragged(torch.from_numpy(some.values), torch.from_numpy(some.offsets))
+        if isinstance(some, RaggedRows)
+        else some
+        for name, some in rows.items()
+    }
+
+
+def share(num_samples: int, comm: Communicator, step: int) -> Range:
+    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
+    num_steps = -(-num_samples // step)
+    start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
+    return min(start, num_samples), min(stop, num_samples)
+
+
+def in_turns(comm: Communicator, work: Iterator[None]) -> None:
+    """Do the work of this rank step by step, until all ranks are done or one fails.
+
+    Collective. Ranks hear of each other often: no one waits longer than a message may take.
+
+    Raises:
+        DataError: the work of a rank raised one; on every rank.
+    """
+    is_done = False
+    while True:
+        with together(comm):
+            is_done = is_done or _turn(work)
+        if all(comm.allgather_object(is_done)):
+            return
+
+
+def read_manifest(directory: Path, comm: Communicator) -> Manifest:
+    """Read the manifest of a data set, and make its fields readable. Collective.
+
+    Raises:
+        DataError: there is none, or zstd is needed and not installed; on every rank.
+    """
+    manifest: Manifest | None = None
+    with together(comm):
+        if comm.rank == 0:
+            manifest = Manifest.read(directory)
+    manifest = comm.broadcast_object(manifest)
+    assert manifest
+    with together(comm):
+        load_filters(manifest.fields)
+    return manifest
+
+
+def _turn(work: Iterator[None]) -> bool:
+    """Work for some time; say whether all is done."""
+    end = time.monotonic() + TURN_S
+    return all(time.monotonic() < end for _ in work)
+
+
+def _of_shard(
+    directory: Path,
+    manifest: Manifest,
+    index: int,
+    inside: range,
+    names: tuple[str, ...],
+    *,
+    check: bool,
+) -> Iterator[tuple[int, Rows]]:
+    size = manifest.block_size
+    touched = range(inside.start // size, -(-inside.stop // size))
+    try:
+        with ShardBlocks(directory, manifest, index) as blocks:
+            tables = {name: _table(blocks, name) for name in names if check}
+            edges = reduce(add, (blocks.bounds(n) * blocks.row_bytes(n) for n in names))
+            for run in runs(edges[touched.start : touched.stop + 1], touched.start):
+                touched = run
+                rows = {name: _rows(blocks, name, run, tables.get(name)) for name in names}
+                begin = run.start * size
+                start, stop = max(begin, inside.start), min(run.stop * size, inside.stop)
+                yield blocks.first_sample + start, cut(rows, start - begin, stop - begin)
+    except UNREADABLE as error:
+        shard = manifest.shards[index]
+        first = sum(before.num_samples for before in manifest.shards[:index])
+        raise CorruptError(
+            f"{name_blocks(touched)} of shard {directory / shard.file} cannot be read: "
+            f"{reason_of(error)}; find all damage with hpctrain data verify {directory}",
+            first + touched.start * size,
+            first + min(touched.stop * size, shard.num_samples),
+        ) from error
+
+
+def _table(blocks: ShardBlocks, name: str) -> NDArray[Any]:
+    table = blocks.table(name)
+    if crc32(table.data) != blocks.shard.places[name].crc32:
+        raise DataError(f"the checksums of field {name} are damaged")
+    return table
+
+
+def _rows(
+    blocks: ShardBlocks, name: str, run: range, table: NDArray[Any] | None
+) -> NDArray[Any] | RaggedRows:
+    values = blocks.read(name, run.start, run.stop)
+    if table is not None:
+        edges = blocks.bounds(name)[run.start : run.stop + 1]
+        cuts = (edges - edges[0]).tolist()
+        for block, (start, stop) in zip(run, pairwise(cuts), strict=True):
+            if crc32(values[start:stop].data) != table[block]:
+                raise DataError(f"block {block} of field {name} has the wrong crc32")
+    if not blocks.manifest.fields[name].ragged:
+        return values
+    size = blocks.manifest.block_size
+    offsets = blocks.offsets(name)[run.start * size : run.stop * size + 1]
+    return RaggedRows(values, offsets - offsets[0])

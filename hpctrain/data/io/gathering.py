@@ -1,0 +1,85 @@
+"""A batch out of several shards: each copies its samples to their places in the batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.data.io.handles import ReadableShard
+from hpctrain.data.io.values import Array
+from hpctrain.data.ragged import Ragged
+
+Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
+"""Makes an array to be filled, of a shape and a dtype."""
+
+_MANY = 4096
+"""Samples from which on it is worth a look whether they grow."""
+
+
+class Part(NamedTuple):
+    """The samples of a batch that one shard has."""
+
+    shard: ReadableShard
+    rows: Array
+    """Numbered from the start of the shard."""
+    places: Array | None
+    """Where they belong in the batch, None if they are all of it."""
+
+
+def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
+    """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
+
+    Args:
+        wanted: samples of the data set, in any order.
+        starts: first sample of each shard, and behind the last one.
+    """
+    if len(starts) == 2:
+        yield 0, wanted, None
+        return
+    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
+        edges = np.searchsorted(wanted, starts).tolist()
+        for home, (start, stop) in enumerate(pairwise(edges)):
+            if start < stop:
+                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
+        return
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    order = np.argsort(homes, kind="stable")
+    homes = homes[order]
+    cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
+    for start, stop in pairwise(cuts):
+        if start == stop:
+            continue
+        home = int(homes[start])
+        if stop - start == len(wanted):
+            yield home, wanted - starts[home], None
+        else:
+            places = order[start:stop]
+            yield home, wanted[places] - starts[home], places
+
+
+def gather(name: str, parts: Sequence[Part], out: NDArray[Any]) -> None:
+    """Copy the samples of a field to ``out``, ``(num_samples, *shape)``."""
+    if out.size:
+        for shard, rows, places in parts:
+            shard.gather(name, rows, out, places)
+
+
+def gather_ragged(
+    name: str, parts: Sequence[Part], shape: Sequence[int], dtype: np.dtype[Any], empty: Empty
+) -> Ragged:
+    """Return the samples of a ragged field, whose rows have ``shape``."""
+    num_samples = sum(len(part.rows) for part in parts)
+    offsets = np.zeros(num_samples + 1, np.int64)
+    lengths = offsets[1:]
+    for shard, rows, places in parts:
+        lengths[slice(None) if places is None else places] = shard.lengths(name, rows)
+    np.cumsum(lengths, out=lengths)
+    out = empty((int(offsets[-1]), *shape), dtype)
+    if out.size:
+        for shard, rows, places in parts:
+            starts = offsets[:-1] if places is None else offsets[places]
+            shard.gather_ragged(name, rows, out, starts)
+    return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))

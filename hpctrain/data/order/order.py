@@ -1,0 +1,129 @@
+"""The order of the samples of an epoch: a bijection of [0, n), computed where it is needed.
+
+An order is a function of (n, seed, epoch) only, never of the ranks or the files, and takes
+constant memory: position ``p`` of the epoch is sample ``order.samples_at(p)``.
+
+Differs from drawing a permutation: at a thousand million samples that is 8 GB on every rank.
+"""
+
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from hpctrain.core.errors import DataError
+from hpctrain.data.order.feistel import Feistel, Words
+from hpctrain.data.samples import Indices
+
+SMALL = 4096
+"""Up to here a permutation is drawn, as all orders of few samples must be equally likely."""
+
+
+class Order(Protocol):
+    """A bijection between positions of an epoch and samples."""
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Return the samples at some positions, both in [0, n)."""
+
+    def positions_of(self, samples: Indices) -> Indices:
+        """Return the positions of some samples: the inverse of ``samples_at``."""
+
+
+def global_order(n: int, seed: int, epoch: int) -> Order:
+    """Shuffle all samples: any sample can come at any position.
+
+    Args:
+        n: number of samples, at least 1 and below 2^62.
+        seed: of the whole training, in [0, 2^64).
+        epoch: in [0, 2^64).
+
+    Raises:
+        DataError: an argument is out of range.
+    """
+    check_order(n, seed, epoch)
+    return FisherYates(n, seed, epoch) if n <= SMALL else Shuffled(n, seed, epoch)
+
+
+def check_order(n: int, seed: int, epoch: int) -> None:
+    """Check what every order is made of.
+
+    Raises:
+        DataError: an argument is out of range.
+    """
+    if not 1 <= n < 2**62 or not 0 <= seed < 2**64 or not 0 <= epoch < 2**64:
+        raise DataError(
+            f"an order needs 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), "
+            f"got n={n}, seed={seed}, epoch={epoch}"
+        )
+
+
+class Sequential:
+    """Samples as they lie in the files."""
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Return the positions."""
+        return positions
+
+    def positions_of(self, samples: Indices) -> Indices:
+        """Return the samples."""
+        return samples
+
+
+class FisherYates:
+    """A permutation drawn at once, for few samples.
+
+    Random words come straight from the Philox counter, whose stream numpy promises to keep;
+    it makes no such promise for ``Generator.permutation``.
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        """Draw the permutation; arguments as in ``global_order``."""
+        philox = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+        # The high half of a word times the number of choices: no division, bias under 2^-16.
+        choices: Words = philox.random_raw(n) >> np.uint64(32)
+        choices *= np.arange(1, n + 1, dtype=np.uint64)
+        choices >>= np.uint64(32)
+        samples = list(range(n))
+        for last, other in enumerate(choices.tolist()):
+            samples[last], samples[other] = samples[other], samples[last]
+        self._samples = np.array(samples, np.int64)
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Look the samples up."""
+        return self._samples[positions]
+
+    def positions_of(self, samples: Indices) -> Indices:
+        """Look the positions up."""
+        return self._positions[samples]
+
+    @cached_property
+    def _positions(self) -> Indices:
+        return np.argsort(self._samples)
+
+
+class Shuffled:
+    """A permutation of many samples, computed."""
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        """Derive the keys; arguments as in ``global_order``."""
+        self._network = Feistel(n, seed, epoch)
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Compute the samples."""
+        return as_indices(self._network.forward(as_words(positions.ravel()))).reshape(
+            positions.shape
+        )
+
+    def positions_of(self, samples: Indices) -> Indices:
+        """Compute the positions."""
+        return as_indices(self._network.backward(as_words(samples.ravel()))).reshape(samples.shape)
+
+
+def as_words(indices: Indices) -> Words:
+    """Return the same bits as words."""
+    return np.ascontiguousarray(indices).view(np.uint64)
+
+
+def as_indices(words: Words) -> Indices:
+    """Return the same bits as indices."""
+    return words.view(np.int64)

@@ -1,0 +1,71 @@
+"""Which order the samples of every epoch come in."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import GIB
+from hpctrain.data.mixture import Mixture
+from hpctrain.data.order.order import Order, Sequential, global_order
+from hpctrain.data.order.window import WindowOrder
+from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.samples import Samples
+
+OrderName = Literal["auto", "global", "window", "sequential"]
+
+FAST_ALONE_BYTES = 100_000
+"""Samples of this size are read as fast one by one as in blocks of neighbours."""
+CACHED_BYTES = GIB
+"""A data set of this size stays in memory once it was read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ordering:
+    """An order of every epoch: the same for all ranks, and after a change of their number."""
+
+    name: Literal["global", "window", "sequential"]
+    shape: WindowShape | None = None
+    """Of a window order."""
+
+    @classmethod
+    def choose(
+        cls, name: OrderName, dataset: Samples, global_batch: int, shape: WindowShape | None
+    ) -> Self:
+        """Choose what is left open: by the size of samples and data set, never by the machine.
+
+        Raises:
+            DataError: there is no such order, or not of this data set.
+        """
+        if name not in ("auto", "global", "window", "sequential"):
+            raise DataError(f"order is auto, global, window or sequential, got {name!r}")
+        if isinstance(dataset, Mixture):
+            if name not in ("auto", "sequential"):
+                raise DataError(f'a mixture has an order of its own: order="auto", got {name!r}')
+            return cls(name="sequential")
+        if shape is not None and name not in ("auto", "window"):
+            raise DataError(f'window= is for order="window", got order={name!r}')
+        if name == "window" or (name == "auto" and shape is not None):
+            chosen = shape or WindowShape.of(
+                global_batch, dataset.sample_bytes, dataset.block_size
+            )
+            return cls(name="window", shape=chosen)
+        if name != "auto":
+            return cls(name=name)
+        chosen = WindowShape.of(global_batch, dataset.sample_bytes, dataset.block_size)
+        if (
+            dataset.sample_bytes >= FAST_ALONE_BYTES
+            or len(dataset) * dataset.sample_bytes <= CACHED_BYTES
+            or len(dataset) <= chosen.num_samples
+        ):
+            return cls(name="global")
+        return cls(name="window", shape=chosen)
+
+    def order(self, dataset: Samples, seed: int, epoch: int) -> Order:
+        """Return the order of an epoch."""
+        if isinstance(dataset, Mixture):
+            return dataset.order(epoch)
+        if self.name == "sequential":
+            return Sequential()
+        if self.shape is not None:
+            return WindowOrder(len(dataset), seed, epoch, self.shape)
+        return global_order(len(dataset), seed, epoch)

@@ -1,0 +1,239 @@
+"""A shuffled order that reads whole blocks: samples are mixed inside a moving window of blocks.
+
+Blocks of neighbouring samples belong to lanes, for all epochs. An epoch goes through all lanes
+at once, one sample of each in turn; in each lane it takes the blocks in an order of its own and
+mixes the samples of ``window`` of them at a time. So a batch mixes ``lanes * window`` blocks, and
+a rank that reads some of the lanes reads the same part of the data in every epoch.
+
+Samples whose blocks do not go round the lanes come one at a time, evenly over the epoch.
+"""
+
+import numpy as np
+
+from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
+from hpctrain.data.order.order import as_indices, as_words, check_order, global_order
+from hpctrain.data.order.stream_partition import Lanes
+from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.samples import Indices
+
+_PIECE = 1 << 16  # positions whose intermediate results fit the caches
+
+# Keys that no epoch of another order has.
+_TURN, _INSIDE, _REST = 2, 3, 4
+
+
+def window_order(
+    n: int, seed: int, epoch: int, *, block: int, window: int, lanes: int
+) -> "WindowOrder":
+    """Shuffle samples inside a moving window of blocks.
+
+    Args:
+        n: number of samples, at least 1 and below 2^62.
+        seed: of the whole training, in [0, 2^64).
+        epoch: in [0, 2^64).
+        block: neighbouring samples that are read together.
+        window: blocks of a lane that are mixed.
+        lanes: parts of the data that are read side by side.
+
+    Raises:
+        DataError: an argument is out of range.
+    """
+    return WindowOrder(n, seed, epoch, WindowShape(block=block, window=window, lanes=lanes))
+
+
+class WindowOrder:
+    """A bijection between positions of an epoch and samples; make it with ``window_order``.
+
+    A position belongs to a lane or to the rest. In a lane, all but a few blocks have their turn,
+    and turns are cut into windows: a permutation of the samples of a window, then one of the
+    turns, then the fixed one of ``Lanes`` lead to the sample.
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
+        """Derive the keys; arguments as in ``window_order``."""
+        check_order(n, seed, epoch)
+        self._n = n
+        self.shape = shape
+        self._block, self._num_lanes = shape.block, shape.lanes
+        self._lanes = Lanes(n, seed, shape.block, shape.lanes)
+        self._num_turns = self._lanes.num_turns
+        # The first windows have one turn more where they do not go into a lane.
+        num_windows = max(1, self._num_turns // shape.window)
+        self._turns, self._num_longer = divmod(self._num_turns, num_windows)
+        self._longest = self._turns + (self._num_longer > 0)
+        self._num_rest = n - self._num_turns * shape.lanes * shape.block
+        self._stride = n // self._num_rest if self._num_rest else n + 1
+        self._inside = Feistel(max(1, self._longest * shape.block), seed, epoch, _INSIDE)
+        self._turn = Feistel(max(1, self._num_turns), seed, epoch, _TURN)
+        self._inside_key = key_of(seed, epoch, _INSIDE, 0)
+        self._turn_key = key_of(seed, epoch, _TURN, 0)
+        self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
+
+    @property
+    def num_turns(self) -> int:
+        """Blocks of each lane that have a turn."""
+        return self._num_turns
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Compute the samples."""
+        flat = positions.ravel()
+        samples = np.empty_like(flat)
+        for start in range(0, len(flat), _PIECE):
+            some = slice(start, start + _PIECE)
+            samples[some] = self._samples_at(flat[some])
+        return samples.reshape(positions.shape)
+
+    def positions_of(self, samples: Indices) -> Indices:
+        """Compute the positions."""
+        flat = samples.ravel()
+        blocks = flat // self._block
+        slots, offsets = self._lanes.slots(blocks), flat % self._block
+        is_rest = slots >= self._num_turns * self._num_lanes
+        positions = np.empty_like(flat)
+        positions[is_rest] = self._rest_positions(slots[is_rest], offsets[is_rest])
+        positions[~is_rest] = self._lane_positions(slots[~is_rest], offsets[~is_rest])
+        return positions.reshape(samples.shape)
+
+    def lanes_of(self, positions: Indices) -> Indices:
+        """Return the lanes of the samples at some positions, cheaper than the samples."""
+        rest, rest_numbers, numbers = self._split(positions)
+        _, lanes = _divided(numbers, self._num_lanes)
+        lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes
+        return lanes
+
+    def turn_of(self, position: int) -> int:
+        """Return how many blocks of each lane have been used up before a position, about."""
+        number = position - min(position // self._stride, self._num_rest)
+        return number // (self._num_lanes * self._block)
+
+    def turns_begun(self, position: int) -> range:
+        """Return the turns of the window around a position, up to one window after it."""
+        turn = self.turn_of(position)
+        if turn >= self._num_turns:
+            return range(self._num_turns, self._num_turns)
+        _, start, _ = self._windows(np.array([turn]))
+        return range(int(start[0]), self.turns_needed(position))
+
+    def turns_needed(self, position: int, together: int = 1) -> int:
+        """Return before which turn blocks should be in memory: one window after a position.
+
+        Args:
+            position: of the epoch.
+            together: turns that are asked for at once.
+        """
+        turn = self.turn_of(position) + self._longest
+        return min(self._num_turns, -(-turn // together) * together)
+
+    def blocks(self, lanes: range, turns: range) -> Indices:
+        """Return the numbers of the blocks that some lanes have in some turns."""
+        lane = np.tile(np.arange(lanes.start, lanes.stop), len(turns))
+        turn = np.repeat(np.arange(turns.start, turns.stop), len(lanes))
+        return self._lanes.blocks(self._slots(lane, turn))
+
+    def rest_blocks(self, lanes: range) -> Indices:
+        """Return the numbers of the blocks of some lanes that have no turn."""
+        slots = self._num_turns * self._num_lanes + np.arange(lanes.start, lanes.stop)
+        return self._lanes.blocks(slots[slots * self._block < self._n])
+
+    def _samples_at(self, positions: Indices) -> Indices:
+        rest, rest_numbers, numbers = self._split(positions)
+        if len(rest) == len(positions):
+            return self._rest_samples(rest_numbers)
+        samples = self._lane_samples(numbers)
+        samples[rest] = self._rest_samples(rest_numbers)
+        return samples
+
+    def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
+        """Say where positions of the rest are, and number these and those in lanes from 0.
+
+        Those of the rest have a number in lanes as well, without a meaning.
+        """
+        before, place = _divided(positions, self._stride)
+        is_rest = (place == self._stride - 1) & (before < self._num_rest)
+        rest = np.flatnonzero(is_rest)
+        numbers = positions - np.minimum(before, self._num_rest)
+        last = max(0, self._n - self._num_rest - 1)
+        return rest, before[rest], np.minimum(numbers, last, out=numbers)
+
+    def _rest_samples(self, numbers: Indices) -> Indices:
+        rest = self._rest.samples_at(numbers)
+        slots = self._num_turns * self._num_lanes + rest // self._block
+        return self._lanes.blocks(slots) * self._block + rest % self._block
+
+    def _rest_positions(self, slots: Indices, offsets: Indices) -> Indices:
+        rest = (slots - self._num_turns * self._num_lanes) * self._block + offsets
+        return self._rest.positions_of(rest) * np.int64(self._stride) + (self._stride - 1)
+
+    def _lane_samples(self, numbers: Indices) -> Indices:
+        inside, lanes = _divided(numbers, self._num_lanes)
+        windows, starts, lengths = self._windows(inside // self._block)
+        inside -= starts * self._block
+        inside = as_indices(
+            self._inside.forward(
+                as_words(inside), self._limits(lengths), self._inside_tweaks(windows, lanes)
+            )
+        )
+        turns, offsets = _divided(inside, self._block)
+        return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
+
+    def _lane_positions(self, slots: Indices, offsets: Indices) -> Indices:
+        slot_turns, lanes = _divided(slots, self._num_lanes)
+        turns = as_indices(
+            self._turn.backward(as_words(slot_turns), None, self._turn_tweaks(lanes))
+        )
+        windows, starts, lengths = self._windows(turns)
+        inside = as_words((turns - starts) * self._block + offsets)
+        tweaks = self._inside_tweaks(windows, lanes)
+        inside = self._inside.backward(inside, self._limits(lengths), tweaks)
+        numbers: Indices = (as_indices(inside) + starts * self._block) * self._num_lanes + lanes
+        if self._stride == 1:
+            return numbers + self._num_rest
+        numbers += np.minimum(numbers // (self._stride - 1), self._num_rest)
+        return numbers
+
+    def _windows(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the windows of some turns, and the first turn and the turns of each."""
+        longer = turns < self._num_longer * self._longest
+        windows = np.where(
+            longer, turns // self._longest, (turns - self._num_longer) // self._turns
+        )
+        starts = windows * self._turns + np.minimum(windows, self._num_longer)
+        return windows, starts, np.where(longer, self._longest, self._turns)
+
+    def _limits(self, lengths: Indices) -> Words | None:
+        return as_words(lengths * self._block) if self._num_longer else None
+
+    def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
+        """Return the block of each lane and turn, computed once where they come again."""
+        if not lanes.size:
+            return lanes
+        first_lane, first_turn = int(lanes.min()), int(turns.min())
+        all_lanes = range(first_lane, int(lanes.max()) + 1)
+        all_turns = range(first_turn, int(turns.max()) + 1)
+        if len(all_lanes) * len(all_turns) > lanes.size:
+            return self._lanes.blocks(self._slots(lanes, turns))
+        table = self.blocks(all_lanes, all_turns)
+        blocks: Indices = table[(turns - first_turn) * len(all_lanes) + lanes - first_lane]
+        return blocks
+
+    def _slots(self, lanes: Indices, turns: Indices) -> Indices:
+        turned = self._turn.forward(as_words(turns), None, self._turn_tweaks(lanes))
+        return as_indices(turned) * self._num_lanes + lanes
+
+    def _inside_tweaks(self, windows: Indices, lanes: Indices) -> Words:
+        return _tweaks(self._inside_key, windows * self._num_lanes + lanes)
+
+    def _turn_tweaks(self, lanes: Indices) -> Words:
+        return _tweaks(self._turn_key, lanes)
+
+
+def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
+    """Return quotients and remainders: numpy's own remainder takes ten times as long."""
+    quotients = numbers // size
+    return quotients, numbers - quotients * size
+
+
+def _tweaks(key: int, numbers: Indices) -> Words:
+    words = as_words(numbers) + np.uint64(key)
+    splitmix64_(words)
+    return words

@@ -1,0 +1,153 @@
+"""Files below a folder: millions of them, kept as text."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import overload
+
+from hpctrain.core.errors import DataError
+
+_NUM_THREADS = 16
+_FILES_PER_TASK = 256
+
+
+class Paths(Sequence[Path]):
+    """Paths that are made when they are asked for: a Path takes several times its text."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Keep the texts."""
+        self.texts = texts
+
+    def __len__(self) -> int:
+        """Return the number of paths."""
+        return len(self.texts)
+
+    @overload
+    def __getitem__(self, index: int) -> Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Paths": ...
+    def __getitem__(self, index: int | slice) -> "Path | Paths":
+        """Return a path, or some of them."""
+        if isinstance(index, slice):
+            return Paths(self.texts[index])
+        return Path(self.texts[index])
+
+
+def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
+    """Find all files below a folder, in the order of their names, a folder's own files first.
+
+    Links are followed, but for those to a folder above: they lead round in circles. What begins
+    with a dot is left out.
+
+    Args:
+        folder: to look in.
+        left_out: gets the links to folders above.
+
+    Raises:
+        DataError: a link leads to a folder that is below already, or nowhere where a folder may
+            have been, or something is neither a file nor a folder.
+        OSError: a folder cannot be read.
+    """
+    root = str(folder)
+    seen = {_identity(str(above)): root for above in folder.resolve().parents}
+    seen[_identity(root)] = root
+    waiting = [root]
+    while waiting:
+        at = waiting.pop()
+        inside = []
+        with os.scandir(at) as entries:
+            visible = (entry for entry in entries if not entry.name.startswith("."))
+            found = sorted(visible, key=lambda entry: entry.name)
+        for entry in found:
+            if entry.is_dir():
+                inside.append(entry.name)
+                continue
+            # The listing tells what is no file, without a call for each of millions.
+            if not entry.is_file() and (at == root or not _was_a_file(entry)):
+                check_file(Path(entry.path))
+            yield entry.path
+        new = [name for name in inside if _is_new(at, name, seen, left_out)]
+        waiting += [os.path.join(at, name) for name in reversed(new)]  # noqa: PTH118 - a Path takes too long
+
+
+def _was_a_file(entry: os.DirEntry[str]) -> bool:
+    """Say whether a link that leads nowhere has the name of a file: it is its reader's to tell."""
+    leads_nowhere = entry.is_symlink() and not Path(entry.path).exists()
+    return leads_nowhere and bool(ending_of(entry.name))
+
+
+def check_file(path: Path) -> None:
+    """Check that what is to be read is a file: it alone can be read more than once.
+
+    Raises:
+        DataError: it is a pipe, a socket or a device, or a link that leads nowhere.
+    """
+    if path.is_file():
+        return
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"a link among samples leads to a file or a folder, {path} leads to "
+            f"{path.readlink()}, which is not there; bring it back, or remove the link"
+        )
+    raise DataError(
+        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
+        f"what it gives to a file, or remove it"
+    )
+
+
+def _is_new(
+    at: str, name: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
+) -> bool:
+    """Say whether a folder is to be looked at; it is remembered."""
+    path = os.path.join(at, name)  # noqa: PTH118 - as above
+    identity = _identity(path)
+    before = seen.setdefault(identity, path)
+    if before == path:
+        return True
+    if not f"{at}/".startswith(os.path.join(before, "")):  # noqa: PTH118 - with one slash
+        raise DataError(
+            f"a folder of samples is packed once, {before} and {path} are the same; remove the "
+            f"link"
+        )
+    if left_out is not None:
+        left_out.append(path)
+    return False
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)  # noqa: PTH116 - as above
+    return status.st_dev, status.st_ino
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def ending_of(text: str) -> str:
+    """Return the ending of a file's name in small letters, with its dot."""
+    return os.path.splitext(text)[1].lower()  # noqa: PTH122 - as above
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Return a text that changes with the name, size or time of any of the files.
+
+    Raises:
+        OSError: a file is not there.
+    """
+    paths = list(map(str, files))
+    pieces = [paths[at : at + _FILES_PER_TASK] for at in range(0, len(paths), _FILES_PER_TASK)]
+    # File systems of clusters take long to answer, but answer many at a time.
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        digests = list(pool.map(_digest, pieces))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _digest(paths: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        status = os.stat(path)  # noqa: PTH116 - as above
+        line = f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0"  # noqa: PTH100
+        digest.update(line.encode(errors="surrogateescape"))
+    return digest.hexdigest()

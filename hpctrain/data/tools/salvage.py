@@ -1,0 +1,195 @@
+"""The blocks of one shard by plain reads, whatever state its file is in.
+
+Differs from the reader of training: no memory map, as a page that the disk cannot read would end
+the process; no check at open, as what is still whole of a damaged file is wanted; and HDF5 is
+asked only where the manifest knows no offset, as damaged metadata can lead it anywhere.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
+from hpctrain.data.format import own
+from hpctrain.data.format.layout import Field, Manifest
+
+UNREADABLE = (*own.UNREADABLE, DataError)
+"""What a damaged file leads to, below and in HDF5."""
+
+PIECE_BYTES = 4 * MIB
+"""Read at once, unless a block is larger."""
+
+
+class ShardBlocks:
+    """Reads blocks; several threads may do so at once."""
+
+    def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: it is missing or cannot be opened.
+        """
+        self.manifest = manifest
+        self.shard = manifest.shards[index]
+        self.index = index
+        self.path = directory / self.shard.file
+        self.first_sample = sum(shard.num_samples for shard in manifest.shards[:index])
+        self.num_blocks = manifest.num_blocks(self.shard)
+        self._hdf5: Any = None
+        self._offsets = cache(self._read_offsets)
+        self._bounds = cache(self._cut_bounds)
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> Self:
+        """Return the shard."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self._offsets.cache_clear()
+        self._bounds.cache_clear()
+        os.close(self._descriptor)
+        if self._hdf5 is not None:
+            self._hdf5.close()
+
+    def samples(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which samples of the data set the blocks ``[start, stop)`` are."""
+        size = self.manifest.block_size
+        last = min(stop * size, self.shard.num_samples)
+        return self.first_sample + start * size, self.first_sample + last
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return the crc32 of each block of a field as the file has it, damaged or not.
+
+        Raises:
+            UNREADABLE: it cannot be had.
+        """
+        offset = self.shard.places[name].crc_offset
+        return self._array(f"crc/{name}", offset, (self.num_blocks,), "<u4")
+
+    def offsets(self, name: str) -> NDArray[np.int64]:
+        """Return where each sample of a ragged field begins, ``(num_samples + 1,)``.
+
+        Raises:
+            UNREADABLE: it cannot be had, or is damaged.
+        """
+        return self._offsets(name)
+
+    def bounds(self, name: str) -> NDArray[np.int64]:
+        """Return the rows of ``/data/<name>`` at which blocks begin, and the last one's end.
+
+        Raises:
+            UNREADABLE: the index of a ragged field cannot be had, or is damaged.
+        """
+        return self._bounds(name)
+
+    def row_bytes(self, name: str) -> int:
+        """Return the bytes of a row of ``/data/<name>``: of a sample, or of a part of one."""
+        return self._field(name).sample_bytes
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read the blocks ``[start, stop)`` of a field, decoded, without a check.
+
+        Returns:
+            ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
+
+        Raises:
+            UNREADABLE: they cannot be had.
+        """
+        field, bounds = self._field(name), self.bounds(name)
+        first, last = int(bounds[start]), int(bounds[stop])
+        shape = (last - first, *field.shape)
+        offset = self.shard.places[name].offset
+        if 0 in shape:
+            return np.empty(shape, field.dtype)
+        if offset is None:
+            rows = self._dataset(f"data/{name}", (int(bounds[-1]), *field.shape), field.dtype)
+            return np.ascontiguousarray(rows[first:last])
+        return self._array("", offset + first * field.sample_bytes, shape, field.dtype)
+
+    def read_bytes(self, start: int, stop: int) -> memoryview:
+        """Read bytes of the file.
+
+        Raises:
+            OSError: the disk cannot read them, or the file ends before.
+        """
+        whole = memoryview(bytearray(stop - start))
+        self.read_into(whole, start)
+        return whole
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill ``target`` with the bytes of the file from ``start`` on.
+
+        Raises:
+            OSError: the disk cannot read them, or the file ends before.
+        """
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._descriptor, [target[done:]], start + done)
+            if not count:
+                raise OSError(errno.EIO, f"the file ends at byte {start + done}")
+            done += count
+
+    def _field(self, name: str) -> Field:
+        return self.manifest.fields[name]
+
+    def _read_offsets(self, name: str) -> NDArray[np.int64]:
+        place = self.shard.places[name]
+        shape = (self.shard.num_samples + 1,)
+        offsets = self._array(f"index/{name}", place.index_offset, shape, "<u8")
+        if crc32(offsets.data) != place.index_crc32:
+            raise DataError("it has the wrong crc32")
+        return offsets.astype(np.int64)
+
+    def _cut_bounds(self, name: str) -> NDArray[np.int64]:
+        firsts = np.arange(self.num_blocks + 1) * self.manifest.block_size
+        samples = np.minimum(firsts, self.shard.num_samples)
+        return self.offsets(name)[samples] if self._field(name).ragged else samples
+
+    def _array(
+        self, path: str, offset: int | None, shape: tuple[int, ...], dtype: str
+    ) -> NDArray[Any]:
+        if offset is None:
+            return np.ascontiguousarray(self._dataset(path, shape, dtype)[:])
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer(self.read_bytes(offset, offset + num_bytes), dtype).reshape(shape)
+
+    def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if self._hdf5 is None:
+            self._hdf5 = h5py.File(self.path, "r", locking=False)
+        dataset = own.own_dataset(self._hdf5, path)
+        found = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
+        if found != (shape, np.dtype(dtype)):
+            raise DataError(f"/{path} is not what the manifest says")
+        return dataset
+
+
+def runs(edges: NDArray[np.int64], number: int = 0) -> Iterator[range]:
+    """Cut blocks into runs of about ``PIECE_BYTES``, at least one block each.
+
+    Args:
+        edges: byte at which each block begins, and at which the last one ends.
+        number: of the first block.
+    """
+    first, last = 0, len(edges) - 1
+    while first < last:
+        fitting = int(np.searchsorted(edges, edges[first] + PIECE_BYTES, side="right")) - 1
+        stop = min(max(fitting, first + 1), last)
+        yield range(number + first, number + stop)
+        first = stop

@@ -1,0 +1,137 @@
+"""Check a data set: every byte of it is as it was written, or the report says which are not."""
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.tools.faults import Fault, Report
+from hpctrain.data.tools.inspection import Advance, inspect
+from hpctrain.data.tools.leftovers import leftovers
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+Start = Callable[[int], Advance]
+"""Is told how many bytes this rank reads; returns what is told of each piece of them."""
+
+_MOST_THREADS = 4
+"""More do not read faster: a crc32 takes 7 GB each second."""
+
+
+def verify(
+    directory: Path | str,
+    comm: "Communicator | None" = None,
+    *,
+    threads: int | None = None,
+    start: Start | None = None,
+    manifest: Manifest | None = None,
+) -> Report:
+    """Compare each byte of a data set with its manifest.
+
+    Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
+    larger. Collective with ``comm``: the ranks share out the shards.
+
+    Args:
+        directory: of the data set.
+        comm: ranks that share the work; None if one works alone.
+        threads: of this rank that read at once; by default its cores, at most 4.
+        start: makes what follows the progress of this rank.
+        manifest: compare with this one instead of the one in the directory; the same on every
+            rank.
+
+    Returns:
+        What is wrong; the same on every rank. A missing or unreadable file is a fault too.
+
+    Raises:
+        DataError: there is no such directory, or zstd is needed and not installed; on every rank.
+    """
+    directory = Path(directory)
+    found = _manifest(directory, manifest)
+    if comm is not None:
+        found = comm.broadcast_object(found)
+    if isinstance(found, DataError):
+        raise DataError(str(found))
+    known, stray = found
+    if isinstance(known, Fault):
+        return Report(directory=str(directory), faults=(known,), leftovers=stray)
+    _need_filters(known, comm)
+    threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    faults = _share(directory, known, comm, threads, start)
+    return replace(Report.of(directory, known), faults=tuple(faults), leftovers=stray)
+
+
+def check_directory(directory: Path) -> None:
+    """Check that there is a directory.
+
+    Raises:
+        DataError: there is none, or it cannot be seen.
+    """
+    try:
+        mode = directory.stat().st_mode
+    except OSError as error:
+        raise DataError(
+            f"cannot see the data set {directory}: {reason_of(error)}; check path and mount"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"a data set is a directory, {directory} is none; give its path")
+
+
+def _manifest(
+    directory: Path, given: Manifest | None
+) -> tuple[Manifest | Fault, tuple[str, ...]] | DataError:
+    """Return the manifest, or what is wrong with it, and the leftovers beside it."""
+    try:
+        check_directory(directory)
+    except DataError as error:
+        return error
+    manifest: Manifest | Fault
+    try:
+        manifest = given or Manifest.read(directory)
+    except DataError as error:
+        manifest = Fault(file=MANIFEST, what=f"cannot be used: {error}")
+    known = manifest if isinstance(manifest, Manifest) else None
+    return manifest, leftovers(directory, known)
+
+
+def _need_filters(manifest: Manifest, comm: "Communicator | None") -> None:
+    message = ""
+    try:
+        load_filters(manifest.fields)
+    except DataError as error:
+        message = str(error)
+    if comm is not None:
+        try:
+            comm.agree(not message, message)
+        except MismatchError as error:
+            raise DataError(str(error)) from None
+    elif message:
+        raise DataError(message)
+
+
+def _share(
+    directory: Path,
+    manifest: Manifest,
+    comm: "Communicator | None",
+    threads: int,
+    start: Start | None,
+) -> list[Fault]:
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    mine = range(rank, len(manifest.shards), size)
+    advance = start(sum(manifest.shards[i].num_bytes for i in mine)) if start else lambda _: None
+    faults: list[Fault] = []
+    for first in range(0, len(manifest.shards), size):
+        index = first + rank
+        if index in mine:
+            faults += inspect(directory, manifest, index, threads=threads, advance=advance)
+        if comm is not None:
+            comm.barrier()  # nobody waits at the end for longer than others wait for a message
+    if comm is not None:
+        faults = [fault for found in comm.allgather_object(faults) for fault in found]
+    return sorted(faults, key=lambda fault: fault.shard or 0)

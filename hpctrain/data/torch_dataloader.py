@@ -1,0 +1,91 @@
+"""Data sets for ``torch.utils.data.DataLoader``, with whole batches instead of single samples."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from hpctrain.core.errors import DataError
+from hpctrain.data.io.picked import Picked
+from hpctrain.data.loading.steps import Cut, Steps, Tail
+from hpctrain.data.order.ordering import Ordering, OrderName
+from hpctrain.data.samples import Columns, Samples
+from hpctrain.data.transform import Transform, apply
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Return the batch that a data set picked as it is: ``DataLoader(collate_fn=collate)``.
+
+    Args:
+        samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
+    """
+    return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
+
+
+@dataclass(eq=False)
+class Stream(IterableDataset[Columns]):
+    """The batches of a ``Loader`` for ``DataLoader(stream, batch_size=None, num_workers=k)``.
+
+    The same batches in the same order, for any number of workers; each reads every k-th step.
+    Slower than ``Loader``, whose threads need not send batches from process to process.
+    """
+
+    dataset: Samples
+    """What to read; the same on every rank."""
+    _: KW_ONLY
+    global_batch: int
+    """Samples per step, of all ranks together."""
+    rank: int = 0
+    """Rank of this process."""
+    size: int = 1
+    """Number of ranks."""
+    seed: int = 0
+    """Of the order of every epoch; the same on every rank."""
+    epoch: int = 0
+    """The epoch of the next pass: set it before."""
+    order: OrderName = "auto"
+    """As of ``Loader``."""
+    tail: Tail = "short"
+    """As of ``Loader``."""
+    transform: Transform | None = None
+    """As of ``Loader``."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if self.global_batch < 1 or not 0 <= self.rank < self.size:
+            raise DataError(
+                f"a stream needs a positive global_batch and a rank in [0, size), "
+                f"got {self.global_batch} and rank {self.rank} of {self.size}"
+            )
+        self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, None)
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on every rank."""
+        return len(self._cut())
+
+    def __iter__(self) -> Iterator[Columns]:
+        """Yield the batches of this rank, in a worker of ``DataLoader`` its share of them."""
+        worker = get_worker_info()
+        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        cut = self._cut()
+        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        steps = Steps(order, cut, 1, stride)
+        for step in range(first, len(cut), stride):
+            if not self.dataset.in_memory:
+                with suppress(DataError):  # told by the step that cannot be read
+                    self.dataset.will_need(steps.soon(step))
+            indices = steps.part(step).indices
+            columns = self.dataset.take(indices)
+            yield apply(self.transform, columns, indices, self.epoch, self.seed)
+
+    def _cut(self) -> Cut:
+        return Cut(
+            num_samples=len(self.dataset),
+            start=0,
+            global_batch=self.global_batch,
+            tail=self.tail,
+            rank=self.rank,
+            size=self.size,
+        )

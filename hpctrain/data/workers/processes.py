@@ -1,0 +1,142 @@
+"""The processes of a decode pool as the rank sees them: how they start, die and end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from hpctrain.core.errors import DataError
+from hpctrain.data.workers.notes import Notes
+from hpctrain.launch.mpiexec import OUTER
+
+END_S = 5.0
+"""How long the processes may take to end before they are killed; they take one second at most."""
+
+_BOOT = """
+import json, sys
+given = json.loads(sys.argv[1])
+sys.path[:] = given["path"]
+from hpctrain.data.workers.server import serve
+serve(given["workers"], given["notes"], given["control"])
+"""
+
+
+class _Death(NamedTuple):
+    """How a worker came to its end."""
+
+    pid: int
+    code: int
+
+
+class Processes:
+    """The server, its workers, and a connection to each; also the first error of any."""
+
+    def __init__(self, num_workers: int) -> None:
+        pairs = [socket.socketpair() for _ in range(num_workers + 1)]
+        theirs = [their.fileno() for _, their in pairs]
+        self.notes = [Notes() for _ in range(num_workers)]
+        notes = [each.descriptor for each in self.notes]
+        given = {
+            "path": list(map(str, sys.path)),
+            "workers": theirs[:-1],
+            "notes": notes,
+            "control": theirs[-1],
+        }
+        try:
+            # Its session is its own: signals of a terminal or a scheduler are for the rank.
+            self._server = subprocess.Popen(  # noqa: S603 - our own interpreter
+                [sys.executable, "-c", _BOOT, json.dumps(given)],
+                env=_environment(),
+                pass_fds=theirs + notes,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DataError(
+                f"cannot start the processes of a decode pool: {error}; give the job more "
+                f"processes or memory, or read with threads alone: workers=0"
+            ) from error
+        finally:
+            for _, their in pairs:
+                their.close()
+        self._sockets = [mine for mine, _ in pairs]
+        self.workers = [Connection(os.dup(mine.fileno())) for mine in self._sockets[:-1]]
+        self._control = Connection(os.dup(self._sockets[-1].fileno()))
+        self._asking = threading.Lock()
+        self._deaths: dict[int, _Death] = {}
+        self.error: BaseException | None = None
+
+    def death_of(self, number: int) -> DataError:
+        """Say how a worker came to its end."""
+        death = self._wait_for_death(number)
+        story = "could not be started, or ended with its server"
+        if death is not None:
+            story = f"(process {death.pid}) {_cause(death.code)}"
+        return DataError(
+            f"decode worker {number} of {len(self.workers)} {story}; see what it printed, and "
+            f"whether the job's memory is enough for its workers{self._stack_of(number)}"
+        )
+
+    def abort(self, number: int, limit_s: float, work: str) -> DataError:
+        """End a worker that has taken too long, and say where it was.
+
+        Args:
+            number: of the worker.
+            limit_s: what it has exceeded.
+            work: what it was to do.
+        """
+        with self._asking, contextlib.suppress(OSError):
+            self._control.send(number)
+        death = self._wait_for_death(number)
+        process = f" (process {death.pid})" if death else ""
+        return DataError(
+            f"decode worker {number} of {len(self.workers)}{process} must answer within "
+            f"{limit_s:g} s and was still at {work}; see where it stands, or raise "
+            f"worker_timeout_s{self._stack_of(number)}"
+        )
+
+    def _wait_for_death(self, number: int) -> _Death | None:
+        with self._asking, contextlib.suppress(OSError, EOFError):
+            while number not in self._deaths and self._control.poll(END_S):
+                worker, *death = self._control.recv()
+                self._deaths[worker] = _Death(*death)
+        return self._deaths.get(number)
+
+    def _stack_of(self, number: int) -> str:
+        stack = self.notes[number].stack()
+        return f"\n{stack}" if stack else ""
+
+    def end(self) -> None:
+        """End all processes and wait until they are gone."""
+        self.error = self.error or DataError("the decode pool was closed")
+        for mine in self._sockets:
+            # Also wakes the threads that wait for an answer.
+            with contextlib.suppress(OSError):
+                mine.shutdown(socket.SHUT_RDWR)
+            mine.close()
+        try:
+            self._server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+        for notes in self.notes:
+            notes.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without what makes a process a rank, or torch take threads."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(OUTER)}
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

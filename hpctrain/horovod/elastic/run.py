@@ -1,0 +1,98 @@
+"""``elastic.run``: take training up again after a failed operation, on all ranks or on none."""
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from hpctrain.core.errors import HorovodInternalError, MismatchError
+from hpctrain.horovod.elastic.ending import End, Ending, agree
+from hpctrain.horovod.elastic.interrupt import HostsUpdatedInterrupt
+from hpctrain.horovod.elastic.resets import Resets
+from hpctrain.horovod.elastic.state import State
+from hpctrain.runtime import world
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a training function survive failed operations; a decorator. The result is collective.
+
+    Its first argument is the ``State``, which is synchronized before the function runs. When an
+    operation fails by a ``HorovodInternalError``, on one rank or on all, every rank returns to
+    its last commit, the reset callbacks run, the state is synchronized, and the function is
+    called again. When hosts come or go (``HostsUpdatedInterrupt``), the same happens without the
+    way back. The function returns when it has returned on all ranks; it must find in the state
+    where it stands, and no operation with other ranks may come between ``init()`` and its call.
+
+    Any other exception passes through. A lost rank (``RankLostError``) ends all ranks with exit
+    code 87: the job goes on from its checkpoint, not from a commit. So does, on several nodes and
+    after ``HPCTRAIN_TIMEOUT``, a ``HorovodInternalError`` that one rank raises by itself while
+    others are averaging gradients: what is on its way between nodes cannot be taken back.
+
+    Raises:
+        CommError: training fails again and again without another commit, or more often than
+            ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the last failure is its cause.
+        MismatchError: the ranks went different ways through the program; on every rank.
+        NotInitializedError: ``hpctrain.init()`` was not called.
+
+    Source: Horovod 0.28, ``horovod.torch.elastic.run``.
+    Differs: the world stays, so MPI is not started again and no rank is replaced; the ranks agree
+    how each attempt has ended, so none returns while another tries again.
+    """
+
+    @functools.wraps(func)
+    def training(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        def attempt(*, must_sync: bool) -> R:
+            if resets.number:
+                state.on_reset()
+            if must_sync:
+                state.sync()
+            return func(state, *args, **kwargs)
+
+        resets = Resets(state)
+        must_sync = True
+        while True:
+            mine, result = _ending_of(functools.partial(attempt, must_sync=must_sync))
+            together = _agree(mine)
+            if together.end is End.DONE:
+                return result[0]
+            remake_world()
+            if together.end is End.MET_OTHERS:
+                raise mine.error or MismatchError(together.text)
+            resets.count(together, mine.error)
+            if together.end is End.FAILED:
+                state.restore()
+            must_sync = not together.skip_sync
+
+    return cast("Callable[Concatenate[S, P], R]", training)
+
+
+def _ending_of(attempt: Callable[[], R]) -> tuple[Ending, list[R]]:
+    """Call it; return how it has ended, and its result if it has one."""
+    try:
+        return Ending(End.DONE), [attempt()]
+    except HorovodInternalError as error:
+        return Ending(End.FAILED, error), []
+    except MismatchError as error:  # perhaps met ranks that had failed already
+        return Ending(End.MET_OTHERS, error), []
+    except HostsUpdatedInterrupt as interrupt:
+        return Ending(End.UPDATED, interrupt, interrupt.skip_sync), []
+
+
+def _agree(mine: Ending) -> Ending:
+    here = world.current()
+    if mine.end is not End.DONE:  # fetches those who wait for a named operation of this rank
+        here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
+    return agree(here.comm, mine)
+
+
+def remake_world() -> None:
+    """Make the world in which training is taken up again. Collective.
+
+    Today it is the same world: every rank is there, or the job has ended. This is the place where
+    a world of other ranks takes its place, once ranks can be replaced in a running job; all that
+    follows (callbacks, samplers, synchronization) asks for the world of that moment.
+    """
+    world.current().sets.renew()

@@ -1,0 +1,1 @@
+"""Batch jobs: their text, their submission, what can be wrong with them."""

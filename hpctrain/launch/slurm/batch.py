@@ -1,0 +1,170 @@
+"""Batch scripts for Slurm: templates that come with the package, as they are or with settings."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from hpctrain.core.errors import ConfigError
+
+SUFFIX = ".sbatch"
+
+_CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
+_DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
+_OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """What a user says about a job; None leaves the template's line as it is."""
+
+    job_name: str | None = None
+    """Name of the job, and first part of its output and its run directory."""
+    partition: str | None = None
+    """Partition, or several with commas between."""
+    account: str | None = None
+    """Whom to charge."""
+    nodes: int | None = None
+    """How many nodes."""
+    tasks_per_node: int | None = None
+    """Ranks on each node."""
+    cpus_per_task: int | None = None
+    """Cores of each rank."""
+    time: str | None = None
+    """Time limit as Slurm writes it, such as ``01:30:00``."""
+    gpus_per_node: int | None = None
+    """GPUs on each node."""
+    output: str | None = None
+    """File of the job's output, with Slurm's patterns such as ``%j``."""
+    array: str | None = None
+    """Indices of a job array, such as ``0-7%2``."""
+    dependency: str | None = None
+    """When the job may start, such as ``afterok:123``; one that never can is cancelled."""
+    requeue: bool | None = None
+    """Whether Slurm may queue the job again."""
+    config: str | None = None
+    """The TOML file to train; else what the variable CONFIG of the job says."""
+    directory: str | None = None
+    """The run's folder, in which Slurm's variables such as ``$SLURM_ARRAY_TASK_ID`` count; else
+    what the variable RUN_DIRECTORY says, or one named after the job."""
+    overrides: tuple[str, ...] = ()
+    """``KEY=VALUE`` for ``hpctrain train --set``, one each; Slurm's variables count."""
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch, such as ``--qos=high``, one each."""
+
+    def options(self) -> dict[str, str]:
+        """Return the line of each option that is set, by the option's name.
+
+        Raises:
+            ConfigError: an entry of ``extra`` is no long option.
+        """
+        values = {
+            "--job-name": self.job_name,
+            "--partition": self.partition,
+            "--account": self.account,
+            "--nodes": self.nodes,
+            "--ntasks-per-node": self.tasks_per_node,
+            "--cpus-per-task": self.cpus_per_task,
+            "--time": self.time,
+            "--gpus-per-node": self.gpus_per_node,
+            "--output": self.output,
+            "--array": self.array,
+            "--dependency": self.dependency,
+            "--kill-on-invalid-dep": "yes" if self.dependency else None,
+        }
+        found = {name: f"{name}={_word(name, v)}" for name, v in values.items() if v is not None}
+        if self.requeue is not None:
+            name = "--requeue" if self.requeue else "--no-requeue"
+            found[name] = name
+        for option in self.extra:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
+                raise ConfigError(
+                    f"a further option of sbatch is --name or --name=value, got {option!r}"
+                )
+            name, mark, value = option.partition("=")
+            found[name] = f"{name}={_word(name, value)}" if mark else name
+        return found
+
+
+def names() -> list[str]:
+    """List the templates by name, in alphabetical order."""
+    found = (file.name for file in _folder().iterdir())
+    return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
+
+
+def text(name: str) -> str:
+    """Return a template, byte for byte as the package has it.
+
+    Raises:
+        ConfigError: there is no template of this name.
+    """
+    if name not in names():
+        raise ConfigError(f'there is no template "{name}"; there are {", ".join(names())}')
+    return (_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def script(name: str, settings: BatchSettings) -> str:
+    """Return a template in which the lines of sbatch say what ``settings`` say.
+
+    An option that the template has is replaced in its place; others follow the last one.
+
+    Raises:
+        ConfigError: there is no template of this name, or a setting cannot stand in a script.
+    """
+    options = settings.options()
+    lines = text(name).splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
+    there = [_option(line) for line in lines]
+    written = [
+        f"#SBATCH {options[option]}" if option in options else line
+        for option, line in zip(there, lines, strict=True)
+        if option not in _opposites(options)
+    ]
+    last -= sum(option in _opposites(options) for option in there[: last + 1])
+    written[last + 1 : last + 1] = [
+        f"#SBATCH {line}" for option, line in options.items() if option not in there
+    ]
+    whole = "\n".join(written) + "\n"
+    words = [_quoted(f"--set={override}") for override in settings.overrides]
+    before = f'set -- {" ".join(words)} "$@"\n' if words else ""
+    if settings.config is not None:
+        before += f"config={shlex.quote(settings.config)}"
+        whole = _CONFIG.sub(lambda _: before, whole, count=1)
+    elif before:
+        whole = _CONFIG.sub(lambda found: before + found[0], whole, count=1)
+    if settings.directory is not None:
+        line = f"directory={_quoted(settings.directory)}"
+        whole = _DIRECTORY.sub(lambda _: line, whole, count=1)
+    return whole
+
+
+def _folder() -> Traversable:
+    return resources.files("hpctrain.launch") / "templates"
+
+
+def _option(line: str) -> str:
+    match = _OPTION.match(line)
+    return match[1] if match else ""
+
+
+def _opposites(options: dict[str, str]) -> set[str]:
+    """Return what must not stand beside these options."""
+    pairs = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
+    return {pairs[option] for option in options if option in pairs}
+
+
+def _word(name: str, value: str | int) -> str:
+    """Return a value as sbatch reads it in a line of a script; quotes keep blanks together."""
+    text = str(value)
+    if not text or not text.isprintable() or '"' in text or "\\" in text:
+        raise ConfigError(
+            f'{name} is one line without " and \\, and not empty, got {text!r}; '
+            f"sbatch could not read it in a script"
+        )
+    return f'"{text}"' if re.search(r"[\s#;'$`]", text) else text
+
+
+def _quoted(text: str) -> str:
+    """Quote for a shell that is to put in the values of variables."""
+    return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

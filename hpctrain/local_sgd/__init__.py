@@ -1,0 +1,1 @@
+"""Replicas that agree every few steps."""

@@ -1,0 +1,245 @@
+"""The mean of some tensors over ranks: into buckets, through a codec, and back."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.agreement import by_rank, require_equal
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.fusion import TensorSpec, plan_buckets
+from hpctrain.comm.threaded import start_on
+from hpctrain.comm.work import FINISHED, Work
+from hpctrain.compress.codec import Codec
+from hpctrain.core.errors import NotFiniteError
+from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One bucket, and where the tensors lie in it."""
+
+    bucket: Bucket
+    places: tuple[tuple[int, Tensor], ...]
+    """Views in the shapes of tensors, by number of tensor."""
+
+    def places_in(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the same places of another tensor that is as long as the bucket."""
+        first = self.bucket.flat.storage_offset()
+        for member, place in self.places:
+            start = place.storage_offset() - first
+            yield member, flat[start : start + place.numel()].view(place.shape)
+
+
+class Averaging:
+    """Replaces tensors by their weighted mean over ranks.
+
+    A round has two halves: ``start`` copies the tensors and lets the copies travel, ``finish``
+    waits and replaces them. Training may go on in between, and tensors may come and go: what
+    travels is bound to names. Collective, both.
+    """
+
+    def __init__(
+        self, comm: Communicator, codec: Codec, tensors: Tensors, bucket_bytes: int
+    ) -> None:
+        """Lay the buckets out. Collective.
+
+        Args:
+            comm: the ranks.
+            codec: what a bucket travels as.
+            tensors: what is averaged.
+            bucket_bytes: largest bucket.
+
+        Raises:
+            MismatchError: the ranks do not have the same tensors; on every rank.
+            NodeMemoryError: there is not enough memory; on every rank.
+        """
+        self._comm, self._codec = comm, codec
+        self._tensors, self._bucket_bytes = tensors, bucket_bytes
+        self._works: list[Work] = []
+        self._held: set[str] = set()
+        self._loads: list[Load] = []
+        self.build(float(comm.rank == 0), 1.0)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round was started and not finished."""
+        return bool(self._works)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a rank that travel in a round."""
+        return sum(self._codec.num_bytes(load.bucket) for load in self._loads)
+
+    def fits(self) -> bool:
+        """Say whether the tensors of today have the names, shapes and dtypes of the buckets."""
+        tensors = self._tensors
+        return not tensors.is_outdated() and self._specs == _specs(tensors.today())
+
+    def build(self, weight: float, scale: float) -> None:  # noqa: ARG002 - for what has an anchor
+        """Let the ranks agree on the tensors of today, and lay the buckets out. Collective.
+
+        Args:
+            weight: of this rank.
+            scale: one over the sum of all ranks' weights.
+
+        Raises:
+            MismatchError: the ranks do not have the same tensors; on every rank.
+        """
+        self._tensors.agree(self._comm)
+        self._lay_out(self._tensors.today())
+
+    @torch.no_grad()
+    def start(self, weight: float, scale: float) -> None:
+        """Let copies of the tensors travel.
+
+        Args:
+            weight: of this rank; 0 leaves its tensors out, whatever they hold.
+            scale: one over the sum of all ranks' weights.
+        """
+        found = self._tensors.find()
+        self._held = {*self._tensors.held()}
+        for number, load in enumerate(self._loads):
+            if weight == 0.0:
+                load.bucket.flat.zero_()
+            else:
+                self._fill(number, found)
+                if weight != 1.0:
+                    load.bucket.flat.mul_(weight)
+            self._works.append(start_on(self._comm, self._reduce, load.bucket, scale))
+
+    @torch.no_grad()
+    def finish(self, keep: float = 0.0) -> float:
+        """Replace the tensors that are still there.
+
+        Args:
+            keep: part of what the tensors hold now that stays, 0 to 1; what is not trained takes
+                over the mean as it is.
+
+        Returns:
+            The squared distance of this rank's tensors from their mean.
+
+        Raises:
+            NotFiniteError: the mean is not finite, so some rank's tensors are not; on every rank.
+        """
+        self.drop()
+        found, squared = self._tensors.find(), 0.0
+        for number in range(len(self._loads)):
+            self._restore_mean(number)
+            for _, tensor, place in self._pairs(number, found):
+                squared += float(torch.dist(tensor, place)) ** 2
+        if not math.isfinite(squared):
+            self._require_finite(found)
+        self._advance()
+        replaced = []
+        for number in range(len(self._loads)):
+            self._read_result(number)
+            for name, tensor, place in self._pairs(number, found):
+                if keep and name not in self._held:
+                    tensor.lerp_(place, 1.0 - keep)
+                else:
+                    tensor.copy_(place)
+                    replaced.append(name)
+        self._tensors.became_equal({*replaced})
+        return squared
+
+    def travelled(self) -> dict[str, Any] | None:
+        """Return copies of what has travelled, after a wait; None where nothing is under way."""
+        for work in self._works:
+            work.wait()
+        if not self._works:
+            return None
+        flats = [load.bucket.flat.clone() for load in self._loads]
+        return {"names": self.names, "held": sorted(self._held), "flats": flats}
+
+    def go_on(self, state: Mapping[str, Any] | None) -> None:
+        """Take what ``travelled`` returned: a round is under way, or none is. Collective."""
+        self.drop()
+        if state is None:
+            return
+        self._lay_out_for(state["names"])
+        self._held = {*state["held"]}
+        for load, flat in zip(self._loads, state["flats"], strict=True):
+            load.bucket.flat.copy_(flat)
+            self._works.append(FINISHED)
+
+    def drop(self) -> None:
+        """Forget a round that is under way."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that the buckets are laid out for."""
+        return [name for name, _, _ in self._specs]
+
+    def _lay_out(self, today: NamedTensors) -> None:
+        """Lay the buckets out for some tensors. Collective."""
+        self._specs = _specs(today)
+        require_equal(self._comm, [f"{n} {s} {d}" for n, s, d in self._specs], "averaged tensors")
+        specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
+        self._loads = []
+        self._codec.forget()
+        for plan in plan_buckets(specs, self._bucket_bytes):
+            bucket = self._comm.new_bucket(plan.numel, plan.dtype)
+            places = []
+            for member, offset in zip(plan.members, plan.offsets, strict=True):
+                tensor = today[member][1]
+                part = bucket.flat[offset : offset + tensor.numel()]
+                places.append((member, part.view(tensor.shape)))
+            self._codec.prepare(bucket, [*(v for _, v in places), bucket.flat[:0]], self._comm)
+            self._loads.append(Load(bucket, tuple(places)))
+
+    def _lay_out_for(self, names: Collection[str]) -> None:
+        """Lay the buckets out for what has these names, if they are not. Collective."""
+        if {*names} != {*self.names}:
+            found = self._tensors.find()
+            self._lay_out([(name, tensor) for name, tensor in found.items() if name in names])
+
+    def _pairs(
+        self, number: int, found: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the names in a bucket, their tensors of today, and what travelled of them."""
+        for member, place in self._loads[number].places:
+            name, shape, _ = self._specs[member]
+            tensor = found.get(name)
+            if tensor is not None and tuple(tensor.shape) == shape:
+                yield name, tensor.detach(), place.to(tensor.dtype)
+
+    def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
+        """Put into a bucket what shall travel."""
+        for member, place in self._loads[number].places:
+            place.copy_(found[self._specs[member][0]])
+
+    def _restore_mean(self, number: int) -> None:
+        """Make a bucket that has travelled the mean of the tensors: it is that already."""
+
+    def _advance(self) -> None:
+        """Find what the tensors become: the mean."""
+
+    def _read_result(self, number: int) -> None:
+        """Make a bucket what the tensors become: it is that already."""
+
+    def _require_finite(self, found: Mapping[str, Tensor]) -> None:
+        """Raise if the mean, which is the same on every rank, is not finite. Collective then."""
+        if all(bool(load.bucket.flat.isfinite().all()) for load in self._loads):
+            return
+        names = [n for n in self.names if n in found and not bool(found[n].isfinite().all())]
+        of_ranks = self._comm.allgather_object(names[0] if names else None)
+        raise NotFiniteError(
+            f"a mean over replicas must be finite, {by_rank(of_ranks) or 'the sum overflows'}; go "
+            f"back to a checkpoint with a smaller learning rate, or let that rank sit out"
+        )
+
+    def _reduce(self, bucket: Bucket, scale: float) -> None:
+        with torch.no_grad():
+            self._codec.allreduce_(bucket, self._comm, scale=scale).wait()
+
+
+def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]

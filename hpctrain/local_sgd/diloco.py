@@ -1,0 +1,258 @@
+"""``DiLoCo``: ranks train alone for long, then one outer step is taken for all of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.compress.compressor import Compressor
+from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.anchored import Outer
+from hpctrain.local_sgd.averaged_tensors import NamedTensors
+from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.rounds import Opening, Samples
+from hpctrain.local_sgd.sync_interval import Pace, Steps
+
+
+class DiLoCo(LocalMethod):
+    """Takes an outer step of Nesterov's SGD by what the ranks have found in ``steps`` inner steps.
+
+    The outer gradient is θ_old - mean θ_k: it points where a gradient would, uphill. The inner
+    optimizer is any, and keeps its state. Every rank goes on from the outer model; model and
+    outer momentum are held once per node. With ``fragments`` a part of the model at a time is
+    exchanged, evenly spread over the round, which cuts the peak of traffic; with ``delay`` it
+    travels while training goes on, and is taken over so many steps later.
+
+    ``finish()`` takes over what travels, then lets all that has been stepped since it was sent
+    take an outer step, and gives every rank the outer model. A parameter that is unfrozen or added
+    later begins with the mean of the replicas, and comes to the smallest fragment.
+
+    With ``outer_lr=1``, ``outer_momentum=0`` this is ``LocalSGD``. Learning rate and momentum are
+    not decayed.
+
+    Source: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; fragments and delay: Douillard et
+    al. 2025, arXiv:2501.18512. Buffers that have a mean are averaged at the end of a round.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a user may choose
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: Steps = 100,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        keep: float | None = None,
+        share: float = 0.1,
+        most: int = 512,
+        compression: Compressor | None = None,
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: with equal parameters and buffers on every rank.
+            optimizer: the inner one: a plain one of torch, which has the model's parameters.
+            steps: inner steps of a round; as for ``LocalSGD``.
+            outer_lr: learning rate of the outer step.
+            outer_momentum: its Nesterov momentum.
+            fragments: parts of the model that are exchanged one after the other.
+            delay: inner steps between the sending of a fragment and its outer step, at most a
+                round's.
+            keep: part of its own parameters that a rank keeps where it takes over the outer
+                model, 0 to 1; None for 0 without delay and 0.5 with it, as what a rank has found
+                in the meantime would be lost.
+            share: as for ``LocalSGD``.
+            most: as for ``LocalSGD``.
+            compression: what outer gradients travel as.
+
+        Raises:
+            ConfigError: an argument is not valid.
+        """
+        _check(outer_lr, outer_momentum, fragments, delay, keep)
+        self._pace = Pace(steps, share=share, most=most, least=max(fragments, delay))
+        super().__init__(model, optimizer, compression=compression)
+        self._delay = delay
+        self._keep = (0.5 if delay else 0.0) if keep is None else keep
+        outer = Outer(lr=outer_lr, momentum=outer_momentum)
+        self._parts = divided(self.replica.parameters(), fragments)
+        """Names of parameters, by fragment."""
+        self._fragments = [
+            self._exchange.anchors_parameters(outer, partial(self._part, number))
+            for number in range(fragments)
+        ]
+        self._sent = [0] * fragments
+        """Step after which a fragment was sent last."""
+        self._due = [0] * fragments
+        """Step at which a fragment that is under way takes its outer step."""
+        self._samples = [Samples() for _ in range(fragments)]
+        self._buffers = self._exchange.averages_buffers()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Figures for people and records; see ``LocalMethod``."""
+        return {**super().facts, "steps": self._steps}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the outer one inside; see ``LocalMethod``."""
+        if self.rounds.agrees:
+            yield
+            return
+        replica, anchors = self.replica, self._exchange.anchor()
+        outer, others = {}, [*replica.buffers()]
+        for name, tensor in replica.unequal_parameters():
+            if name in anchors and anchors[name].shape == tensor.shape:
+                outer[name] = anchors[name]
+            else:  # new since the ranks have met
+                others.append((name, tensor))
+        with replica.holding(outer | replica.means(others)):
+            yield
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank: the outer model and its momentum too."""
+        return {
+            **super().shared_state(),
+            "pace": self._pace.state_dict(),
+            "parts": [list(part) for part in self._parts],
+            "sent": list(self._sent),
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Begin a round after a state of any number of ranks.
+
+        What was on its way is dropped: the replicas have it too.
+        """
+        super().load_shared_state(state)
+        self._pace.load_state_dict(state["pace"])
+        self._parts[:] = [list(part) for part in state["parts"]]
+        self._sent = list(state["sent"])
+        self.rounds.agrees = False
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own, and what is on its way."""
+        return {
+            **super().own_state(),
+            "under_way": [fragment.travelled() for fragment in self._fragments],
+            "due": list(self._due),
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round."""
+        super().load_own_state(state)
+        self._due = list(state["due"])
+        for fragment, travelled in zip(self._fragments, state["under_way"], strict=True):
+            fragment.go_on(travelled)
+
+    @property
+    def _steps(self) -> int:
+        steps = self._pace.steps_of(self.rounds.number)
+        if steps < max(len(self._fragments), self._delay):
+            raise ConfigError(
+                f"a round has at least as many steps as fragments and delay, got steps={steps}, "
+                f"fragments={len(self._fragments)}, delay={self._delay}"
+            )
+        return steps
+
+    def _after_step(self) -> None:
+        steps, step_in_round = self._steps, self.rounds.step_in_round
+        agrees = len(self._fragments) == 1 and not self._keep and not self._delay
+        for number, fragment in enumerate(self._fragments):
+            if fragment.is_under_way and self.rounds.step >= self._due[number]:
+                self._exchange.complete([fragment], keep=self._keep)
+            if step_in_round == (number + 1) * steps // len(self._fragments):
+                agrees &= self._send(number)
+        if step_in_round >= steps:
+            self.rounds.close(agrees=agrees)
+
+    def _send(self, number: int) -> bool:
+        """Let a fragment travel, and take the outer step now or after the delay.
+
+        Returns:
+            Whether it travels: not if all ranks sit out.
+        """
+        fragment, num_fragments = self._fragments[number], len(self._fragments)
+        opening = self._begin(number)
+        if number == num_fragments - 1:
+            self._pace.learn(opening.step_s, opening.round_s * num_fragments)
+        self._due[number] = self.rounds.step + self._delay
+        if not self._delay:
+            self._exchange.complete([fragment], keep=self._keep)
+        return opening.total_weight > 0
+
+    def _begin(self, number: int) -> Opening:
+        """Let a fragment travel; the buffers, which no fragment has, go with the last one."""
+        is_last = number == len(self._fragments) - 1
+        buffers = [self._buffers] if is_last else []
+        opening = self._exchange.begin([self._fragments[number], *buffers], self._samples[number])
+        self._exchange.complete(buffers)
+        if opening.total_weight:
+            self._sent[number] = self.rounds.step
+        return opening
+
+    def _end_round(self) -> None:
+        agrees = True
+        for number, fragment in enumerate(self._fragments):
+            was_under_way, has_stepped = (
+                fragment.is_under_way,
+                self._sent[number] < self.rounds.step,
+            )
+            self._exchange.complete([fragment], keep=self._keep if has_stepped else 0.0)
+            if has_stepped:
+                agrees &= self._begin(number).total_weight > 0
+                self._exchange.complete([fragment])
+            elif self._keep and not was_under_way:
+                fragment.take_anchor()
+        self.rounds.close(agrees=agrees)
+
+    def _part(self, number: int) -> list[str]:
+        """Return the parameters of a fragment; a new one has come to the smallest."""
+        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.tensors()}
+        known = {name for part in self._parts for name in part}
+        for name in [name for name in sizes if name not in known]:
+            smallest = min(self._parts, key=lambda part: sum(sizes.get(n, 0) for n in part))
+            smallest.append(name)
+        return self._parts[number]
+
+
+def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
+    """Return the names of neighbouring parameters in parts of about as many bytes, none empty.
+
+    Raises:
+        ConfigError: there are more parts than parameters.
+    """
+    if num_parts > len(parameters):
+        raise ConfigError(
+            f"a fragment has at least one of {len(parameters)} parameters, got "
+            f"fragments={num_parts}"
+        )
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    total, before = sum(p.nbytes for _, p in parameters), 0
+    for number, (name, parameter) in enumerate(parameters):
+        middle = before + parameter.nbytes / 2
+        wanted = min(int(middle * num_parts / (total or 1)), num_parts - 1)
+        last = max((i for i, part in enumerate(parts) if part), default=-1)
+        left = len(parameters) - number
+        place = min(max(wanted, last, num_parts - left), last + 1)
+        parts[place].append(name)
+        before += parameter.nbytes
+    return parts
+
+
+def _check(
+    outer_lr: float, outer_momentum: float, fragments: int, delay: int, keep: float | None
+) -> None:
+    if outer_lr <= 0:
+        raise ConfigError(f"outer_lr must be above 0, got {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise ConfigError(f"outer_momentum is from 0 to below 1, got {outer_momentum}")
+    if fragments < 1:
+        raise ConfigError(f"fragments must be at least 1, got {fragments}")
+    if delay < 0:
+        raise ConfigError(f"delay is a number of steps from 0, got {delay}")
+    if keep is not None and not 0 <= keep < 1:
+        raise ConfigError(f"keep is from 0 to below 1, got {keep}")

@@ -1,0 +1,156 @@
+"""How replicas travel: the averagings of a method, begun and completed."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import codec_for
+from hpctrain.compress.identity import Identity
+from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
+from hpctrain.local_sgd.averaged_state import State
+from hpctrain.local_sgd.averaged_tensors import Parameters, Tensors
+from hpctrain.local_sgd.averaging import Averaging
+from hpctrain.local_sgd.replica import Replica
+from hpctrain.local_sgd.rounds import Opening, Rounds, Samples
+from hpctrain.runtime.world import World
+
+
+class Exchange:
+    """Makes averagings over all ranks or some, and carries them out."""
+
+    def __init__(
+        self, here: World, replica: Replica, rounds: Rounds, compression: Compressor
+    ) -> None:
+        """Begin without averagings.
+
+        Args:
+            here: the ranks.
+            replica: what this rank has of its own.
+            rounds: lets all ranks meet.
+            compression: what parameters travel as between all ranks.
+        """
+        self.bytes_sent = 0
+        """Bytes that this rank has given to averagings over all ranks."""
+        self._comm, self._topology = here.comm, here.topology
+        self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note
+        self._replica, self._rounds, self._compression = replica, rounds, compression
+        self._anchored: list[AnchoredAveraging] = []
+        self._made: WeakSet[Averaging] = WeakSet()
+
+    @cached_property
+    def node(self) -> Communicator:
+        """The ranks of this node. Collective over all ranks when it is used first."""
+        groups = [self._comm.group(ranks) for ranks in self._topology.nodes]
+        own = groups[self._topology.node]
+        assert own is not None
+        return own
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether replicas travel while training goes on."""
+        return any(averaging.is_under_way for averaging in self._made)
+
+    def averages_buffers(self, comm: Communicator | None = None) -> Averaging:
+        """Make what averages buffers, over all ranks or some. Collective."""
+        return self._averages(Tensors(self._replica.buffers), comm or self._comm)
+
+    def averages_state(self) -> Averaging:
+        """Make what averages the optimizer's state over all ranks. Collective."""
+        return self._averages(State(self._replica.optimizer), self._comm)
+
+    def averages_parameters(self, node: Communicator | None = None) -> Averaging:
+        """Make what averages parameters, over all ranks or those of this node. Collective."""
+        if node is not None:
+            return self._averages(Parameters(self._replica.inner_roster()), node)
+        if isinstance(codec_for(self._compression), Identity):
+            return self._averages(Parameters(self._replica.roster), self._comm)
+        return self.anchors_parameters(Outer())
+
+    def anchors_parameters(
+        self, outer: Outer, names: Callable[[], Collection[str]] | None = None
+    ) -> AnchoredAveraging:
+        """Make what averages changes of parameters over all ranks. Collective.
+
+        Args:
+            outer: how the anchor moves.
+            names: returns the parameters; None for all.
+        """
+        parameters, codec = Parameters(self._replica.roster, names), codec_for(self._compression)
+        made = AnchoredAveraging(
+            self._comm, codec, parameters, self._bucket_bytes, self.node, outer
+        )
+        self._anchored.append(made)
+        self._made.add(made)
+        return made
+
+    def begin(
+        self, averagings: Sequence[Averaging], samples: Samples, rounds: Rounds | None = None
+    ) -> Opening:
+        """Let the ranks meet, and then replicas travel. Collective.
+
+        Args:
+            averagings: of the same ranks; that of parameters comes first.
+            samples: what this rank's replica counts by; counted anew from here on.
+            rounds: lets those ranks meet; None for all.
+
+        Raises:
+            MismatchError: only some ranks train a parameter, say, or have other tensors than the
+                others; on every rank.
+        """
+        outdated = not all(averaging.fits() for averaging in averagings)
+        opening = (rounds or self._rounds).meet(samples, outdated=outdated)
+        samples.clear()
+        if not opening.total_weight:
+            return opening
+        weight, scale = opening.weight, 1.0 / opening.total_weight
+        for averaging in averagings:
+            if opening.outdated:
+                averaging.build(weight, scale)
+            averaging.start(weight, scale)
+            self.bytes_sent += averaging.num_bytes if rounds is None else 0
+        return opening
+
+    def complete(
+        self, averagings: Sequence[Averaging], rounds: Rounds | None = None, keep: float = 0.0
+    ) -> None:
+        """Take over the means of what ``begin`` has let travel, if anything is under way.
+
+        Args:
+            averagings: those of ``begin``.
+            rounds: as for ``begin``.
+            keep: part of its own that each tensor keeps.
+        """
+        rounds = rounds or self._rounds
+        under_way = [averaging for averaging in averagings if averaging.is_under_way]
+        distances = [averaging.finish(keep) for averaging in under_way]
+        if under_way:
+            rounds.own_drift = distances[0]
+            self._note(f"averaging of replicas in round {self._rounds.number}")
+
+    def anchor(self) -> dict[str, Any]:
+        """Return the anchors of all parameters that have one, by name. Collective."""
+        return {name: value for one in self._anchored for name, value in one.anchor().items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is the same on every rank. Collective."""
+        return {
+            "bytes_sent": self.bytes_sent,
+            "parameters": self._replica.roster.names(),
+            "anchors": [averaging.state() for averaging in self._anchored],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, with nothing under way. Collective."""
+        self.bytes_sent = state["bytes_sent"]
+        self._replica.roster.load_names(state["parameters"])
+        for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
+            averaging.drop()
+            averaging.load_state(anchor)
+
+    def _averages(self, tensors: Tensors, comm: Communicator) -> Averaging:
+        made = Averaging(comm, Identity(), tensors, self._bucket_bytes)
+        self._made.add(made)
+        return made

@@ -1,0 +1,327 @@
+"""What all methods have in common whose ranks take steps of their own."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.collectives.parameters import broadcast_parameters
+from hpctrain.comm.eager import eager
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression
+from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.distributed_methods import DistributedMethods
+from hpctrain.gradients.sample_count import NUM_FLAGS
+from hpctrain.local_sgd.exchange import Exchange
+from hpctrain.local_sgd.replica import Replica
+from hpctrain.local_sgd.rounds import Rounds, Samples
+from hpctrain.local_sgd.switched_gradients import SwitchedGradients
+from hpctrain.runtime import world
+
+SWITCH = 1 << (NUM_FLAGS - 1)
+"""The flag by which one rank lets all change their phase; those of users are below it."""
+
+_MARK = "_local_method"
+"""The attribute of an optimizer that names the method which hooks it."""
+
+
+class LocalMethod:
+    """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
+
+    The training loop stays as it is. All ranks take equally many steps. As a context manager: a
+    round ends with the block, so that all ranks have one model after it, and the hooks are gone.
+    Where an error leads some ranks out of the block, those that wait in it raise within seconds.
+
+    What is averaged are the parameters that are trained when the ranks meet, and those that have
+    changed before, by name. All ranks freeze, unfreeze and add parameters after the same step.
+
+    A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, compression: Compressor | None = None
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: with equal parameters and buffers on every rank.
+            optimizer: a plain one of torch, which has the model's parameters.
+            compression: what gradients and changes of parameters travel as; see ``Compression``.
+
+        Raises:
+            ConfigError: the optimizer averages gradients by itself, or has a local method already.
+            NotInitializedError: ``hpctrain.init()`` was not called.
+        """
+        self._optimizer = optimizer
+        self._require_plain()
+        if hasattr(optimizer, _MARK):
+            raise ConfigError(
+                f"an optimizer has one local method at a time, {type(self).__name__} comes beside "
+                f"{getattr(optimizer, _MARK)}; end its block, or call its close(), before"
+            )
+        here = world.current()
+        self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
+        compression = compression or Compression.none
+        self._gradients = SwitchedGradients(
+            optimizer, here.plan, compression, self._comm.size, here.last_call.note
+        )
+        self.rounds = Rounds(self._comm)
+        """Counts steps and rounds."""
+        self.replica = Replica(self._comm, model, optimizer)
+        """This rank's model and optimizer state."""
+        self.communication_seconds = 0.0
+        """Time in which the last step waited for other ranks."""
+        self._exchange = Exchange(here, self.replica, self.rounds, compression)
+        self._samples = [Samples()]
+        self._flags, self._wants_switch = 0, False
+        broadcast_parameters(model.state_dict())
+        self.replica.all_agree()
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_step_post_hook(lambda *_: self._end_step()),
+        ]
+        setattr(optimizer, _MARK, type(self).__name__)
+
+    # -- for the training loop ---------------------------------------------------------------
+
+    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
+        """Say how many samples this rank's loss is the mean of, before each backward.
+
+        Replicas are weighted by their samples since the last averaging, gradients of synchronous
+        steps by those of the step. Not collective, but every rank calls it, or none does.
+
+        Args:
+            num_samples: of this rank in the next step; 0 where it has none.
+            nominal: the usual count, the same on every rank.
+
+        Raises:
+            ConfigError: the count is not valid.
+        """
+        for samples in self._samples:
+            samples.add(num_samples, nominal)
+        self._gradients.set_num_samples(num_samples, nominal)
+
+    def take_part(self, *, takes_part: bool) -> None:
+        """Let this rank's replica count in averagings from now on, or sit out.
+
+        A rank that sits out makes the same calls and takes over the mean of the others, to which
+        it adds nothing. If all sit out, a round changes nothing. Not collective.
+        """
+        self.rounds.takes_part = takes_part
+
+    def skip_step(self) -> None:
+        """Count a step that this rank does not take: no data, or ``inf`` in its gradients.
+
+        It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
+        """
+        self.synchronize()
+        self._end_step()
+
+    @eager
+    def synchronize(self) -> None:
+        """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
+
+        Needed only where a rank skips ``backward`` and gradients are clipped.
+
+        Raises:
+            ConfigError: the optimizer has become one that averages gradients by itself.
+        """
+        self._require_plain()
+        self._gradients.finish()
+
+    def finish(self) -> None:
+        """End the round here, so that all ranks have one model. Collective."""
+        if self.rounds.agrees:
+            self.replica.average_buffers()  # of synchronous steps
+        else:
+            self._end_round()
+            if not self.rounds.agrees:  # nobody has counted samples since the replicas parted
+                for samples in self._samples:
+                    samples.add(1.0, 1.0)
+                self._end_round()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the mean of all replicas inside, to test or save it. Collective."""
+        if self.rounds.agrees:
+            yield
+            return
+        with self.replica.as_mean():
+            yield
+
+    def close(self) -> None:
+        """Remove the hooks. Not collective."""
+        if self._hooks:
+            delattr(self._optimizer, _MARK)
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._gradients.close()
+
+    def __enter__(self) -> Self:
+        if self._presence is not None:
+            self._block = self._presence.enter(type(self).__name__)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.close()
+            if self._presence is not None:
+                self._presence.leave(self._block, error)
+
+    # -- what is known -----------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Figures for people and records, the same on every rank.
+
+        ``bytes_saved`` compares with gradients that are averaged in every step.
+        """
+        gradients = self.rounds.step * sum(p.nbytes for _, p in self.replica.parameters())
+        return {
+            "rounds": self.rounds.number,
+            "bytes_sent": self._exchange.bytes_sent,
+            "bytes_saved": gradients - self._exchange.bytes_sent,
+            "drift": self.rounds.drift,
+        }
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have spoken with each other in the last step."""
+        return self.rounds.has_met
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised when the ranks met in the last step; else 0."""
+        if not self.has_met:
+            return 0
+        if self._comm.size == 1:
+            return self.rounds.flags & ~SWITCH
+        return self.rounds.raised_flags & ~SWITCH
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all ranks take the present step together, by averaged gradients."""
+        return self._gradients.is_synchronous
+
+    @property
+    def gradient_flags(self) -> int:
+        """Bits that any of the ranks had raised whose gradients are averaged in this step.
+
+        Known after ``backward``, or after ``synchronize`` in its place; those of this rank alone
+        where it takes a step of its own.
+        """
+        return (self._gradients.raised_flags | self._flags) & ~SWITCH
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits in ``raised_flags`` when the ranks meet.
+
+        Args:
+            flags: bits 0 to 2.
+
+        Raises:
+            ConfigError: there are other bits.
+        """
+        if not 0 <= flags < SWITCH:
+            raise ConfigError(f"flags are bits 0 to 2, got {flags:#b}")
+        self._flags = flags
+        self._raise()
+
+    # -- states ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this rank's next step depends on, beside model and optimizer.
+
+        Collective. In the middle of a round every rank has a model and an optimizer state of its
+        own: keep those of all ranks.
+        """
+        return {"shared": self.shared_state(), "own": self.own_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same rank of as many ranks. Collective."""
+        self.load_shared_state(state["shared"])
+        self.load_own_state(state["own"])
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank, for any number of ranks. Collective."""
+        return {**self.rounds.shared_state(), "exchange": self._exchange.state()}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Begin a round after a state of any number of ranks. Collective."""
+        self.rounds.load_shared_state(state)
+        self.replica.all_agree()
+        for samples in self._samples:
+            samples.clear()
+        self._exchange.load_state(state["exchange"])
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own in the middle of a round. Collective."""
+        return {
+            **self.rounds.own_state(),
+            "samples": [samples.state() for samples in self._samples],
+            "changed": self.replica.changed(),
+            "wants_switch": self._wants_switch,
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round, after ``load_shared_state``. Collective."""
+        self.rounds.load_own_state(state)
+        for samples, own in zip(self._samples, state["samples"], strict=True):
+            samples.load_state(own)
+        self.replica.load_changed(state["changed"])
+        self._wants_switch = state["wants_switch"]
+        self._raise()
+
+    def _require_plain(self) -> None:
+        if isinstance(self._optimizer, DistributedMethods):
+            raise ConfigError(
+                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
+                f"in every step; leave DistributedOptimizer out"
+            )
+
+    # -- for methods -------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        """Do what is due after a step."""
+        raise NotImplementedError
+
+    def _end_round(self) -> None:
+        """Average all that is averaged, here and now. Collective."""
+        raise NotImplementedError
+
+    def _raise(self) -> None:
+        flags = self._flags | (SWITCH if self._wants_switch else 0)
+        self.rounds.flags = flags
+        self._gradients.raise_flags(flags)
+
+    @eager
+    def _end_step(self) -> None:
+        synchronous = self._gradients.is_synchronous
+        if synchronous:  # looked at here, as the phase may end with this step
+            self.rounds.raised_flags = self._gradients.raised_flags
+        self.rounds.count_step(synchronous=synchronous)
+        self.replica.roster.note_step()
+        self.communication_seconds, num_bytes = self._gradients.end_step()
+        self._exchange.bytes_sent += num_bytes
+        start = time.perf_counter()
+        self._after_step()
+        if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):
+            self.rounds.meet()
+        seconds = time.perf_counter() - start
+        self.rounds.waited_s += seconds
+        self.communication_seconds += seconds
+        self.rounds.resume_clock()

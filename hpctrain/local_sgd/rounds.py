@@ -1,0 +1,218 @@
+"""Steps, rounds, and what is known to all ranks: the bookkeeping of methods that agree rarely."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.gradients.sample_count import check_count
+from hpctrain.local_sgd.round_message import Report, RoundMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What all ranks know after they have met."""
+
+    weight: float
+    """Of this rank's replica."""
+    total_weight: float
+    """Of all ranks' replicas; 0 where all sit out."""
+    outdated: bool
+    """Whether tensors have changed on some rank."""
+    step_s: float
+    """Mean duration of a step, without averaging."""
+    round_s: float
+    """Mean time over ranks that the averaging before has cost, waiting for others included."""
+
+
+class Samples:
+    """How much a replica counts: by its samples since the last averaging, if they are counted."""
+
+    def __init__(self) -> None:
+        self._sum = self._nominal = 0.0
+        self.is_counted = False
+        """Whether a number was ever given."""
+
+    @property
+    def weight(self) -> float:
+        """Samples over the usual number of them; 1 where they are not counted."""
+        return self._sum / (self._nominal or 1.0) if self.is_counted else 1.0
+
+    def add(self, num_samples: float, nominal: float) -> None:
+        """Add the samples of a step.
+
+        Raises:
+            ConfigError: the numbers cannot be.
+        """
+        check_count(num_samples, nominal)
+        self._sum += num_samples
+        self._nominal += nominal
+        self.is_counted = True
+
+    def clear(self) -> None:
+        """Count anew."""
+        self._sum = self._nominal = 0.0
+
+    def state(self) -> list[float]:
+        """Return the sums, and whether there are any."""
+        return [self._sum, self._nominal, float(self.is_counted)]
+
+    def load_state(self, state: Sequence[float]) -> None:
+        """Go on from a state."""
+        self._sum, self._nominal, is_counted = state
+        self.is_counted = bool(is_counted)
+
+
+class Rounds:
+    """Counts a rank's steps and samples, and lets the ranks meet.
+
+    Between two averagings the ranks need not speak. A flag that one raises becomes known when they
+    meet next: at an averaging, or by a message of its own ``within_s`` after the last meeting.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        """Make the message. Collective."""
+        self.step = 0
+        """Steps that were taken, those that were skipped included."""
+        self.number = 0
+        """Rounds that have ended."""
+        self.start = 0
+        """Step at which the present round began."""
+        self.has_met = True
+        """Whether the ranks have met in the last step."""
+        self.drift = 0.0
+        """Distance of replicas from their mean, root mean square over ranks, at the averaging
+        before the last meeting; the same on every rank."""
+        self.own_drift = 0.0
+        """Squared distance of this rank's replica from the mean, at the last averaging."""
+        self.waited_s = 0.0
+        """Time that this rank has spent on others since the last averaging began."""
+        self.round_s = 0.0
+        """Mean time over ranks that the averaging before the last has cost; the same on all."""
+        self.takes_part = True
+        """Whether this rank's replica counts."""
+        self.flags = 0
+        """Bits of this rank."""
+        self.raised_flags = 0
+        """Bits that any rank had at the last meeting; the same on every rank."""
+        self.within_s = float("inf")
+        """Time between two meetings at most, about."""
+        self.must_meet = False
+        """Whether the next step ends in a meeting; the same on every rank."""
+        self.agrees = True
+        """Whether all ranks have the same parameters."""
+        self._comm, self._message = comm, RoundMessage(comm)
+        self._last_meeting, self._steps_between = 0, 1
+        self._num_timed, self._timed_s = 0, 0.0
+        self.resume_clock()
+
+    @property
+    def step_in_round(self) -> int:
+        """Steps of the present round that were taken."""
+        return self.step - self.start
+
+    def is_meeting_due(self, *, busy: bool) -> bool:
+        """Say whether the ranks meet now, if nothing else has let them meet in this step.
+
+        Args:
+            busy: whether replicas are under way, behind which a message would wait; the same on
+                every rank.
+        """
+        since = self.step - self._last_meeting
+        soon = self.within_s < float("inf") and since >= self._steps_between
+        return not self.has_met and (self.must_meet or (soon and not busy))
+
+    def resume_clock(self) -> None:
+        """Let the next step begin."""
+        self._clock = time.perf_counter()
+
+    def count_step(self, *, synchronous: bool) -> None:
+        """Note that a step is over, and whether all ranks have taken it together."""
+        self.step += 1
+        self.agrees &= synchronous
+        self.has_met = synchronous
+        if synchronous:
+            self._last_meeting = self.step
+        self._num_timed += 1
+        self._timed_s += time.perf_counter() - self._clock
+
+    def meet(self, samples: Samples | None = None, *, outdated: bool = False) -> Opening:
+        """Let all ranks report. Collective.
+
+        Args:
+            samples: what this rank's replica counts by; None where none is averaged.
+            outdated: whether this rank's tensors have changed since buckets were laid out.
+
+        Raises:
+            MismatchError: the ranks are not at the same step, or some count samples and some do
+                not; on every rank.
+        """
+        weight = samples.weight * self.takes_part if samples else 0.0
+        self._message.flags = self.flags
+        total = self._message.exchange(
+            Report(
+                weight=weight,
+                has_count=float(bool(samples and samples.is_counted and self.takes_part)),
+                takes_part=float(bool(samples and self.takes_part)),
+                outdated=float(outdated),
+                step=float(self.step),
+                step_squared=float(self.step) ** 2,
+                step_s=self._timed_s / max(self._num_timed, 1),
+                round_s=self.waited_s,
+                drift=self.own_drift if self.takes_part else 0.0,
+            )
+        )
+        size = self._comm.size
+        self.raised_flags = self._message.raised_flags
+        self.has_met, self.must_meet, self._last_meeting = True, False, self.step
+        self.drift = (total.drift / size) ** 0.5
+        self._num_timed, self._timed_s = 0, 0.0
+        if samples:
+            self.waited_s, self.round_s = 0.0, total.round_s / size
+        step_s = total.step_s / size
+        if self.within_s < float("inf") and step_s > 0:
+            self._steps_between = max(1, int(self.within_s / step_s))
+        return Opening(
+            weight=weight,
+            total_weight=total.weight,
+            outdated=total.outdated > 0,
+            step_s=step_s,
+            round_s=self.round_s,
+        )
+
+    def close(self, *, agrees: bool) -> None:
+        """Begin the next round, after one that has made all ranks agree, or has not."""
+        self.number += 1
+        self.agrees = agrees
+        self.start_here()
+
+    def start_here(self) -> None:
+        """Let the present round begin with the next step."""
+        self.start = self.step
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank."""
+        return {"step": self.step, "number": self.number}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go on at the start of a round."""
+        self.step, self.number = state["step"], state["number"]
+        self.start = self._last_meeting = self.step
+        self.agrees = True
+        self.resume_clock()
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own in the middle of a round."""
+        return {
+            "start": self.start,
+            "agrees": self.agrees,
+            "takes_part": self.takes_part,
+            "drift": [self.own_drift, self.drift],
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round."""
+        self.start, self.agrees = state["start"], state["agrees"]
+        self.takes_part = state["takes_part"]
+        self.own_drift, self.drift = state["drift"]

@@ -1,0 +1,208 @@
+"""``StagedSGD``: synchronous at first and at last, local to the nodes in cycles between."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.compress.compressor import Compressor
+from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.local_method import LocalMethod
+
+
+class StagedSGD(LocalMethod):
+    """Averages over all ranks in every step at first and at last, and across nodes rarely between.
+
+    Warm-up and cool-down average the gradients of all ranks. Between them the ranks of a node
+    average gradients, and every ``steps`` steps parameters are sent across all nodes, to be taken
+    over ``delay`` steps later: with P nodes and W such steps θ <- (2 W θ + P mean) / (2 W + P).
+    When the loss no longer falls, steps and delay are halved; when it does not fall at one step
+    either, both begin anew. On a single node all steps are synchronous.
+
+    Buffers that have a mean travel with the parameters. Optimizer states stay local to a node, and
+    are averaged once, before the cool-down: ranks with other momenta would part again.
+
+    Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: any placement of ranks, also
+    one per node or unequal numbers; every rank of a node takes part in the exchange, each with
+    its slice; what the ranks of a node do is a gradient average in every step.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a user may choose
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int,
+        cooldown_start: int,
+        steps: int = 8,
+        delay: int | None = None,
+        patience: int = 2,
+        threshold: float = 0.05,
+        compression: Compressor | None = None,
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: with equal parameters and buffers on every rank.
+            optimizer: a plain one of torch, which has the model's parameters.
+            warmup_steps: synchronous steps at the start.
+            cooldown_start: steps after which the rest is synchronous again.
+            steps: between two exchanges, at most.
+            delay: steps that an exchange may take while training goes on, at most ``steps``; None
+                for a quarter of ``steps``, 1 at least; 0 for none.
+            patience: losses in a row that have not fallen, before steps and delay change.
+            threshold: part by which a loss must be below the lowest one, to have fallen.
+            compression: what travels travels as.
+
+        Raises:
+            ConfigError: an argument is not valid.
+        """
+        delay = max(1, steps // 4) if delay is None else delay
+        _check(warmup_steps, cooldown_start, steps, delay, patience, threshold)
+        super().__init__(model, optimizer, compression=compression)
+        self._warmup_steps, self._cooldown_start = warmup_steps, cooldown_start
+        self._most_steps, self._most_delay = steps, delay
+        self._patience, self._threshold = patience, threshold
+        self._steps, self._delay = steps, delay
+        self._due, self._waits = 0, delay  # of what is under way
+        self._best, self._num_bad = float("inf"), 0
+        self._everywhere = self._gradients.over(self._comm)
+        self._on_node = None
+        self._averagings = []
+        if self._topology.num_nodes > 1:
+            self._on_node = self._gradients.over(self._exchange.node)
+            self._averagings.append(self._exchange.averages_parameters())
+            self._averagings.append(self._exchange.averages_buffers())
+        self._set_phase()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Figures for people and records; see ``LocalMethod``."""
+        return {
+            **super().facts,
+            "steps": self._steps if self._is_cycling else 1,
+            "delay": self._delay if self._is_cycling else 0,
+            "phase": "cycling" if self._is_cycling else "synchronous",
+        }
+
+    def observe(self, loss: float) -> None:
+        """Tell the training loss of an epoch, say; the mean over ranks decides. Collective."""
+        mean = torch.tensor(loss, dtype=torch.float64)
+        self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()
+        if not self._is_cycling:
+            return
+        has_fallen = mean.item() < self._best * (1.0 - self._threshold)
+        self._num_bad = 0 if has_fallen else self._num_bad + 1
+        self._best = min(self._best, mean.item())
+        if self._num_bad < self._patience:
+            return
+        self._num_bad = 0
+        if self._steps > 1:
+            self._steps //= 2
+            self._delay = min(-(-self._most_delay * self._steps // self._most_steps), self._steps)
+        else:
+            self._steps, self._delay = self._most_steps, self._most_delay
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank."""
+        cycle = [self._steps, self._delay, self._best, self._num_bad]
+        return {**super().shared_state(), "cycle": cycle}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Begin a round after a state of any number of ranks; what was on its way is dropped."""
+        super().load_shared_state(state)
+        self._steps, self._delay, self._best, self._num_bad = state["cycle"]
+        for averaging in self._averagings:
+            averaging.drop()
+        self._set_phase()
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own, and what is on its way."""
+        under_way = [averaging.travelled() for averaging in self._averagings]
+        return {**super().own_state(), "under_way": under_way, "due": [self._due, self._waits]}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round."""
+        super().load_own_state(state)
+        self._due, self._waits = state["due"]
+        for averaging, travelled in zip(self._averagings, state["under_way"], strict=True):
+            averaging.go_on(travelled)
+
+    @property
+    def _is_cycling(self) -> bool:
+        return self._cycles_in(self.rounds.step)
+
+    def _cycles_in(self, step: int) -> bool:
+        """Say whether the step after so many is one of a cycle."""
+        several = self._topology.num_nodes > 1
+        return several and self._warmup_steps <= step < self._cooldown_start
+
+    def _after_step(self) -> None:
+        was_cycling = self._cycles_in(self.rounds.step - 1)
+        if self.rounds.step >= self._due:
+            self._take_over()
+        if was_cycling and not self._is_cycling:
+            self._end_round()
+        elif was_cycling and self.rounds.step_in_round >= self._steps:
+            self._send()
+        elif not was_cycling:
+            self.rounds.start_here()
+            self._samples[0].clear()
+            if self._is_cycling:
+                self.replica.all_agree()
+        self._set_phase()
+
+    def _send(self) -> None:
+        """Let the replicas travel across nodes."""
+        self._take_over()
+        opening = self._exchange.begin(self._averagings, self._samples[0])
+        self._due, self._waits = self.rounds.step + self._delay, self._delay
+        if not self._delay:
+            self._take_over()
+        self.rounds.close(agrees=opening.total_weight > 0 and not self._delay)
+
+    def _end_round(self) -> None:
+        self._take_over()
+        state = self._exchange.averages_state()
+        opening = self._exchange.begin([*self._averagings, state], self._samples[0])
+        self._exchange.complete([*self._averagings, state])
+        self.rounds.close(agrees=opening.total_weight > 0)
+
+    def _take_over(self) -> None:
+        """Let what is under way count among this rank's parameters, if there is anything."""
+        own = 2 * self._waits
+        self._exchange.complete(self._averagings, keep=own / (own + self._topology.num_nodes))
+
+    def _set_phase(self) -> None:
+        for reducer, is_on in (
+            (self._everywhere, not self._is_cycling),
+            (self._on_node, self._is_cycling),
+        ):
+            if reducer is not None:
+                reducer.is_on = is_on
+
+
+def _check(
+    warmup_steps: int,
+    cooldown_start: int,
+    steps: int,
+    delay: int,
+    patience: int,
+    threshold: float,
+) -> None:
+    if not 0 <= warmup_steps <= cooldown_start:
+        raise ConfigError(
+            f"warm-up ends before cool-down begins, got warmup_steps={warmup_steps}, "
+            f"cooldown_start={cooldown_start}"
+        )
+    if steps < 1 or not 0 <= delay <= steps:
+        raise ConfigError(
+            f"steps is at least 1 and delay from 0 to steps, got steps={steps}, delay={delay}"
+        )
+    if patience < 1 or not 0 <= threshold < 1:
+        raise ConfigError(
+            f"patience is at least 1 and threshold from 0 to below 1, got patience={patience}, "
+            f"threshold={threshold}"
+        )

@@ -1,0 +1,99 @@
+"""How many steps a round has: a number, a schedule, or what the machine affords."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpctrain.core.errors import ConfigError
+
+Steps = int | str | Callable[[int], int]
+"""A number, ``"auto"``, or a function from the number of a round, counted from 0."""
+
+TRIAL_ROUNDS = 3
+"""Rounds of the smallest number of steps before ``auto`` decides; the first is not measured."""
+
+
+class Pace:
+    """The number of steps of each round, the same on every rank.
+
+    ``auto`` measures the first rounds and takes the smallest number with which averaging costs at
+    most ``share`` of the time. It decides once: a later part of the run has the same rounds.
+    """
+
+    def __init__(
+        self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
+    ) -> None:
+        """Check the arguments.
+
+        Args:
+            steps: of a round.
+            share: with ``auto``: largest part of the time that averaging may take, 0 to 1.
+            least: with ``auto``: smallest number.
+            most: with ``auto``: largest number.
+
+        Raises:
+            ConfigError: one of them cannot be.
+        """
+        if isinstance(steps, str) and steps != "auto":
+            raise ConfigError(f'steps is a number, a function or "auto", got {steps!r}')
+        if isinstance(steps, int) and steps < 1:
+            raise ConfigError(f"a round has at least 1 step, got steps={steps}")
+        if not 0 < share < 1:
+            raise ConfigError(f"share is between 0 and 1, got {share}")
+        if not 1 <= least <= most:
+            raise ConfigError(f"least is from 1 to most, got least={least}, most={most}")
+        self._steps, self._share, self._least, self._most = steps, share, least, most
+        self._chosen: int | None = None
+        self._measured: list[tuple[float, float]] = []
+
+    @property
+    def chosen(self) -> int | None:
+        """What ``auto`` has decided; None before, and without it."""
+        return self._chosen
+
+    def steps_of(self, number: int) -> int:
+        """Return the steps of a round.
+
+        Raises:
+            ConfigError: the function of the user gives no number of steps.
+        """
+        if isinstance(self._steps, int):
+            return self._steps
+        if isinstance(self._steps, str):
+            return self._chosen or self._least
+        steps = self._steps(number)
+        if steps < 1:
+            raise ConfigError(f"steps({number}) is a number of at least 1, got {steps!r}")
+        return steps
+
+    def learn(self, step_s: float, round_s: float) -> None:
+        """Take a measurement that all ranks agree on.
+
+        Args:
+            step_s: duration of a step without averaging, in seconds.
+            round_s: duration of an averaging, in seconds.
+        """
+        if self._steps != "auto" or self._chosen is not None:
+            return
+        self._measured.append((step_s, round_s))
+        if len(self._measured) == TRIAL_ROUNDS:
+            measured = self._measured[1:]
+            step_s = min(step for step, _ in measured)
+            round_s = min(seconds for _, seconds in measured)
+            self._chosen = self.affordable(step_s, round_s)
+
+    def affordable(self, step_s: float, round_s: float) -> int:
+        """Return the fewest steps with which a round costs at most its share, within bounds."""
+        if step_s <= 0:
+            return self._most
+        steps = math.ceil(round_s * (1 - self._share) / (self._share * step_s))
+        return min(max(steps, self._least), self._most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``auto`` has measured and decided."""
+        return {"chosen": self._chosen, "measured": [list(pair) for pair in self._measured]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._chosen = state["chosen"]
+        self._measured = [(step, seconds) for step, seconds in state["measured"]]

@@ -1,0 +1,215 @@
+"""The named operations of one process set: in any order on any rank, in one order on all."""
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.eager import eager
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.threads import calls_from_threads
+from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
+from hpctrain.core.units import MIB
+from hpctrain.negotiation.handle import Handle, TensorHandle
+from hpctrain.negotiation.progress_engine import JOIN, BreakOff, Progress
+from hpctrain.negotiation.progress_thread import Driver
+from hpctrain.negotiation.recurring import Recurring
+from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.response_cache import NUM_SLOTS
+from hpctrain.negotiation.stalls import Stalls
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.negotiation.reduce_op import ReduceOp
+    from hpctrain.negotiation.timeline.timelines import Timelines
+
+_CLOSE = "<close>"
+"""The name of the last operation of all."""
+_CLOSE_S = 10.0
+"""Longest wait at the end for ranks whose operations have broken down."""
+
+
+class Controller:
+    """Takes requests from any thread and carries each out once all ranks have made it."""
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        *,
+        fusion_bytes: int = 64 * MIB,
+        cycle_s: float = 0.0,
+        timeout_s: float = float("inf"),
+        timelines: "Timelines | None" = None,
+        stalls: Stalls | None = None,
+    ) -> None:
+        """Make mailboxes. Collective.
+
+        Args:
+            comm: the ranks of the set; nobody else may use it, ``close`` closes it.
+            fusion_bytes: largest message of several small operations.
+            cycle_s: how long operations wait for others to travel with, unless somebody waits.
+            timeout_s: longest wait for an operation.
+            timelines: records what happens.
+            stalls: tells of operations that some rank does not submit.
+        """
+        self.comm = comm
+        self._timeout_s = timeout_s
+        self._post = comm.mail()
+        self._stalls = stalls or Stalls()
+        self._progress = Progress(
+            comm,
+            self._post,
+            fusion_bytes=fusion_bytes,
+            timelines=timelines,
+            stalls=self._stalls,
+        )
+        has_thread = comm.size > 1 and calls_from_threads()
+        self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
+        self._is_open = True
+        self._refusal: HorovodInternalError | None = None
+        """Why nothing more is taken on this rank, though others may not know yet."""
+        self._owner = Owner()
+        self._recurring: dict[str, Recurring] = {}
+
+    @eager
+    def submit(self, request: Request) -> Handle:
+        """Start an operation; somebody will ask for its result later.
+
+        Raises:
+            DuplicateNameError: an operation of this name is under way on this rank.
+        """
+        handle = Handle(self, request)
+        self._enter(handle)
+        self._driver.nudge()
+        return handle
+
+    @eager
+    def submit_tensor(self, request: Request, known_as: str | None) -> TensorHandle:
+        """Start an operation of one tensor in place; see ``submit``.
+
+        Args:
+            request: what to do.
+            known_as: by which ``submit_again`` will know it; None for never.
+        """
+        recurring = Recurring(request.name or "", request.signature)
+        handle = TensorHandle(self, recurring, request.tensors[0])
+        self._enter(handle)
+        if known_as is not None:
+            if len(self._recurring) >= NUM_SLOTS:
+                self._recurring.clear()
+            self._recurring[known_as] = recurring
+        self._driver.nudge()
+        return handle
+
+    @eager
+    def submit_again(
+        self, known_as: str, tensor: "Tensor", op: "ReduceOp", prescale: float, postscale: float
+    ) -> TensorHandle | None:
+        """Start what was started before, with another tensor, at a fraction of the cost.
+
+        Returns:
+            None if it would not be the same; nothing was started then.
+        """
+        recurring = self._recurring.get(known_as)
+        if recurring is None or not recurring.fits(tensor, op, prescale, postscale):
+            return None
+        handle = TensorHandle(self, recurring, tensor)
+        self._enter(handle)
+        self._driver.nudge()
+        return handle
+
+    @eager
+    def run(self, request: Request) -> Result:
+        """Start an operation and wait for its result."""
+        handle = Handle(self, request)
+        self._enter(handle)
+        return handle.wait()
+
+    def start_join(self) -> Handle:
+        """Take part in everything with nothing until all ranks do; the result is the last to come.
+
+        Where MPI takes calls from several threads this goes on without anybody who waits.
+        """
+        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
+        self._enter(handle)
+        self._driver.nudge()
+        return handle
+
+    def join(self) -> int:
+        """Take part in everything with nothing until all ranks do; return the last to come."""
+        last: int = self.start_join().wait()[0]
+        return last
+
+    @eager
+    def finish(self, handle: Handle) -> None:
+        """Return when an operation is done; the calling thread drives meanwhile."""
+        since = time.monotonic()
+        self._driver.until(
+            lambda: handle.is_done,
+            lambda: self._progress.check_time(handle, since, self._timeout_s),
+        )
+
+    def look(self) -> None:
+        """Do what can be done without waiting, where no thread of the controller does so."""
+        self._driver.look()
+
+    def break_off(self, reason: str) -> None:
+        """Let all that is under way fail on every rank, and all that comes. Not collective.
+
+        A new controller on the same communicator goes on, see ``abandon``.
+        """
+        self._refusal = HorovodInternalError(reason)
+        self._progress.to_ask.append(BreakOff(reason))
+        self._driver.nudge()
+
+    def close(self) -> None:
+        """End; what only some ranks have submitted fails. Collective; no error on any rank."""
+        if self._owner.is_here:  # a forked child has no part in it
+            self.abandon()
+            self.comm.close()
+
+    def abandon(self) -> None:
+        """Do what ``close`` does, but leave the communicator to another controller. Collective."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._refusal = self._refusal or HorovodInternalError(
+            "the process set was shut down; call hpctrain.init() or add_process_set() again"
+        )
+        self._finish_decided()
+        self._progress.shut_down()
+        self._driver.close()
+        self._post.close()
+
+    def _finish_decided(self) -> None:
+        """Carry out what has been decided: the others do, and would wait for this rank."""
+        since = time.monotonic()
+
+        def check() -> None:
+            if time.monotonic() - since > _CLOSE_S:
+                raise RankLostError("some rank has broken down and does not close with the others")
+
+        last = Handle(self, Request(Kind.BARRIER, None, ()), _CLOSE)
+        self._progress.closing = last
+        self._enter(last)
+        with suppress(CommError):
+            self._driver.until(lambda: last.is_done, check)
+
+    def _enter(self, handle: Handle) -> None:
+        self._owner.check()
+        self._stalls.enter()
+        progress = self._progress
+        if self._refusal is not None or progress.broken is not None:
+            self._check_open(handle)
+        if handle.name is JOIN or progress.names.enter(handle):
+            progress.news.append(handle)
+        if progress.broken is not None:  # meanwhile
+            progress.fail_all(progress.broken)
+
+    def _check_open(self, handle: Handle) -> None:
+        if handle is self._progress.closing:
+            return
+        error = self._progress.broken or self._refusal
+        assert error is not None
+        raise error

@@ -1,0 +1,300 @@
+"""Who has announced which operation, and what is carried out when: the same on every rank."""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from hpctrain.core.errors import CommError
+from hpctrain.negotiation import messages
+from hpctrain.negotiation.batch import Batch, Entry
+from hpctrain.negotiation.messages import Decision, KnownEntry, NewEntry, Report
+from hpctrain.negotiation.pending_table import OWN, Tally
+from hpctrain.negotiation.ready import Ready
+from hpctrain.negotiation.request import Signature
+from hpctrain.negotiation.response_cache import NUM_SLOTS, Slots, bits_of
+
+if TYPE_CHECKING:
+    from hpctrain.comm.control_channel.tree import Tree
+    from hpctrain.negotiation.handle import Handle
+
+_SILENT_DROPS = 1024
+"""A rank that has nothing else to say tells its parent after so many which slots it knows."""
+
+
+class Negotiator:
+    """This rank's part of a protocol along a tree of ranks; it sends and waits for nothing itself.
+
+    A rank reports an operation to its parent once it and all ranks below have announced it. What
+    reaches the root so is ready; the root decides, and tells everybody downwards. Operations that
+    were decided before have numbers (``Slots``), so that any number of them are one vector of
+    bits. A rank that has joined counts as having announced everything.
+
+    Messages between two ranks must arrive in the order in which they were sent. Not thread-safe.
+    """
+
+    def __init__(self, tree: "Tree", *, num_slots: int = NUM_SLOTS) -> None:
+        """Take the place of this rank.
+
+        Args:
+            tree: of all ranks, the same on each, seen from here.
+            num_slots: most operations that have a number; the same on all ranks.
+        """
+        self._tree = tree
+        self._is_root = tree.parent is None
+        self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
+        self._slots = Slots(num_slots)
+        self._tally = Tally(tree.rank, len(tree.children), self._slots)
+        self._announced: dict[str, int] = {}  # in order; the number, or -1
+        self._is_changed = False
+        self._out: list[tuple[int, bytes]] = []
+        self._batches: list[Batch] = []
+        self._joins: list[int] = []  # at the root all so far, elsewhere those not yet reported
+        self._is_join_reported = False
+        self._is_introduced = False
+        self._known_drops = dict.fromkeys(tree.children, 0)  # by child
+        self._reported_drops = 0
+        self._ready = Ready(tree.size, self._slots)  # at the root
+        self._asked: list[object] = []
+        self._questions: list[object] = []
+        self._answers: list[tuple[int, object]] = []
+
+    # -- this rank --------------------------------------------------------------------------
+
+    def announce(self, name: str, signature: Signature) -> None:
+        """Say that this rank has submitted an operation.
+
+        Args:
+            name: of no operation that this rank has announced and that is not decided.
+            signature: what must be the same everywhere.
+
+        Raises:
+            CommError: this rank has joined.
+        """
+        tally = self._tally
+        if tally.joined[OWN]:
+            raise CommError(
+                f'a rank that has joined takes no part until all have joined, got "{name}" on '
+                f"rank {self._tree.rank}; submit it before join() or after join() has returned"
+            )
+        assert name not in self._announced
+        self._is_changed = True
+        slot = self._slots.numbers.get(name)
+        if slot is not None and self._slots.entries[slot].signature == signature:
+            self._announced[name] = slot
+            tally.add_bits(OWN, 1 << slot)
+        else:
+            self._announced[name] = -1
+            tally.add_name(OWN, name, [(signature, None)])
+
+    def announce_known(self, handles: "Sequence[Handle]") -> "list[Handle]":
+        """Announce those that have a number, all at once; return the others.
+
+        None of them is announced if this rank has joined.
+        """
+        if self._tally.joined[OWN]:
+            return list(handles)
+        bits, others = self._slots.look_up(handles, self._announced)
+        if bits:
+            self._is_changed = True
+            self._tally.add_bits(OWN, bits)
+        return others
+
+    def join(self) -> None:
+        """Count this rank for everything, until all ranks have joined."""
+        if not self._tally.joined[OWN]:
+            self._is_changed = True
+            self._joins.append(self._tree.rank)
+            self._tally.join(OWN)
+
+    def ask(self, question: object) -> None:
+        """Bring a (picklable) question to all ranks."""
+        self._asked.append(question)
+
+    def answer(self, answer: object) -> None:
+        """Bring a (picklable) answer to the root."""
+        self._answers.append((self._tree.rank, answer))
+
+    def decided(self) -> list[Batch]:
+        """Return the batches to carry out now, each once."""
+        batches, self._batches = self._batches, []
+        return batches
+
+    def pending(self) -> Collection[str]:
+        """Return what this rank has announced and is not decided, oldest first; a live view."""
+        return self._announced.keys()
+
+    def questions(self) -> list[object]:
+        """Return what was asked, each question once."""
+        questions, self._questions = self._questions, []
+        return questions
+
+    def answers(self) -> list[tuple[int, object]]:
+        """Return the answers and who gave them, each once; on the root."""
+        if not self._is_root:
+            return []
+        answers, self._answers = self._answers, []
+        return answers
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def receive(self, source: int, message: bytes) -> None:
+        """Take what a neighbour has sent."""
+        kind = message[0]
+        if kind == messages.BITS:
+            num_drops, bits = messages.unpack_bits(message)
+            self._add_bits(source, num_drops, bits)
+        elif kind == messages.REPORT:
+            self._read(source, messages.unpack_report(message))
+        else:
+            self._send_down(message)
+            if kind == messages.DECISION:
+                self._apply(messages.unpack_decision(message))
+            elif kind == messages.QUESTIONS:
+                self._questions += messages.unpack_questions(message)
+            else:
+                self._apply_slots(message, messages.unpack_slots(message))
+
+    def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
+        """Return what to send now: receivers and messages.
+
+        Args:
+            decide: whether the root makes a batch of what is ready.
+        """
+        if self._is_root:
+            self._combine()
+            if decide:
+                self._decide()
+            if self._asked:  # after the decision: a question may end what is not decided
+                self._send_down(messages.pack_questions(self._asked))
+                self._questions += self._asked
+                self._asked = []
+        elif self._is_changed or self._asked or self._answers:
+            self._report()
+        out, self._out = self._out, []
+        return out
+
+    def _send_down(self, message: bytes) -> None:
+        for child in self._tree.children:
+            self._out.append((child, message))
+
+    # -- upwards ----------------------------------------------------------------------------
+
+    def _add_bits(self, child: int, num_drops: int, bits: int) -> None:
+        self._is_changed = True
+        source = self._sources[child]
+        if num_drops != self._slots.num_drops:
+            bits, gone = self._slots.translate(bits, num_drops)
+            for entry in gone:
+                self._tally.add_name(source, entry.name, [(entry.signature, None)])
+        if num_drops != self._known_drops[child]:
+            self._known_drops[child] = num_drops
+            self._slots.forget(min(self._known_drops.values()))
+        self._tally.add_bits(source, bits)
+
+    def _read(self, child: int, report: Report) -> None:
+        self._add_bits(child, report.num_drops, report.bits)
+        source = self._sources[child]
+        if report.ranks:
+            self._tally.ranks[source] = report.ranks
+        for name, parts in report.names:
+            self._tally.add_name(source, name, parts)
+        self._joins += report.joins
+        if report.all_joined:
+            self._tally.join(source)
+        self._asked += report.questions
+        self._answers += report.answers
+
+    def _report(self) -> None:
+        """Tell the parent what is complete here."""
+        parent, num_drops = self._tree.parent, self._slots.num_drops
+        assert parent is not None
+        self._is_changed = False
+        bits, names = self._tally.take()
+        all_joined = self._is_all_joined() and not self._is_join_reported
+        if not (names or all_joined or self._joins or self._asked or self._answers):
+            if bits or num_drops - self._reported_drops >= _SILENT_DROPS:
+                self._reported_drops = num_drops
+                self._out.append((parent, messages.pack_bits(num_drops, bits)))
+            return
+        ranks: tuple[int, ...] = ()
+        if (names or all_joined) and not self._is_introduced:
+            ranks = tuple(rank for some in self._tally.ranks for rank in some)
+            self._is_introduced = True
+        report = Report(
+            num_drops, bits, tuple(names), ranks, tuple(self._joins), all_joined,
+            tuple(self._asked), tuple(self._answers),
+        )  # fmt: skip
+        self._out.append((parent, messages.pack_report(report)))
+        self._reported_drops = num_drops
+        self._is_join_reported |= all_joined
+        self._joins, self._asked, self._answers = [], [], []
+
+    def _is_all_joined(self) -> bool:
+        return False not in self._tally.joined
+
+    # -- the root ---------------------------------------------------------------------------
+
+    def _combine(self) -> None:
+        if self._is_changed:
+            self._is_changed = False
+            self._ready.add(*self._tally.take())
+
+    def _decide(self) -> None:
+        """Make one batch of everything that is ready, in the order of this rank."""
+        join_over = self._joins[-1] if self._joins and self._is_all_joined() else None
+        decision = self._ready.take(self._announced, join_over)
+        if isinstance(decision, Decision):
+            self._send_down(messages.pack_decision(decision))
+            self._apply(decision)
+        elif decision is not None:
+            message = messages.pack_slots(decision)
+            self._send_down(message)
+            self._apply_slots(message, decision)
+
+    # -- downwards --------------------------------------------------------------------------
+
+    def _apply_slots(self, message: bytes, slots: list[int]) -> None:
+        """Take a batch of operations that have numbers, announced by all."""
+        batch, bits = self._slots.batch(message, slots)
+        for entry in batch.entries:
+            del self._announced[entry.name]
+        self._tally.clear(bits, ())
+        self._slots.touch(batch.entries)
+        self._batches.append(batch)
+
+    def _apply(self, decision: Decision) -> None:
+        """Take any batch: first forget what it decides, then give and take numbers."""
+        known = self._slots.entries
+        entries = [
+            known[item.slot]._replace(joined=item.joined)
+            if isinstance(item, KnownEntry)
+            else Entry(*item)
+            for item in decision.items
+        ]
+        names = [entry.name for entry in entries]
+        for name in names:
+            self._announced.pop(name, None)
+        numbers = self._slots.numbers
+        self._tally.clear(bits_of([numbers[name] for name in names if name in numbers]), names)
+        self._batches.append(Batch(tuple(entries), decision.join_over))
+        if decision.join_over is not None:
+            self._joins, self._is_join_reported = [], False
+            self._tally.unjoin()
+        self._slots.touch([entry for entry in entries if entry.name in numbers])
+        for item in decision.items:
+            if isinstance(item, NewEntry):
+                self._renumber(item)
+        if not self._tree.children:
+            self._slots.forget(self._slots.num_drops)
+        if self._slots.num_drops - self._reported_drops >= _SILENT_DROPS:
+            self._is_changed = True
+
+    def _renumber(self, entry: NewEntry) -> None:
+        """Give the operation a number, or take it away after an error."""
+        if entry.error is None:
+            dropped = self._slots.put(entry.name, entry.signature)
+        else:
+            dropped = self._slots.drop(entry.name)
+        if dropped is not None:
+            self._tally.rename(dropped)
+            if dropped.entry.name in self._announced:
+                self._announced[dropped.entry.name] = -1

@@ -1,0 +1,144 @@
+"""Which operations this rank and all ranks below it have announced."""
+
+from collections.abc import Sequence
+
+from hpctrain.negotiation.messages import Part
+from hpctrain.negotiation.response_cache import Drop, Slots, slots_of
+
+OWN = 0
+"""The source that is this rank; its children are sources 1, 2, ..."""
+
+
+class Tally:
+    """Counts by source: the announcements of this rank, and of each child's whole subtree.
+
+    Operations that have a number, and are announced as all know them, are bits; the others are
+    kept by name, with the ranks of each description. ``take()`` returns each operation once, as
+    soon as every source has announced it or has joined.
+    """
+
+    def __init__(self, rank: int, num_children: int, slots: Slots) -> None:
+        """Take the numbers, which somebody else keeps up to date."""
+        self.bits = [0] * (1 + num_children)
+        """By source, the operations it has announced that are not decided."""
+        self.joined = [False] * (1 + num_children)
+        """By source, whether all its ranks have joined."""
+        self.ranks: list[Sequence[int]] = [(rank,), *((),) * num_children]
+        """By source, its ranks; known before its first operation is complete."""
+        self._slots = slots
+        self._parts: dict[str, dict[int, list[Part]]] = {}
+        self._taken_bits = 0
+        self._taken_names: set[str] = set()
+        self._touched: dict[str, None] = {}
+
+    def add_bits(self, source: int, bits: int) -> None:
+        """Count operations that have a number."""
+        self.bits[source] |= bits
+        if self._parts:
+            for name in self._parts:
+                slot = self._slots.numbers.get(name)
+                if slot is not None and bits >> slot & 1:
+                    self._touched[name] = None
+
+    def add_name(self, source: int, name: str, parts: list[Part]) -> None:
+        """Count an operation that is new, or another than its number says."""
+        self._parts.setdefault(name, {})[source] = parts
+        self._touched[name] = None
+
+    def join(self, source: int) -> None:
+        """Count the source for everything from now on."""
+        self.joined[source] = True
+        self._touched.update(dict.fromkeys(self._parts))
+
+    def unjoin(self) -> None:
+        """Let all sources announce again."""
+        self.joined = [False] * len(self.joined)
+
+    def take(self) -> tuple[int, list[tuple[str, list[Part]]]]:
+        """Return what is complete since the last call: as bits, and by name.
+
+        Bits are operations that every rank here has announced, alike. A part without ranks means
+        all of them too.
+        """
+        every = some = self.bits[OWN]
+        for bits in self.bits[1:]:
+            every &= bits
+            some |= bits
+        fresh = every & ~self._taken_bits
+        self._taken_bits |= fresh
+        if some != every and True in self.joined:
+            entries = self._slots.entries
+            self._touched.update(
+                dict.fromkeys(entries[slot].name for slot in slots_of(some & ~every))
+            )
+        return fresh, self._take_names() if self._touched else []
+
+    def clear(self, bits: int, names: Sequence[str]) -> None:
+        """Forget what has been decided: all operations of ``bits``, and those of ``names``."""
+        keep = ~bits
+        self.bits = [others & keep for others in self.bits]
+        self._taken_bits &= keep
+        for name in names:
+            self._parts.pop(name, None)
+            self._touched.pop(name, None)
+            self._taken_names.discard(name)
+
+    def rename(self, dropped: Drop) -> None:
+        """Keep by name what has lost its number before it was decided."""
+        slot, entry = dropped
+        bit = 1 << slot
+        if not any(bits & bit for bits in self.bits):
+            return
+        was_taken = self._taken_bits & bit or entry.name in self._taken_names
+        for source, bits in enumerate(self.bits):
+            if bits & bit:
+                self.add_name(source, entry.name, [(entry.signature, None)])
+        if was_taken:
+            self._taken_names.add(entry.name)
+        self.clear(bit, ())
+
+    def is_empty(self) -> bool:
+        """Say whether nothing is announced that is not decided."""
+        return not (self._parts or any(self.bits))
+
+    def _take_names(self) -> list[tuple[str, list[Part]]]:
+        touched, self._touched = self._touched, {}
+        taken = []
+        for name in touched:
+            if name not in self._taken_names:
+                parts = self._complete(name)
+                if parts is not None:
+                    self._taken_names.add(name)
+                    taken.append((name, parts))
+        return taken
+
+    def _complete(self, name: str) -> list[Part] | None:
+        """Return what the sources have announced for ``name``; None if one of them is missing."""
+        slot = self._slots.numbers.get(name)
+        known = None if slot is None else self._slots.entries[slot]
+        by_source = self._parts.get(name, {})
+        found: list[tuple[int, Part]] = []
+        lacking = False
+        for source, bits in enumerate(self.bits):
+            if source in by_source:
+                found += [(source, part) for part in by_source[source]]
+            elif known is not None and slot is not None and bits >> slot & 1:
+                found.append((source, (known.signature, None)))
+            elif self.joined[source]:
+                lacking = True
+            else:
+                return None
+        first = found[0][1][0]
+        alike = all(ranks is None and signature == first for _, (signature, ranks) in found)
+        if alike and not lacking:
+            return [(first, None)]
+        return self._by_description(found)
+
+    def _by_description(self, found: list[tuple[int, Part]]) -> list[Part]:
+        merged: dict[object, tuple[Part, list[int]]] = {}
+        for source, part in found:
+            signature, given = part
+            _, ranks = merged.setdefault(signature, (part, []))
+            ranks += self.ranks[source] if given is None else given
+        parts: list[Part] = [(part[0], sorted(ranks)) for part, ranks in merged.values()]
+        return sorted(parts, key=lambda part: part[1] or [])

@@ -1,0 +1,268 @@
+"""What carrying out named operations takes, one turn after another; one thread at a time."""
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.core.errors import (
+    CommError,
+    HorovodInternalError,
+    OperationMismatchError,
+    RankLostError,
+)
+from hpctrain.negotiation.batch import Batch, Entry
+from hpctrain.negotiation.execution import Executor, stand_in
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.names import Names
+from hpctrain.negotiation.negotiator import Negotiator
+from hpctrain.negotiation.stalls import Stalls
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.negotiation.timeline.timelines import Timelines
+
+JOIN = "<join>"
+"""The name of the handles that wait until all ranks have joined."""
+
+_MANY = 8
+"""From here on it pays to treat operations all at once."""
+
+
+class BreakOff(NamedTuple):
+    """Tells all ranks that nothing of what is under way will be carried out."""
+
+    reason: str
+
+
+class Progress:
+    """This rank's operations from their announcement to their end.
+
+    ``news``, ``to_ask`` and ``names`` may be used by any thread; ``turn`` by one at a time.
+    """
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        post: "Post",
+        *,
+        fusion_bytes: int,
+        timelines: "Timelines | None",
+        stalls: Stalls,
+    ) -> None:
+        """Take what messages and operations use."""
+        self.names = Names()
+        self.news: deque[Handle] = deque()
+        """Submitted and not announced yet."""
+        self.to_ask: deque[object] = deque()
+        """Questions for all ranks."""
+        self.broken: BaseException | None = None
+        """Why nothing goes on any more."""
+        self._comm, self._post = comm, post
+        self._executor = Executor(comm, fusion_bytes=fusion_bytes)
+        self._negotiator = Negotiator(post.tree)
+        self.closing: Handle | None = None
+        """An operation after which nothing is announced any more."""
+        self._joining: list[Handle] = []
+        self._joining_later: list[Handle] = []
+        self._in_hand: list[Handle] = []
+        self._timelines, self._stalls = timelines, stalls
+
+    def has_work(self) -> bool:
+        """Say whether something of this rank is under way."""
+        return bool(self.is_awaited or self.news or self.to_ask)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something of this rank is announced, a join included."""
+        return bool(self.names.num_outstanding or self._joining)
+
+    def turn(self) -> bool:
+        """Announce, read the mail, send mail and carry out what is decided, while there is any.
+
+        Returns:
+            Whether anything came to its end.
+        """
+        post, negotiator = self._post, self._negotiator
+        is_done = False
+        while True:
+            for source, message in post.receive():
+                negotiator.receive(source, message)
+            is_done |= self._announce_news()
+            while self.to_ask:
+                negotiator.ask(self.to_ask.popleft())
+            for to, message in negotiator.outbox(decide=self.broken is None):
+                post.send(to, message)
+            batches = negotiator.decided()
+            if batches:
+                post.flush(down=True)  # who has not heard of it could not come
+                for batch in batches:
+                    self._carry_out(batch)
+                is_done = True
+            talked = self._talk()
+            if self.broken is not None:
+                return True
+            if not talked and not batches:
+                return is_done
+
+    def check_stalls(self) -> None:
+        """Ask, with the next turn, about operations that have waited for long."""
+        question = self._stalls.due(self.names.oldest())
+        if question is not None:
+            self.to_ask.append(question)
+
+    def check_time(self, handle: Handle, since: float, timeout_s: float) -> None:
+        """Return while there is reason to wait for an operation.
+
+        Raises:
+            RankLostError: somebody waits for it since more than ``timeout_s``.
+        """
+        waited_s = time.monotonic() - since
+        if waited_s > timeout_s:
+            raise RankLostError(
+                f"rank {self._comm.rank} has waited {waited_s:.0f} s for the others to submit "
+                f"{handle.name}, longer than HPCTRAIN_TIMEOUT={timeout_s:g} allows; see what they "
+                f"do, or set HPCTRAIN_TIMEOUT to more seconds"
+            )
+
+    def break_down(self, error: BaseException) -> None:
+        """Let nothing go on after an error in a turn; for who drives."""
+        if not isinstance(error, CommError):
+            error = HorovodInternalError(
+                f"named operations of rank {self._comm.rank} were cut short by {error!r}; end the "
+                f"program, or call hpctrain.shutdown() and hpctrain.init() on every rank"
+            )
+        self.broken = error
+        in_hand, self._in_hand = self._in_hand, []
+        for handle in in_hand:
+            if not handle.is_done:
+                handle.fail(error)
+        self.fail_all(error)
+
+    def shut_down(self) -> None:
+        """Let nothing go on any more."""
+        self.broken = self.broken or HorovodInternalError(
+            "the process set was shut down before this was done"
+        )
+        self.fail_all(self.broken)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Let all that is under way fail on this rank."""
+        joining = self._joining + self._joining_later
+        self._joining, self._joining_later = [], []
+        news = [self.news.popleft() for _ in range(len(self.news))]
+        for handle in [*self.names.clear(), *news, *joining]:
+            if not handle.is_done:
+                handle.fail(error)
+
+    def _announce(self, handle: Handle) -> bool:
+        """Tell the others; say whether that was possible."""
+        if handle.name is JOIN and self.names.num_behind:
+            self._joining_later.append(handle)
+            return True
+        if handle.name is JOIN:
+            self._joining.append(handle)
+            self._negotiator.join()
+            return True
+        if self._timelines is not None and (timeline := self._timelines.current) is not None:
+            timeline.negotiate_start(handle.name, handle.request.kind.name)
+            timeline.rank_ready(handle.name, self._comm.rank)
+        try:
+            self._negotiator.announce(handle.name, handle.request.signature)
+        except CommError as error:  # this rank has joined
+            self._leave(handle.name)
+            handle.fail(error)
+            return False
+        return True
+
+    def _is_plain(self) -> bool:
+        """Say whether no timeline has to hear of each operation."""
+        return self._timelines is None or self._timelines.current is None
+
+    def _announce_news(self) -> bool:
+        """Announce what was submitted; say whether anything could not be."""
+        news, has_failed = self.news, False
+        if len(news) > _MANY and self._is_plain():
+            self._announce_many()
+        while news:
+            has_failed |= not self._announce(news.popleft())
+        return has_failed
+
+    def _announce_many(self) -> None:
+        """Announce all news up to a join that have been decided before; leave the others there."""
+        news = self.news
+        many = [news.popleft() for _ in range(len(news))]
+        names = [handle.name for handle in many]
+        end = names.index(JOIN) if JOIN in names else len(many)
+        others = self._negotiator.announce_known(many[:end])
+        news.extendleft(reversed(others + many[end:]))
+
+    def _carry_out(self, batch: Batch) -> None:
+        timeline = self._timelines.current if self._timelines is not None else None
+        if timeline is not None:
+            timeline.cycle()
+            for entry in batch.entries:
+                timeline.negotiate_end(entry.name)
+        handles, plan = self._of_this_rank(batch), None
+        if len(handles) > _MANY and len(handles) == len(batch.entries):
+            plan = batch.entries
+        if handles:
+            self._in_hand = handles
+            self._executor.carry_out(handles, timeline, plan)
+            self._in_hand = []
+            self._stalls.note(handles[-1])
+        if batch.join_over is not None:
+            joined, self._joining = self._joining, []
+            self.names.restart()  # who has joined has missed some
+            for handle in joined:
+                handle.succeed([batch.join_over])
+        if self.closing is not None and self.closing.is_done:
+            self.shut_down()
+
+    def _of_this_rank(self, batch: Batch) -> list[Handle]:
+        """Return what this rank has of a batch, without what has failed."""
+        entries = batch.entries
+        if len(entries) > _MANY and not any(entry.error for entry in entries):
+            handles = self.names.leave_all([entry.name for entry in entries])
+            if handles is not None:
+                return handles
+        return [handle for entry in entries if (handle := self._agreed(entry))]
+
+    def _agreed(self, entry: Entry) -> Handle | None:
+        """Return what this rank has of a decided operation; None if it has failed."""
+        handle = self._leave(entry.name)
+        if entry.error is not None:
+            if handle is not None:
+                handle.fail(OperationMismatchError(entry.error))
+            return None
+        if handle is None:  # this rank has joined
+            request = stand_in(entry.signature, self._comm.rank, self._comm.size)
+            handle = Handle(None, request, entry.name)
+        return handle
+
+    def _leave(self, name: str) -> Handle | None:
+        """Forget an operation, and turn to the one that has waited for its name."""
+        handle, successor = self.names.leave(name)
+        if successor is not None:
+            self.news.appendleft(successor)  # a join may have been submitted after it
+            if not self.names.num_behind:
+                self.news.extend(self._joining_later)
+                self._joining_later = []
+        return handle
+
+    def _talk(self) -> bool:
+        """Answer questions of other ranks, if there are any; on the root, hear their answers."""
+        negotiator = self._negotiator
+        questions = negotiator.questions()
+        for question in questions:
+            if isinstance(question, BreakOff):
+                self._post.flush(down=True)  # nobody drives this rank any more
+                self.broken = HorovodInternalError(question.reason)
+                self.fail_all(self.broken)
+            else:
+                is_joined = bool(self._joining)
+                answer = self._stalls.answer(question, self.names.oldest(), joined=is_joined)
+                negotiator.answer(answer)
+        for number, given in negotiator.answers():
+            self._stalls.take(number, given)
+        return bool(questions)

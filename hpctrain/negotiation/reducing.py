@@ -1,0 +1,152 @@
+"""How values become one over all ranks, with the factors and the averages of Horovod."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.negotiation.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+_OPS = {
+    ReduceOp.SUM: Op.SUM,
+    ReduceOp.AVERAGE: Op.SUM,
+    ReduceOp.ADASUM: Op.SUM,
+    ReduceOp.MIN: Op.MIN,
+    ReduceOp.MAX: Op.MAX,
+    ReduceOp.PRODUCT: Op.PRODUCT,
+}
+_SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+
+
+class Recipe(NamedTuple):
+    """What to do with values of one dtype, in this order."""
+
+    wide: torch.dtype | None
+    """In which to calculate; None for their own."""
+    before: float | None
+    """Factor of this rank's values."""
+    op: Op
+    scale: float | None
+    """Factor that the communicator applies in the last pass; floating point and complex."""
+    after: float | None
+    """Factor of the result of integers, calculated in float64 and rounded towards zero."""
+    divisor: int
+    """Of integers, also rounded towards zero; 1 for none."""
+    is_plain: bool
+    """Whether the communicator does it all."""
+    is_addition: bool
+    """Whether it is plain, and the sum of two ranks is torch's own of two tensors."""
+
+
+@lru_cache(maxsize=1024)
+def recipe(
+    dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
+) -> Recipe:
+    """Return how to reduce values of ``dtype`` over ``size`` ranks.
+
+    The factor before the sum is applied before it, as Horovod does: it may be there because the
+    sum would overflow. The other one, and that of an average, cost no pass of their own. Averages
+    of integers are exact, rounded towards zero; those of 8 and 16 bits are summed in 32.
+
+    Raises:
+        CommError: there is no such reduction of this dtype.
+    """
+    how = combination(dtype, _OPS[op])
+    adds = how.op is Op.SUM and how.wide is how.lane is dtype
+    before = None if prescale == 1.0 else prescale
+    divisor = size if op is ReduceOp.AVERAGE else 1
+    if dtype.is_floating_point or dtype.is_complex:
+        factor = postscale / divisor
+        scale = None if factor == 1.0 else factor
+        is_plain = before is None
+        return Recipe(None, before, how.op, scale, None, 1, is_plain, is_plain and adds)
+    wide = None
+    if op is ReduceOp.AVERAGE and dtype in _SMALL_INTEGERS:
+        wide = torch.int32
+    elif op is ReduceOp.AVERAGE and dtype is torch.uint32:
+        wide = torch.int64  # torch does not divide uint32
+    after = None if postscale == 1.0 else postscale
+    is_plain = before is None and after is None and divisor == 1
+    return Recipe(wide, before, how.op, None, after, divisor, is_plain, is_plain and adds)
+
+
+def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
+    """Replace ``values``, of any layout, by what all ranks make of them. Collective."""
+    if how.is_plain:
+        comm.allreduce_(values, op=how.op, scale=how.scale).wait()
+        return
+    tensor = values.flat if isinstance(values, Bucket) else values.detach()
+    work = values if how.wide is None else tensor.to(how.wide)
+    wide = work.flat if isinstance(work, Bucket) else work.detach()
+    multiply_(wide, how.before)
+    comm.allreduce_(work, op=how.op, scale=how.scale).wait()
+    finish_(wide, how)
+    if wide.dtype is not tensor.dtype:
+        tensor.copy_(wide)
+
+
+def add_(given: list[Tensor], taken: list[Tensor], others: list[Tensor], how: Recipe) -> None:
+    """Write into ``taken`` the sums of ``given`` and of what the other of two ranks has.
+
+    Not collective. The results have the same bits on both ranks, but for the sign and the payload
+    of a NaN. It is for a recipe that is an addition.
+    """
+    assert how.is_addition
+    if taken is not given:
+        torch._foreach_copy_(taken, given)
+    torch._foreach_add_(taken, others)
+    if how.scale is not None:
+        torch._foreach_mul_(taken, how.scale)
+
+
+def reduce_scatter(
+    comm: "Communicator", values: Tensor, numels: Sequence[int], how: Recipe
+) -> Tensor:
+    """Return this rank's part of what all ranks make of ``values``, flat. Collective."""
+    work = values.detach()
+    if how.wide is not None:
+        work = work.to(how.wide)
+    if how.before is not None:
+        work = work.clone() if how.wide is None else work
+        multiply_(work, how.before)
+    part = comm.reduce_scatter(work, op=how.op, scale=how.scale, numels=numels)
+    finish_(part, how)
+    return part if how.wide is None else part.to(values.dtype)
+
+
+def multiply_(values: Tensor, factor: float | None) -> None:
+    """Multiply; integers in float64, rounded towards zero."""
+    if factor is None:
+        return
+    if values.is_floating_point() or values.is_complex():
+        scale_(values, factor)
+    else:
+        values.copy_(values.to(torch.float64).mul_(factor))
+
+
+def finish_(values: Tensor, how: Recipe) -> None:
+    """Do to integers what the communicator does to other numbers in its last pass."""
+    if how.after is not None:
+        values.copy_(values.to(torch.float64).mul_(how.after).div_(how.divisor))
+    elif how.divisor == 1:
+        return
+    elif values.dtype is torch.uint64:
+        _divide_uint64_(values, how.divisor)
+    else:
+        values.div_(how.divisor, rounding_mode="trunc")
+
+
+def _divide_uint64_(values: Tensor, divisor: int) -> None:
+    """Divide numbers that torch has no division for, by way of their halves as int64."""
+    signed = values.view(torch.int64)
+    quotient = signed.bitwise_right_shift(1).bitwise_and_((1 << 63) - 1)
+    quotient.div_(divisor, rounding_mode="trunc").mul_(2)
+    quotient += (signed - quotient * divisor) >= divisor  # the rest is less than twice the divisor
+    signed.copy_(quotient)

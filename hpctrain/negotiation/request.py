@@ -1,0 +1,118 @@
+"""What one rank asks for, and what of it all ranks must have in common."""
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.negotiation.reduce_op import ReduceOp
+
+
+class Kind(enum.Enum):
+    """What a named operation does."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+
+    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+
+
+_FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)
+"""Here the first dimension may differ from rank to rank."""
+
+
+_CPU = ("cpu",)
+
+
+class Signature(NamedTuple):
+    """What must be equal on all ranks of an operation of one name; picklable and small."""
+
+    kind: Kind
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors; without the first dimension where that may differ."""
+    op: ReduceOp | None
+    prescale: float
+    postscale: float
+    root: int | None
+    devices: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return it in words, for messages: ``allreduce (sum) of float32 [3, 4]``."""
+        what = self.kind.value if self.op is None else f"{self.kind.value} ({self.op.value})"
+        some = [
+            f"{str(dtype).removeprefix('torch.')} {'[..., ' if self.is_free else '['}"
+            f"{', '.join(map(str, shape))}]"
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
+        text = f"{what} of {', '.join(some)}" if some else what
+        if self.prescale != 1.0 or self.postscale != 1.0:
+            text += f", prescaled by {self.prescale:g}, postscaled by {self.postscale:g}"
+        if self.root is not None:
+            text += f" from rank {self.root}"
+        return text + "".join(f" on {device}" for device in set(self.devices) - {"cpu"})
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the first dimension is not in the shapes."""
+        return self.kind in _FREE_ROWS
+
+
+class Request:
+    """One operation of one rank; several tensors are a group, which travels together."""
+
+    __slots__ = ("in_place", "kind", "name", "signature", "splits", "tensors")
+
+    def __init__(  # noqa: PLR0913 - what all kinds take together
+        self,
+        kind: Kind,
+        name: str | None,
+        tensors: Sequence[Tensor],
+        *,
+        in_place: bool = False,
+        op: ReduceOp | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        """Take what the caller gave; arguments were checked before.
+
+        Args:
+            kind: what to do.
+            name: by which ranks find each other's requests; None for the next number of a kind.
+            tensors: dense, on the CPU; one, or a group; none for a barrier. They belong to the
+                operation until it is done.
+            in_place: whether the tensors are replaced (all-reduce, broadcast).
+            op: of reductions.
+            prescale: factor of this rank's tensors, of reductions.
+            postscale: factor of the result, of reductions.
+            root: of a broadcast, numbered in the process set.
+            splits: of an all-to-all, rows for each rank; None for even ones.
+        """
+        self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
+        self.tensors = tensors = tuple(tensors)
+        start = 1 if kind in _FREE_ROWS else 0
+        if len(tensors) == 1:  # as a rule, and there may be thousands
+            tensor = tensors[0]
+            dtypes: tuple[torch.dtype, ...] = (tensor.dtype,)
+            shapes: tuple[tuple[int, ...], ...] = (
+                tensor.shape[start:] if start else tensor.shape,
+            )
+            devices: tuple[str, ...] = _CPU if tensor.is_cpu else (tensor.device.type,)
+        else:
+            dtypes = tuple([tensor.dtype for tensor in tensors])
+            shapes = tuple([tensor.shape[start:] for tensor in tensors])
+            devices = tuple([tensor.device.type for tensor in tensors])
+        self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
+
+
+Result = list[Any]
+"""One item for each tensor of the request: a tensor; of an all-to-all ``(tensor, received
+splits)``. Nothing for a barrier."""

@@ -1,1 +1,0 @@
-"""When replicas agree: the reducer and the distributed optimizer."""

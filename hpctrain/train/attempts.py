@@ -1,0 +1,226 @@
+"""A run in its directory: its first part, and those that go on from a checkpoint."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
+from hpctrain.core.logs import logger
+from hpctrain.runtime import world
+from hpctrain.runtime.stopping import StopRequests
+from hpctrain.train.agreed import agreed
+from hpctrain.train.attempt import Part
+from hpctrain.train.boundary import Boundary
+from hpctrain.train.lease import Lease
+from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
+from hpctrain.train.metrics import Metrics, read
+from hpctrain.train.progress import Progress
+from hpctrain.train.run_directory import RunDirectory, environment
+from hpctrain.train.state import RunState
+from hpctrain.train.sync_method import figures, summary
+from hpctrain.train.task import Task
+
+
+class RunInDirectory:
+    """Trains, and keeps what a later part needs to go on."""
+
+    def __init__(
+        self,
+        task: Task,
+        directory: RunDirectory,
+        comm: Communicator,
+        console: Console,
+        lease: Lease | None = None,
+    ) -> None:
+        """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
+        self._lease = lease
+        self._task, self._directory = task, directory
+        self._comm, self._console = comm, console
+        self._state = RunState(task=task)
+
+    def carry_out(
+        self, config_text: str, requests: StopRequests, *, continues: bool
+    ) -> Outcome | Stopped:
+        """Train to the end or to a stop. Collective.
+
+        Args:
+            config_text: the configuration, as it is kept.
+            requests: who wants a stop.
+            continues: go on from the last checkpoint, if there is any.
+
+        Raises:
+            MismatchError: the run directory cannot be written, or no checkpoint read; on all.
+            NotFiniteError: loss, gradients or parameters are not finite; on all ranks.
+            ReplicaError: the ranks have parted; on all ranks.
+        """
+        here, comm, directory = world.current(), self._comm, self._directory
+        plan = {
+            "topology": dict(here.topology.describe()),
+            **StoredPlan.of(here.topology, here.plan).as_dict(),
+        }
+        with agreed(comm):
+            manager = self._manager()
+        if continues:
+            with agreed(comm):
+                self._load(manager)
+        part = Part()
+        with agreed(comm):
+            if comm.rank == 0:
+                self._check_lease()
+                part = self._part()
+            if comm.rank == 0 and continues:
+                state = self._state
+                directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
+            elif comm.rank == 0:
+                directory.create(config_text, environment(), plan)
+        with self._metrics() as metrics:
+            self._tell_beginning(metrics, part)
+            told = {
+                "configuration": config_text,
+                "plan": plan,
+                "dataset": self._task.train.dataset.uuid,
+                **self._facts(),
+            }
+            boundary = Boundary(comm, requests, manager, metrics, told, self._lease)
+            with self._told_failure(metrics, manager):
+                outcome = self._train(metrics, boundary)
+            self._close(manager)
+            boundary.check_lease()  # else the last record may have been left out
+            if self._task.sync is not None:
+                self._task.sync.close()
+            metrics.sync()
+        comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
+        return outcome
+
+    def _tell_beginning(self, metrics: Metrics, part: Part) -> None:
+        facts = {**asdict(part), **self._facts()}
+        if self._state.num_records:
+            state, here = self._state, environment()
+            metrics.write(
+                "resumed", step=state.step, epoch=state.epochs_done, **facts, environment=here
+            )
+        else:
+            metrics.write("started", **facts)
+
+    def _manager(self) -> Manager:
+        table = self._task.config.checkpoint
+        return Manager(
+            self._directory.checkpoints,
+            self._comm,
+            every=table.every,
+            keep=table.keep,
+            keep_best=table.keep_best,
+            mtbf=table.mtbf_s,
+            background=table.background,
+            guard=self._check_lease,
+        )
+
+    def _metrics(self) -> Metrics:
+        path = self._directory.metrics if self._comm.rank == 0 else None
+        return Metrics(path) if self._lease is None else Metrics(path, self._lease.is_held)
+
+    def _check_lease(self) -> None:
+        """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def _part(self) -> Part:
+        """Return which part of the run this is; read before its last records are cut off."""
+        path = self._directory.metrics
+        part = Part.after(read(path) if path.exists() else ())
+        if part.ended_by:
+            self._console.print(part.describe())
+        return part
+
+    def _load(self, manager: Manager) -> None:
+        loaded = manager.load_latest()
+        if loaded is None:
+            self._console.print("there is no checkpoint yet: the run begins again")
+            return
+        ranks, comm = len(loaded.private), self._comm
+        own = loaded.private.get(comm.rank) if ranks == comm.size else None
+        self._state.restore(loaded.state, own)
+        self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
+        if ranks != comm.size:
+            differ = "other random numbers, and sums that are rounded in another order"
+            if self._task.sync:
+                differ = "each goes on from the mean of the replicas, with other random numbers"
+            self._console.print(
+                f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
+                f"{'the same bits' if self._task.steps else differ}"
+            )
+
+    def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
+        """Train, and write the last record."""
+        task, state, comm = self._task, self._state, self._comm
+        epochs = task.config.train.epochs
+        with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
+            outcome = train(state, comm, metrics, progress, boundary)
+        if isinstance(outcome, Stopped):
+            metrics.write("stopped", step=outcome.step, reason=outcome.reason)
+            return outcome
+        metrics.write(
+            "finished",
+            step=state.step,
+            **self._facts(),
+            **asdict(outcome.scores),
+            metric_name=task.metric_name,
+            training_s=outcome.training_s,
+            samples_per_s=task.num_samples / outcome.training_s,
+            **(figures(task.sync) if task.sync is not None else {}),
+            **({"skipped": state.num_skipped} if state.num_skipped else {}),
+            state_hash=hash_of(task, comm),
+        )
+        if state.num_skipped:
+            self._console.print(left_out(state.num_skipped))
+        return outcome
+
+    @contextmanager
+    def _told_failure(self, metrics: Metrics, manager: Manager) -> Iterator[None]:
+        """Record what all ranks raise together, and let the last checkpoint get to the disk."""
+        try:
+            yield
+        except (NotFiniteError, ReplicaError) as error:
+            self._close(manager)
+            reason = str(error).partition("\n")[0]
+            metrics.write("failed", step=self._state.step, reason=reason)
+            metrics.sync()
+            self._comm.barrier()
+            if isinstance(error, NotFiniteError):
+                raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
+            raise
+
+    def _close(self, manager: Manager) -> None:
+        try:
+            manager.close()
+        except CheckpointError as error:  # the run itself is saved
+            if self._comm.rank == 0:
+                logger.warning(f"the last checkpoint is not whole: {error}")
+
+    def _facts(self) -> dict[str, Any]:
+        here = world.current()
+        return {
+            "world_size": here.topology.size,
+            "nodes": here.topology.num_nodes,
+            "path": here.plan.node_memory,
+            "rails": here.plan.num_rails,
+            "parameters": self._task.num_parameters,
+            **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
+            **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
+        }
+
+
+def _where_it_goes_on(manager: Manager) -> str:
+    """Say for people what --resume does. Collective."""
+    newest = None
+    with suppress(CheckpointError):
+        newest = manager.latest()
+    if newest is None:
+        return "then begin again by --resume"
+    return f"then go on from {newest.name} by --resume"

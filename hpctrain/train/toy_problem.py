@@ -1,0 +1,80 @@
+"""A small made-up problem: what a new configuration trains before its user has put in another.
+
+Points in the plane lie on the arms of a spiral, and the network learns which arm each is on.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import HpctrainError
+from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.writer import write_arrays
+from hpctrain.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+
+NUM_ARMS = 3
+NUM_POINTS = {"train": 2000, "test": 500}
+
+
+def config() -> RunConfig:
+    """Return the defaults with this problem in them."""
+    here = "hpctrain.train.toy_problem"
+    return RunConfig(
+        model=ModelConfig(target=f"{here}:model"),
+        data=DataConfig(target=f"{here}:data", args={"folder": "runs/spiral-data"}),
+        optimizer=OptimizerConfig(name="Adam", lr=0.01),
+    )
+
+
+def model(width: int = 64) -> nn.Sequential:
+    """Make a network from ``(n, 2)`` coordinates to ``(n, 3)`` scores."""
+    return nn.Sequential(
+        nn.Linear(2, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, NUM_ARMS),
+    )
+
+
+def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
+    """Open the training and the test points, which rank 0 writes when they are not there yet.
+
+    Collective.
+
+    Args:
+        comm: all ranks.
+        folder: which all of them see.
+
+    Raises:
+        HpctrainError: they cannot be written or read; on every rank.
+    """
+    root = Path(folder)
+    refusal = _write(root) if comm.rank == 0 else ""
+    comm.agree(not refusal, refusal)
+    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+
+
+def points(num: int, seed: int) -> dict[str, np.ndarray]:
+    """Draw points ``x``, ``(num, 2)`` in float32, and ``y``, the arm of each."""
+    random = np.random.default_rng(seed)
+    arm = random.integers(NUM_ARMS, size=num)
+    radius = np.sqrt(random.uniform(size=num))  # as many points per area inside as outside
+    angle = 2 * math.pi * (arm / NUM_ARMS + radius) + random.normal(scale=0.2, size=num)
+    x = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    return {"x": x.astype(np.float32), "y": arm}
+
+
+def _write(root: Path) -> str:
+    """Write what is missing; return why that is not possible."""
+    try:
+        for seed, (split, num) in enumerate(NUM_POINTS.items()):
+            if not (root / split / MANIFEST).exists():
+                write_arrays(root / split, points(num, seed), samples_per_shard=1000)
+    except (OSError, HpctrainError) as error:
+        return f"the points cannot be written to {root}: {error}"
+    return ""

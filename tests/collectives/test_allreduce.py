@@ -1,0 +1,123 @@
+"""``allreduce`` in its eight forms."""
+
+import pytest
+import torch
+
+from hpctrain.core.errors import ConfigError, OperationMismatchError
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@SIZES
+def test_all_forms_give_the_same(hvd):
+    size, ranks = hvd.size(), range(hvd.size())
+    for op, whole in (
+        (hvd.Average, sum(ranks) / size),
+        (hvd.Sum, sum(ranks)),
+        (hvd.Min, 0),
+        (hvd.Max, size - 1),
+        (hvd.Product, 0),
+    ):
+        tensor = torch.full((3, 2), float(hvd.rank()))
+        pair = [tensor.clone(), tensor.double()]
+        results = [
+            hvd.allreduce(tensor, op=op),
+            hvd.synchronize(hvd.allreduce_async(tensor, op=op)),
+            *hvd.grouped_allreduce(pair, op=op),
+            *hvd.synchronize(hvd.grouped_allreduce_async(pair, op=op)),
+        ]
+        assert bool((tensor == hvd.rank()).all())
+        assert bool((pair[0] == hvd.rank()).all())
+        copies = [tensor.clone(), tensor.clone()]
+        assert hvd.allreduce_(copies[0], op=op) is copies[0]
+        assert hvd.synchronize(hvd.allreduce_async_(copies[1], op=op)) is copies[1]
+        more = [tensor.clone(), tensor.double()]
+        assert hvd.grouped_allreduce_(more, op=op)[1] is more[1]
+        last = [tensor.clone()]
+        assert hvd.synchronize(hvd.grouped_allreduce_async_(last, op=op))[0] is last[0]
+        for result in (*results, *copies, *more, *last):
+            torch.testing.assert_close(result.double(), torch.full((3, 2), whole).double())
+
+
+@SIZES
+def test_the_default_is_the_average_and_the_old_argument_is_understood(hvd):
+    tensor = torch.tensor([float(hvd.rank())])
+    mean = sum(range(hvd.size())) / hvd.size()
+    assert hvd.allreduce(tensor).item() == pytest.approx(mean)
+    with pytest.warns(DeprecationWarning, match="op=Average"):
+        assert hvd.allreduce(tensor, average=True).item() == pytest.approx(mean)
+    with pytest.warns(DeprecationWarning, match="op=Average"):
+        assert hvd.allreduce_(tensor.clone(), average=False).item() == sum(range(hvd.size()))
+    with pytest.raises(ValueError, match="not both"):
+        hvd.allreduce(tensor, average=True, op=hvd.Sum)
+
+
+@SIZES
+def test_compression_travels_small_and_comes_back_as_it_was(hvd):
+    tensor = torch.tensor([1.0, 0.1])
+    half = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert half.dtype is torch.float32
+    torch.testing.assert_close(half, tensor.half().float() * hvd.size(), rtol=1e-3, atol=0.0)
+    first, second = hvd.grouped_allreduce(
+        [tensor, torch.tensor([3])], op=hvd.Sum, compression=hvd.Compression.bf16
+    )
+    assert first.dtype is torch.float32
+    assert second.tolist() == [3 * hvd.size()]
+
+
+@SIZES
+def test_names_are_found_in_another_order_on_every_rank(hvd):
+    names = [f"tensor {number}" for number in range(20)]
+    mine = names[hvd.rank() :] + names[: hvd.rank()]
+    handles = {
+        name: hvd.allreduce_async(torch.tensor([float(name.split()[1])]), name=name, op=hvd.Sum)
+        for name in mine
+    }
+    for name, handle in handles.items():
+        assert hvd.synchronize(handle).item() == float(name.split()[1]) * hvd.size()
+        assert hvd.poll(handle)
+        assert hvd.synchronize(handle) is hvd.synchronize(handle)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_disagree_all_raise_and_go_on(hvd):
+    shape = (2, 3) if hvd.rank() == 0 else (3, 2)
+    with pytest.raises(OperationMismatchError, match=r"allreduce\.weight"):
+        hvd.allreduce(torch.zeros(shape), name="weight")
+    assert hvd.allreduce(torch.ones(1), name="weight", op=hvd.Sum).item() == hvd.size()
+
+
+@SIZES
+def test_adasum_of_parallel_tensors_is_their_mean(hvd):
+    tensor = torch.tensor([3.0, -1.0])
+    torch.testing.assert_close(hvd.allreduce(tensor, op=hvd.Adasum), tensor)
+    with pytest.raises(ConfigError, match="floating point of 16 bits and more, got int64"):
+        hvd.allreduce(torch.tensor([3]), op=hvd.Adasum)
+    with pytest.raises(RuntimeError, match="Adasum; use allreduce"):
+        hvd.reducescatter(tensor, op=hvd.Adasum)
+
+
+@SIZES
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(hvd):
+    refused = [
+        (lambda: hvd.allreduce(torch.ones(2), op="max"), "op must be one of"),
+        (lambda: hvd.allreduce([1.0]), "take tensors, got list; send other"),
+        (
+            lambda: hvd.allreduce_(torch.ones(2, device="meta")),
+            "on the CPU so far, got .* meta",
+        ),
+        (lambda: hvd.allreduce_async(torch.eye(2).to_sparse()), "got sparse_coo"),
+        (lambda: hvd.allreduce(torch.ones(2).bool()), "use op=Max for 'any'"),
+        (lambda: hvd.allreduce(torch.ones(2) * 1j, op=hvd.Max), "have an order, got complex64"),
+        (lambda: hvd.grouped_allreduce([]), "got an empty list"),
+        (lambda: hvd.grouped_allreduce_(torch.ones(2)), "take a list of tensors, got Tensor"),
+        (lambda: hvd.synchronize(7), "ending in _async returns, got int"),
+        (lambda: hvd.poll(None), "ending in _async returns, got NoneType"),
+    ]
+    for call, message in refused:  # no rank waits: nothing was submitted
+        with pytest.raises(ConfigError, match=message):
+            call()
+        if hvd.rank() == 0:
+            with pytest.raises(ValueError, match=message):
+                call()
+    assert hvd.allreduce(torch.ones(2).bool(), op=hvd.Max).tolist() == [True, True]

@@ -1,0 +1,129 @@
+"""Many small tensors in place, step after step: what a program repeats, and what it changes."""
+
+import random
+
+import pytest
+import torch
+
+from hpctrain.core.errors import ConfigError, DuplicateNameError, OperationMismatchError
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+NUM_TENSORS = 40
+
+
+def summed(hvd, tensors, order, **arguments):
+    """Sum tensors in place, submitted in this order, under their numbers as names."""
+    handles = {
+        number: hvd.allreduce_async_(tensors[number], name=f"{number}", op=hvd.Sum, **arguments)
+        for number in order
+    }
+    return [hvd.synchronize(handles[number]) for number in sorted(handles)]
+
+
+def filled(hvd, numels, step):
+    """Make tensors whose sums tell step and number."""
+    return [
+        torch.full((numel,), float(1000 * step + number)) + hvd.rank()
+        for number, numel in enumerate(numels)
+    ]
+
+
+def check(hvd, tensors, step, numbers):
+    of_ranks = sum(range(hvd.size()))
+    for number in numbers:
+        expected = (1000 * step + number) * hvd.size() + of_ranks
+        assert bool((tensors[number] == expected).all()), (step, number)
+
+
+@SIZES
+@pytest.mark.parametrize("numel", [3, 5000], ids=["in private memory", "in node memory"])
+def test_bursts_give_their_sums_in_any_order_and_number(hvd, numel):
+    shuffle = random.Random(hvd.rank()).shuffle
+    together = random.Random(7)  # the same on all ranks
+    numels = [numel + number % 3 for number in range(NUM_TENSORS)]
+    order = list(range(NUM_TENSORS))
+    for step in range(8):
+        if step % 3 == 2:
+            shuffle(order)
+        some = order
+        if step > 4:
+            chosen = set(together.sample(range(NUM_TENSORS), 25))
+            some = [number for number in order if number in chosen]
+        tensors = filled(hvd, numels, step)
+        given = [tensors[number] for number in sorted(some)]
+        results = summed(hvd, tensors, some)
+        assert all(result is mine for result, mine in zip(results, given, strict=True))
+        check(hvd, tensors, step, some)
+
+
+@SIZES
+def test_a_name_may_come_again_with_another_tensor(hvd):
+    numels = [4000] * NUM_TENSORS
+    order = range(NUM_TENSORS)
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.float32, torch.int32)):
+        numels[step] += 1
+        tensors = [tensor.to(dtype) for tensor in filled(hvd, numels, step)]
+        summed(hvd, tensors, order)
+        check(hvd, tensors, step, order)
+    tensors = filled(hvd, numels, 9)
+    for number in order:
+        tensors[number] = tensors[number].view(1, -1).t()  # strides of another kind
+    summed(hvd, tensors, order)
+    check(hvd, tensors, 9, order)
+    with pytest.raises(ConfigError, match="dense"):
+        hvd.allreduce_async_(torch.eye(2).to_sparse(), name="0", op=hvd.Sum)
+    with pytest.raises(ConfigError, match="operations take tensors"):
+        hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
+
+
+@SIZES
+def test_factors_and_operations_of_a_name_may_change(hvd):
+    size, top = hvd.size(), float(hvd.size() - 1)
+    for arguments, expected in (
+        ({"op": hvd.Sum}, sum(range(size))),
+        ({"op": hvd.Sum, "postscale_factor": 2.0}, 2.0 * sum(range(size))),
+        ({"op": hvd.Sum, "prescale_factor": 3.0}, 3.0 * sum(range(size))),
+        ({"op": hvd.Max}, top),
+        ({"op": hvd.Average}, sum(range(size)) / size),
+        ({"op": hvd.Average}, sum(range(size)) / size),
+    ):
+        tensors = [torch.full((9000,), float(hvd.rank())) for _ in range(9)]
+        handles = [
+            hvd.allreduce_async_(tensor, name=f"{number}", **arguments)
+            for number, tensor in enumerate(tensors)
+        ]
+        for handle in handles:
+            torch.testing.assert_close(
+                hvd.synchronize(handle), torch.full((9000,), float(expected))
+            )
+
+
+@pytest.mark.ranks(2, 3)
+def test_errors_of_names_that_were_known_are_those_of_new_ones(hvd):
+    tensors = [torch.ones(7) for _ in range(12)]
+    for _ in range(2):
+        summed(hvd, tensors, range(12))
+    handles = [
+        hvd.allreduce_async_(
+            torch.ones(8 if number == 5 and hvd.rank() == 1 else 7), name=f"{number}", op=hvd.Sum
+        )
+        for number in range(12)
+    ]
+    for number, handle in enumerate(handles):
+        if number == 5:
+            with pytest.raises(OperationMismatchError, match="rank 1"):
+                hvd.synchronize(handle)
+        else:
+            assert hvd.synchronize(handle)[0] == hvd.size()
+    tensors = [torch.ones(7) for _ in range(12)]
+    summed(hvd, tensors, range(12))
+    assert all(tensor[0] == hvd.size() for tensor in tensors)
+    if hvd.rank() == 0:  # the others have not come: it stays under way
+        first = hvd.allreduce_async_(tensors[0], name="0", op=hvd.Sum)
+        with pytest.raises(DuplicateNameError):
+            hvd.allreduce_async_(tensors[1], name="0", op=hvd.Sum)
+    hvd.barrier()
+    if hvd.rank() > 0:
+        first = hvd.allreduce_async_(tensors[0], name="0", op=hvd.Sum)
+    hvd.synchronize(first)

@@ -1,0 +1,87 @@
+"""Parameters are those of the root afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.core.errors import CommError, ConfigError
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def hvd():
+    """One world for all tests of this file: they are many and small."""
+    hpctrain.init()
+    yield hpctrain
+    hpctrain.shutdown()
+
+
+def model_of(rank):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank)
+    model[1].num_batches_tracked.fill_(rank)
+    return model
+
+
+WAYS = {
+    "state_dict": lambda model: model.state_dict(),
+    "named_parameters": lambda model: model.named_parameters(),
+    "list of them": lambda model: list(model.named_parameters()),
+    "parameters": lambda model: list(model.parameters()),
+}
+
+
+@SIZES
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_way_to_name_parameters(hvd, way):
+    root = hvd.size() - 1
+    model = model_of(hvd.rank())
+    params = way(model)
+    is_state = isinstance(params, dict)
+    hvd.broadcast_parameters(params, root_rank=root)
+    assert all(bool((p == root).all()) for p in model.parameters())
+    assert all(p.requires_grad and p.grad_fn is None for p in model.parameters())
+    assert model[1].num_batches_tracked.item() == (root if is_state else hvd.rank())
+
+
+@SIZES
+def test_a_mapping_goes_by_names_and_any_layout_and_dtype(hvd):
+    rank, root = hvd.rank(), hvd.size() - 1
+    dtypes = (torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
+    tensors = {str(dtype): torch.full((2, 3), rank, dtype=dtype).t() for dtype in dtypes}
+    tensors["scalar"], tensors["empty"] = torch.tensor(rank), torch.empty(0)
+    names = sorted(tensors, reverse=bool(rank % 2))
+    hvd.broadcast_parameters({name: tensors[name] for name in names}, root)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, torch.full_like(tensor, root)), name
+    hvd.broadcast_parameters({})
+
+
+@SIZES
+def test_what_is_no_dense_tensor_is_refused(hvd):
+    with pytest.raises(ConfigError, match="epoch is a int; send it by broadcast_object"):
+        hvd.broadcast_parameters({"epoch": 3})
+    with pytest.raises(ConfigError, match="got a int"):
+        hvd.broadcast_parameters(3)
+    with pytest.raises(ConfigError, match="weight is sparse"):
+        hvd.broadcast_parameters([("weight", torch.eye(2).to_sparse())])
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_other_shapes_are_refused_on_every_rank(hvd):
+    shape = (2, 3) if hvd.rank() == 0 else (3, 2)
+    with pytest.raises(CommError, match=r"weight \(2, 3\)"):
+        hvd.broadcast_parameters({"weight": torch.zeros(shape)})
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_only_the_ranks_of_the_set_change(hvd):
+    one = hvd.add_process_set(range(1, hvd.size()))
+    model = model_of(hvd.rank())
+    if one.included():
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1, process_set=one)
+    assert bool((model[0].weight == min(hvd.rank(), 1)).all())

@@ -1,0 +1,143 @@
+"""Who waits finds who is gone; who is only busy is left in peace."""
+
+import os
+import subprocess
+import time
+
+import pytest
+from mpi4py import MPI
+
+from hpctrain.comm.liveness import Presence
+from hpctrain.core.errors import RankLostError
+
+
+def presence_of(world: MPI.Intracomm, pids: dict[int, int] | None = None) -> Presence:
+    if pids is None:
+        pids = dict(enumerate(world.allgather(os.getpid())))
+    return Presence(world.Dup(), pids)
+
+
+def cpu_s() -> float:
+    return time.process_time()
+
+
+def ended_process() -> subprocess.Popen[bytes]:
+    """Start and end a process without collecting it: a zombie."""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_nobody_is_missed_while_all_are_here(world: MPI.Intracomm) -> None:
+    presence = presence_of(world)
+    for _ in range(3):
+        presence.check()
+        time.sleep(0.11)
+    presence.farewell()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_rank_that_left_is_named_to_those_that_wait(world: MPI.Intracomm) -> None:
+    presence = presence_of(world)
+    message = ""
+    if world.rank != 1:
+        end = time.monotonic() + 5
+        while not message and time.monotonic() < end:
+            try:
+                presence.check()
+            except RankLostError as error:
+                message = str(error)
+            time.sleep(0.02)
+    presence.farewell()
+    assert world.rank == 1 or message.startswith("rank 1 left the program while rank")
+
+
+@pytest.mark.ranks(3, 4)
+def test_who_waits_for_one_rank_does_not_mind_that_a_third_one_left(world: MPI.Intracomm) -> None:
+    presence = presence_of(world)
+    if world.rank == 0:
+        time.sleep(1.5)
+        presence.check(partners={1})
+        with pytest.raises(RankLostError, match="rank 2 left"):
+            presence.check(partners={2})
+    elif world.rank == 1:
+        world.recv(source=0)
+    if world.rank == 0:
+        world.send(None, 1)
+    presence.farewell()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_farewell_waits_for_a_busy_rank_asleep(world: MPI.Intracomm) -> None:
+    presence = presence_of(world)
+    if world.rank == 0:
+        time.sleep(2)
+    start, used = time.monotonic(), cpu_s()
+    presence.farewell()
+    waited_s, used_s = time.monotonic() - start, cpu_s() - used
+    if world.rank != 0:
+        assert waited_s > 1.5
+        assert used_s < 0.05 * waited_s
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_no_notice_is_left_behind_by_a_farewell(world: MPI.Intracomm) -> None:
+    presence = presence_of(world)
+    time.sleep(1.2 * (world.rank % 2))  # some announce that they left, some do not
+    presence.farewell()
+    assert not world.Iprobe()
+    presence.check()
+    presence.farewell()
+
+
+@pytest.mark.ranks(2)
+def test_a_second_world_may_follow_the_first(world: MPI.Intracomm) -> None:
+    presence_of(world).farewell()
+    presence_of(world).farewell()
+
+
+def test_a_dead_process_is_missed(world: MPI.Intracomm) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
+    presence.check()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead, too
+    time.sleep(0.15)
+    with pytest.raises(RankLostError, match=f"rank 1 .process {process.pid} of this node. died"):
+        presence.check()
+    process.wait()
+
+
+def test_a_process_that_took_the_number_of_a_dead_one_is_not_it(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
+    monkeypatch.setattr("hpctrain.comm.liveness.birth", lambda _pid: 1)
+    with pytest.raises(RankLostError, match="died"):
+        presence.check()
+    process.kill()
+    process.wait()
+
+
+def test_a_rank_that_was_dead_from_the_start_is_missed(world: MPI.Intracomm) -> None:
+    process = ended_process()
+    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
+    with pytest.raises(RankLostError, match="died"):
+        presence.check()
+    process.wait()
+
+
+def test_every_peer_of_a_large_node_is_looked_at(world: MPI.Intracomm) -> None:
+    process = ended_process()
+    presence = presence_of(world, {r: os.getpid() for r in range(40)} | {40: process.pid})
+    missed = []
+    for _ in range(5):
+        try:
+            presence.check()
+        except RankLostError as error:
+            missed.append(str(error))
+        time.sleep(0.11)
+    assert missed[0].startswith("rank 40 ")
+    process.wait()

@@ -1,0 +1,129 @@
+"""Tensors that pass through node memory: the sum, in rank order, by either way, at any size."""
+
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.build import SLOT_BYTES
+from hpctrain.comm.factory import connect
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.ops import Op
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, MismatchError, RankLostError
+from tests.comm.conftest import close
+
+WAYS = ("direct", "slices")
+SLOT = SLOT_BYTES // 4
+
+
+@pytest.fixture
+def node():
+    made = connect(find_world(), Settings(probe="off"))
+    yield made.comm
+    close(made)
+
+
+def values_of(rank, numel, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("numel", [0, 1, 65, SLOT, SLOT + 1, 3 * SLOT + 77])
+def test_values_are_added_in_rank_order_whatever_the_way_and_the_size(world, node, way, numel):
+    tensor = values_of(world.rank, numel)
+    node.allreduce_by(way, tensor, scale=0.5)
+    expected = values_of(0, numel)
+    for rank in range(1, world.size):
+        expected.add_(values_of(rank, numel))
+    assert torch.equal(tensor, expected.mul_(0.5))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_rounded_once(world, node, way, dtype):
+    tensor = values_of(world.rank, 5000, dtype)
+    node.allreduce_by(way, tensor)
+    total = sum(values_of(rank, 5000, dtype).float() for rank in range(world.size))
+    assert torch.equal(tensor, total.to(dtype))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads(world, node):
+    for turn in range(200):
+        tensor = torch.full((20_000,), float(world.rank + turn))
+        node.allreduce_by(WAYS[turn % 3 == 0], tensor)
+        if (turn + world.rank) % 7 == 0:
+            time.sleep(0.001)
+        expected = sum(range(world.size)) + world.size * turn
+        assert bool((tensor == expected).all()), turn
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_different_calls_are_an_error_on_every_rank_that_says_what_each_does(world, node):
+    numel = 11 if world.rank == 1 else 10
+    with pytest.raises(MismatchError, match=r"sum of 10 float32; rank 1: .*sum of 11 float32"):
+        node.allreduce_(torch.ones(numel))
+    op = Op.MAX if world.rank == 0 else Op.SUM
+    with pytest.raises(MismatchError, match=r"max of 5 int32; ranks? 1.*sum of 5 int32"):
+        node.allreduce_(torch.ones(5, dtype=torch.int32), op=op)
+    total = torch.ones(3)
+    node.allreduce_(total)
+    assert bool((total == world.size).all())
+
+
+@pytest.mark.ranks(2, 4)
+def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
+    node.barrier()
+    used_s, start = time.process_time(), time.monotonic()
+    if world.rank == 0:
+        time.sleep(5)
+    node.allreduce_(torch.ones(100))
+    waited_s = time.monotonic() - start
+    assert world.rank == 0 or time.process_time() - used_s < 0.2 * waited_s
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("numel", [10, 3 * SLOT])
+def test_sizes_that_differ_beyond_the_first_piece_and_factors_are_compared_too(world, node, numel):
+    last = world.rank == world.size - 1
+    with pytest.raises(MismatchError, match="same calls in the same order"):
+        node.allreduce_(torch.ones(SLOT + (numel if last else 0)))
+    with pytest.raises(MismatchError, match="by a factor"):
+        node.allreduce_(torch.ones(numel), scale=0.5 if last else 2.0)
+    bucket = node.new_bucket(numel, torch.float32)
+    with pytest.raises(MismatchError, match="max of bucket number 1"):
+        node.allreduce_(bucket, op=Op.MAX if last else Op.SUM)
+
+
+@pytest.mark.ranks(2, 3)
+def test_buckets_are_made_alike_or_not_at_all(world, node):
+    with pytest.raises(MismatchError, match="new bucket of 10 float32"):
+        node.new_bucket(10 if world.rank == 0 else 1_000_000, torch.float32)
+    bucket = node.new_bucket(10, torch.float32)
+    node.allreduce_(bucket)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_bucket_of_another_communicator_is_refused(world, node):
+    group = node.group(range(world.size))
+    with pytest.raises(CommError, match="whose new_bucket"):
+        group.allreduce_(node.new_bucket(10, torch.float32))
+    group.close()
+    group.close()
+    with pytest.raises(CommError, match="was closed"):
+        group.allreduce_(torch.ones(3))
+
+
+@pytest.mark.ranks(2)
+def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world):
+    made = connect(find_world(), Settings(probe="off", timeout=0.3))
+    if world.rank == 0:
+        with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
+            made.comm.allreduce_(torch.ones(3))
+        with pytest.raises(CommError, match="no longer in step"):
+            made.comm.allreduce_(torch.ones(3))
+    world.Barrier()
+    close(made)

@@ -1,0 +1,60 @@
+"""A file is published whole, or the old one stays."""
+
+import zlib
+
+import pytest
+
+from hpctrain.core.atomic import PART, crc32_of, make_folder, publishing
+
+
+def test_a_published_file_replaces_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    for text in ("old", "new"):
+        with publishing(path) as part:
+            part.write_text(text)
+        assert path.read_text() == text
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_until_the_end_the_old_file_is_there(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with publishing(path) as part:
+        part.write_text("new")
+        assert part.name == "file" + PART
+        assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_alone(tmp_path, error):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail_half_way():
+        with publishing(path) as part:
+            part.write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail_half_way()
+    assert path.read_text() == "old"
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_a_published_file_is_on_disk(disk):
+    for text in ("old", "new"):
+        with publishing(disk.root / "file") as part:
+            part.write_text(text)
+        assert not disk.lost()
+
+
+def test_a_folder_that_was_made_is_on_disk_with_its_parents(disk):
+    for name in ("a/b/c", "a/b/d", "a/b/d"):
+        make_folder(disk.root / name)
+        assert not disk.lost()
+
+
+def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
+    data = bytes(range(256)) * 40_000
+    (tmp_path / "file").write_bytes(data)
+    assert crc32_of(tmp_path / "file") == zlib.crc32(data)

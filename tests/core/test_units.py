@@ -1,0 +1,117 @@
+"""Laws of numbers with units."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_bytes,
+    format_numbers,
+    format_ranks,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17 B", 17),
+        ("25 MiB", 25 * MIB),
+        ("25mib", 25 * MIB),
+        (" 1.5 GiB ", 3 * GIB // 2),
+        ("1 kB", 1000),
+        ("2 MB", 2_000_000),
+        ("3GB", 3_000_000_000),
+        ("4 KiB", 4 * KIB),
+    ],
+)
+def test_sizes_are_read_with_their_units(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "25 Mib/s", "25 parsecs", "1e6", "0x10", "1 2"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="25 MiB") as caught:
+        parse_bytes(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_that_was_written_is_read_back_within_its_rounding(num_bytes):
+    again = parse_bytes(format_bytes(num_bytes))
+    assert abs(again - num_bytes) <= 0.05 * max(
+        size for size in (1, KIB, MIB, GIB) if size <= max(num_bytes, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (KIB, "1.0 KiB"), (25 * MIB, "25.0 MiB"), (5 * GIB, "5.0 GiB")],
+)
+def test_sizes_are_written_with_the_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.2e-6, "3.2 us"),
+        (1.84e-3, "1.84 ms"),
+        (2.5, "2.50 s"),
+        (60, "1 min 00 s"),
+        (185, "3 min 05 s"),
+    ],
+)
+def test_durations_are_written_with_the_unit_that_fits(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [((), ""), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((8, 0, 1), "0-1,8"), ((0, 2, 4), "0,2,4")],
+)
+def test_numbers_are_written_as_the_kernel_does(cores, text):
+    assert format_numbers(cores) == text
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_every_number_is_in_the_text(numbers):
+    read = set()
+    for run in filter(None, format_numbers(numbers).split(",")):
+        first, _, last = run.partition("-")
+        read |= set(range(int(first), int(last or first) + 1))
+    assert read == numbers
+
+
+def test_ranks_come_with_their_noun():
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2,5"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90 s", 90),
+        ("10min", 600),
+        ("11h50min", 11 * 3600 + 50 * 60),
+        (" 1d 12h ", 36 * 3600),
+        ("1.5 h", 5400),
+        ("0s", 0),
+    ],
+)
+def test_durations_are_read_with_their_units(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "min", "-1 s", "10 minutes", "1h30", "1 s 2"])
+def test_what_is_no_duration_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match=r'such as "10min", .*got'):
+        parse_seconds(text)

@@ -1,0 +1,104 @@
+"""CSV files with line breaks and quotes, drawn at random, hold what Python's csv module reads."""
+
+import csv
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hpctrain.core.errors import DataError
+
+WORDS = ['"', "\n", "\r\n", ",", "é", " ", "NA", "it's", "00", "word", '""', "\n\n", "5"]
+
+KINDS = {
+    "text": lambda draw: "".join(draw.choices(WORDS, k=draw.choice([0, 1, 2, 3, 60]))),
+    "long": lambda draw: "\n".join(draw.choices(WORDS, k=30)) * 40,
+    "whole": lambda draw: str(draw.randrange(-(10 ** draw.randrange(1, 19)), 10**18)),
+    "float": lambda draw: repr(draw.uniform(-1, 1) * 10 ** draw.randrange(-300, 300)),
+    "zeros": lambda draw: f"{draw.randrange(10**5):05}",
+}
+
+
+def write(path, draw):
+    """Write a file; some are larger than what pyarrow reads at once."""
+    large = draw.random() < 0.3
+    kinds = draw.choices(list(KINDS), k=draw.randrange(1, 5)) + ["long"] * large
+    names = [f"{kind}{number}" for number, kind in enumerate(kinds)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        quoting = draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+        end = draw.choice(["\n", "\r\n"])
+        writer = csv.writer(file, quoting=quoting, lineterminator=end)
+        writer.writerow(names)
+        while True:
+            writer.writerow([KINDS[kind](draw) for kind in kinds])
+            if draw.random() < 0.02 and (not large or file.tell() > 1.1 * 2**20):
+                return names
+
+
+def is_same(field, value, text):
+    if field.ragged:
+        return bytes(value) == text.encode()
+    if field.dtype == "|b1":
+        return text.lower() == str(bool(value)).lower()
+    return value == (int(text) if field.dtype == "<i8" else float(text))
+
+
+def check(tmp_path, packed, seeds):
+    outcomes = Counter()
+    for seed in seeds:
+        draw = random.Random(seed)
+        path = tmp_path / "t.csv"
+        names = write(path, draw)
+        as_text = draw.random() < 0.3
+        fields = {name: f"{name}:text" for name in names if "zeros" in name and as_text}
+        fields |= {name: name for name in names if name not in fields}
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        try:
+            done, found = packed(path, fields=fields)
+        except DataError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["packed"] += 1
+        for name in names:
+            field = done.manifest.fields[name]
+            assert len(found[name]) == len(rows), f"seed {seed}"
+            for value, row in zip(found[name], rows, strict=True):
+                assert is_same(field, value, row[name]), f"seed {seed}: {value}, {row[name]!r}"
+            # What is no longer as it is written is said.
+            lost = not field.ragged and any(row[name].startswith("0") for row in rows[:50])
+            noted = any(f"column {name} " in note for note in done.notes)
+            assert noted or not (lost and name.startswith("zeros")), f"seed {seed}"
+    return outcomes
+
+
+def test_it_is_packed_as_the_csv_module_reads_it(tmp_path, packed):
+    outcomes = check(tmp_path, packed, range(20))
+    assert outcomes["packed"] >= 15
+
+
+@pytest.mark.conformance
+@pytest.mark.limit(900)
+def test_many_are_packed_as_the_csv_module_reads_them(tmp_path, packed):
+    outcomes = check(tmp_path, packed, range(1000, 1200))
+    assert outcomes["packed"] >= 150
+
+
+def test_line_breaks_in_quotes_beyond_a_mebibyte(tmp_path, packed):
+    text = 'a line\nand a "second",\n' * 15
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["number", "text"], *([i, f"{i}{text}"] for i in range(4000))])
+    assert (tmp_path / "t.csv").stat().st_size > 2**20
+    _, found = packed(tmp_path / "t.csv")
+    assert np.array_equal(found["number"], np.arange(4000))
+    assert [bytes(one).decode() for one in found["text"]] == [f"{i}{text}" for i in range(4000)]
+
+
+@pytest.mark.parametrize("name", ["a", "ab"])
+def test_a_line_break_of_two_bytes_where_pyarrow_begins_to_read_anew(tmp_path, packed, name):
+    text = b"\r\n" * 300  # so that one of two names puts the MiB between the bytes
+    row = b'"' + text + b'"\n'
+    (tmp_path / "t.csv").write_bytes(name.encode() + b"\n" + row * 1800)
+    _, found = packed(tmp_path / "t.csv")
+    assert [bytes(one) for one in found[name]] == [text] * 1800

@@ -1,0 +1,422 @@
+"""Parameters that are frozen, unfrozen, added or replaced while replicas are apart."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import CommError, MismatchError
+from hpctrain.local_sgd.local_method import LocalMethod
+from tests.gradients.training import global_batch, part_of
+from tests.local_sgd.local_methods import state_of
+
+RANKS = pytest.mark.ranks(2, 3)
+
+METHODS: dict[str, Callable[..., LocalMethod]] = {
+    "local": lambda hvd, m, o: hvd.LocalSGD(m, o, 4),
+    "local, state averaged": lambda hvd, m, o: hvd.LocalSGD(m, o, 4, state="average"),
+    "local, bf16": lambda hvd, m, o: hvd.LocalSGD(m, o, 4, compression=hvd.Compression.bf16),
+    "post local": lambda hvd, m, o: hvd.PostLocalSGD(m, o, 4, start=2),
+    "hierarchical, synchronous node": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 4),
+    "hierarchical": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 4, node_steps=2),
+    "diloco": lambda hvd, m, o: hvd.DiLoCo(m, o, 4),
+    "diloco, kept": lambda hvd, m, o: hvd.DiLoCo(m, o, 4, keep=0.5),
+    "diloco, fragments": lambda hvd, m, o: hvd.DiLoCo(m, o, 4, fragments=2, delay=2),
+    "staged": lambda hvd, m, o: hvd.StagedSGD(
+        m, o, warmup_steps=2, cooldown_start=99, steps=4, delay=2
+    ),
+}
+
+
+class Layers(nn.Module):
+    """Layers that may come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = ((64, 12), (12, 12), (12, 12), (12, 10))
+        self.layers = nn.ModuleList(nn.Linear(*size).double() for size in sizes)
+        self.shadow = nn.Parameter(torch.zeros(10).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.double()
+
+
+def make() -> tuple[Layers, torch.optim.SGD]:
+    """Make a model of which the second layer is frozen."""
+    model = Layers()
+    model.layers[1].requires_grad_(False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def unfreeze(model: Layers, _: torch.optim.SGD) -> None:
+    model.layers[1].requires_grad_(True)
+
+
+def freeze(model: Layers, optimizer: torch.optim.SGD) -> None:
+    optimizer.zero_grad()
+    model.layers[2].requires_grad_(False)
+
+
+def exchange_layers(model: Layers, optimizer: torch.optim.SGD) -> None:
+    """Freeze a layer and unfreeze another of the same shapes."""
+    freeze(model, optimizer)
+    unfreeze(model, optimizer)
+
+
+def add_group(model: Layers, optimizer: torch.optim.SGD) -> None:
+    torch.manual_seed(1)
+    model.layers.insert(2, nn.Linear(12, 12).double())
+    optimizer.add_param_group({"params": model.layers[2].parameters(), "lr": 0.05})
+
+
+def change_dtype(model: Layers, optimizer: torch.optim.SGD) -> None:
+    optimizer.zero_grad()
+    optimizer.state.clear()
+    model.layers[2].float()
+
+
+def change_shape(model: Layers, optimizer: torch.optim.SGD) -> None:
+    torch.manual_seed(2)
+    old = {*model.layers[3].parameters()}
+    model.layers[3] = nn.Linear(12, 10, bias=False).double()
+    model.layers[3].weight.data = model.layers[3].weight.data.t().contiguous().t()
+    (group,) = optimizer.param_groups
+    group["params"] = [p for p in group["params"] if p not in old] + [model.layers[3].weight]
+    for parameter in old:
+        optimizer.state.pop(parameter, None)
+
+
+def assign(model: Layers, optimizer: torch.optim.SGD) -> None:
+    """Let the model have other tensors, and the optimizer these."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    model.load_state_dict(state, assign=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def shadow(model: Layers, _: torch.optim.SGD) -> None:
+    """Change what is not trained, as for a mean over steps of what is."""
+    with torch.no_grad():
+        model.shadow.lerp_(model.layers[3].bias, 0.5)
+
+
+LAST = ["layers.2.weight", "layers.2.bias", "layers.3.weight", "layers.3.bias"]
+
+CHANGES = (
+    unfreeze,
+    freeze,
+    exchange_layers,
+    add_group,
+    change_dtype,
+    change_shape,
+    assign,
+    shadow,
+)
+
+
+def step(model: Layers, optimizer: torch.optim.SGD, number: int, rank: int, size: int) -> None:
+    images, labels = part_of(global_batch(number), rank, size)
+    optimizer.zero_grad()
+    cross_entropy(model(images), labels).backward()
+    optimizer.step()
+
+
+def bits(model: nn.Module) -> bytes:
+    return b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
+
+
+def runs(hvd, world, name: str, at: int, change, num_steps: int = 11) -> Layers:
+    """Train with a change between two steps, and return what is there after."""
+    model, optimizer = make()
+    with METHODS[name](hvd, model, optimizer):
+        for number in range(num_steps):
+            if number == at:
+                change(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+    return model
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_have_one_model_after_any_change(world, hvd_nodes, name):
+    for change in CHANGES:
+        model = runs(hvd_nodes, world, name, 5, change, 6)  # in a round, with what is under way
+        assert len(set(world.allgather(bits(model)))) == 1, change.__name__
+
+
+@RANKS
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_have_one_model_after_any_change_at_any_step(world, hvd_nodes, name):
+    for change in CHANGES:
+        for at in (0, 3, 4, 6, 7, 8, 10):
+            model = runs(hvd_nodes, world, name, at, change)
+            kinds = len(set(world.allgather(bits(model))))
+            assert kinds == 1, (change.__name__, at)
+
+
+# -- what is right, by a process that has all replicas -----------------------------------------
+
+
+class Together:
+    """The replicas of all ranks, each with its optimizer."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.replicas = [make() for _ in range(size)]
+
+    def steps(self, at: int, change, num_steps: int) -> Iterator[int]:
+        """Take steps, and yield the number of those taken after each."""
+        for number in range(num_steps):
+            for rank, (model, optimizer) in enumerate(self.replicas):
+                if number == at:
+                    change(model, optimizer)
+                step(model, optimizer, number, rank, self.size)
+            with torch.no_grad():
+                yield number + 1
+
+    def named(self) -> dict[str, list[Tensor]]:
+        """Return each parameter of all replicas."""
+        of_ranks = [dict(model.named_parameters()) for model, _ in self.replicas]
+        return {name: [own[name] for own in of_ranks] for name in of_ranks[0]}
+
+    @torch.no_grad()
+    def average(self, ranks: range) -> None:
+        for tensors in self.named().values():
+            mean = sum(tensors[rank] for rank in ranks) / len(ranks)
+            for rank in ranks:
+                tensors[rank].copy_(mean)
+
+
+def local(size: int, at: int, change) -> Together:
+    """Average everything after four steps, and at last."""
+    together = Together(size)
+    for done in together.steps(at, change, 11):
+        if done % 4 == 0 or done == 11:
+            together.average(range(size))
+    return together
+
+
+def hierarchical(size: int, at: int, change) -> Together:
+    """Average everything in nodes of two after two steps of a round."""
+    together = Together(size)
+    nodes = [range(1), range(1, 2)] if size == 2 else [range(2), range(2, 3)]
+    for done in together.steps(at, change, 11):
+        if done % 4 == 0 or done == 11:
+            together.average(range(size))
+        elif done % 2 == 0:
+            for node in nodes:
+                together.average(node)
+    return together
+
+
+def diloco(size: int, at: int, change) -> Together:
+    """Step from anchors; what is new begins with its mean, what is frozen has a last step."""
+    together = Together(size)
+    trained = {n for n, (p, *_) in together.named().items() if p.requires_grad}
+    anchors = {n: p.detach().clone() for n, (p, *_) in together.named().items()}
+    momenta = {n: torch.zeros_like(p) for n, p in anchors.items()}
+    known = set(trained)
+    for done in together.steps(at, change, 11):
+        if done % 4 and done != 11:
+            continue
+        today = {n for n, (p, *_) in together.named().items() if p.requires_grad}
+        for name, tensors in together.named().items():
+            if name not in known | today:
+                continue
+            mean = sum(tensors) / size
+            if name not in today and all(torch.equal(t, anchors[name]) for t in tensors):
+                continue  # frozen, and not stepped since
+            if name in known:
+                move = anchors[name] - mean
+                momenta[name].mul_(0.9).add_(move)
+                anchors[name] -= 0.7 * (move + 0.9 * momenta[name])
+            else:
+                anchors[name], momenta[name] = mean, torch.zeros_like(mean)
+            for tensor in tensors:
+                tensor.copy_(anchors[name])
+        known = today
+    return together
+
+
+def staged(size: int, at: int, change) -> Together:
+    """Let what is sent after four steps count two steps later; what is frozen is the mean then."""
+    together = Together(size)
+    arriving: dict[str, Tensor] = {}
+    due, apart, held = 99, set(), set()
+    trained_before = {n for n, (p, *_) in together.named().items() if p.requires_grad}
+    for done in together.steps(at, change, 11):
+        named = together.named()
+        trained = {n for n, (p, *_) in named.items() if p.requires_grad}
+        apart |= trained_before | trained
+        if done == due or done == 11:
+            for name, mean in arriving.items():
+                for tensor in named[name]:
+                    tensor.copy_(mean if name in held else (4 * tensor + 2 * mean) / 6)
+            arriving = {}
+        if done % 4 == 0:
+            arriving = {name: sum(named[name]) / size for name in apart}
+            due, apart, held = done + 2, set(trained), apart - trained
+        trained_before = trained
+    together.average(range(size))
+    return together
+
+
+@RANKS
+@pytest.mark.parametrize("at", [4, 7])
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [("local", local), ("hierarchical", hierarchical), ("diloco", diloco)],
+)
+def test_parameters_of_today_are_those_of_the_formula(world, hvd_nodes, name, formula, at):
+    for change in (unfreeze, freeze, exchange_layers, shadow) if name != "diloco" else CHANGES[:3]:
+        found = runs(hvd_nodes, world, name, at, change)
+        expected, _ = formula(world.size, at, change).replicas[0]
+        for (which, one), other in zip(
+            found.named_parameters(), expected.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=1e-12, msg=lambda m, w=which, c=change: f"{c} {w} {m}"
+            )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("at", [4, 5, 7])
+@pytest.mark.parametrize("change", [unfreeze, exchange_layers])
+def test_what_travels_is_bound_to_names(world, hvd_nodes, at, change):
+    model, optimizer = make()
+    options = {"warmup_steps": 0, "cooldown_start": 99, "steps": 4, "delay": 2}
+    with hvd_nodes.StagedSGD(model, optimizer, **options):
+        for number in range(11):
+            if number == at:
+                change(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+    expected, _ = staged(world.size, at, change).replicas[0]
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+SAME = "must be the same on every rank|must change on all ranks"
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, name):
+    changes = [unfreeze, freeze, add_group, change_dtype]
+    error, message = MismatchError, SAME
+    if world.size == 3 and name.startswith(("hierarchical", "staged")):
+        # The ranks of a node find out first; who waits for them hears why they are gone.
+        changes, error, message = changes[:1], CommError, f"{SAME}|has left a block"
+    for change in changes:
+        with pytest.raises(error, match=message):
+            runs(hvd_nodes, world, name, 5, change if world.rank else lambda *_: None)
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stop_after_a_change_goes_on_bitwise(hvd_nodes, name):
+    hvd, states = hvd_nodes, {}
+    model, optimizer = make()
+    with METHODS[name](hvd, model, optimizer) as method:
+        for number in range(11):
+            if number == 5:
+                exchange_layers(model, optimizer)
+            if number in {6, 9}:
+                states[number] = state_of(model, optimizer, method)
+            step(model, optimizer, number, hvd.rank(), hvd.size())
+    whole = bits(model)
+    for stop, changes_late in ((6, False), (6, True), (9, False)):
+        model, optimizer = make()
+        if not changes_late:
+            exchange_layers(model, optimizer)
+        with METHODS[name](hvd, model, optimizer) as method:
+            if changes_late:
+                exchange_layers(model, optimizer)
+            state = copy.deepcopy(states[stop])  # an optimizer takes its tensors as they are
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            method.load_state_dict(state["method"])
+            for number in range(stop, 11):
+                step(model, optimizer, number, hvd.rank(), hvd.size())
+        assert bits(model) == whole, (stop, changes_late)
+
+
+@RANKS
+def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
+    model, optimizer = make()
+    with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
+        for number in range(4):
+            step(model, optimizer, number, world.rank, world.size)
+        optimizer.param_groups[0]["fused"] = True
+        step(model, optimizer, 4, world.rank, world.size)
+        freeze(model, optimizer)
+        assert method.replica.changed() == [["layers.0.weight", "layers.0.bias", *LAST]]
+    assert len(set(world.allgather(bits(model)))) == 1
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_the_mean_in_the_middle_of_a_round_is_one_model_too(world, hvd_nodes, name):
+    model, optimizer = make()
+    with METHODS[name](hvd_nodes, model, optimizer) as method:
+        for number in range(7):
+            if number == 6:
+                exchange_layers(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+        before = bits(model)
+        with method.averaged():
+            assert len(set(world.allgather(bits(model)))) == 1
+        assert bits(model) == before
+
+
+@RANKS
+def test_a_parameter_that_is_not_in_the_model_is_refused(hvd_nodes):
+    model, optimizer = make()
+    scale = nn.Parameter(torch.ones(()).double())
+    optimizer.add_param_group({"params": [scale]})
+    method = hvd_nodes.LocalSGD(model, optimizer, 2)
+    images, labels = part_of(global_batch(0), hvd_nodes.rank(), hvd_nodes.size())
+    cross_entropy(model(images) * scale, labels).backward()
+    optimizer.step()
+    with pytest.raises(MismatchError, match="1 that are not in it"):
+        optimizer.step()
+    method.close()
+
+
+@pytest.mark.ranks(2)
+def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_nodes):
+    model, optimizer = make()
+    with hvd_nodes.PostLocalSGD(model, optimizer, 2, start=2) as method:
+        for number in range(4):
+            if number == 1:
+                freeze(model, optimizer)
+            before = method.facts["bytes_sent"]
+            step(model, optimizer, number, world.rank, world.size)
+        travelled = method.facts["bytes_sent"] - before
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert trained <= travelled < trained + 64 * 4
+
+
+@RANKS
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_frozen_travels_once_more_and_no_further(world, hvd_nodes, name):
+    model, optimizer = make()
+    with METHODS[name](hvd_nodes, model, optimizer) as method:
+        for number in range(17):
+            if number == 5:
+                freeze(model, optimizer)
+            step(model, optimizer, number, world.rank, world.size)
+        roster = method.replica.roster
+        for one in (roster, *roster.inner):
+            assert not {"layers.2.weight", "layers.2.bias"} & {*one.names(), *one.changed()}

@@ -1,0 +1,195 @@
+"""When ``backward()`` returns, every gradient is the average over all ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from tests.gradients.training import (
+    EVERY_SIZE,
+    MANY,
+    OVERLAPS,
+    assert_close,
+    backward,
+    distributed,
+    expected_gradients,
+    global_batch,
+    gradients,
+    make_model,
+    part_of,
+)
+
+
+@EVERY_SIZE
+@OVERLAPS
+def test_gradients_are_averaged_when_backward_returns(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
+
+
+@EVERY_SIZE
+@OVERLAPS
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
+def test_both_forms_of_zero_grad(hvd, set_to_none, owner):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for step in range(4):
+        (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
+
+
+@EVERY_SIZE
+def test_sum_is_the_average_times_the_ranks(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, op=hvd.Sum)
+    optimizer.zero_grad()
+    backward(hvd, model)
+    assert_close(gradients(model), [g * hvd.size() for g in expected_gradients()])
+
+
+@EVERY_SIZE
+@OVERLAPS
+def test_passes_are_added_up_before_one_reduction(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, backward_passes_per_step=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(hvd, model, 2 * step)
+        backward(hvd, model, 2 * step + 1)
+        both = zip(expected_gradients(2 * step), expected_gradients(2 * step + 1), strict=True)
+        assert_close(gradients(model), [a + b for a, b in both])
+        optimizer.step()
+        model.load_state_dict(make_model().state_dict())
+
+
+@MANY
+def test_a_second_backward_without_zero_grad_adds_its_average(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
+    backward(hvd, model, 0)
+    backward(hvd, model, 1)
+    both = zip(expected_gradients(0), expected_gradients(1), strict=True)
+    assert_close(gradients(model), [a + b for a, b in both])
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, and never the third."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.left, self.right, self.never = (nn.Linear(64, 10).double() for _ in range(3))
+
+    def forward(self, images, *, left):
+        return self.left(images) if left else self.right(images)
+
+
+@MANY
+@OVERLAPS
+def test_parameters_without_gradient_add_zeros_or_stay_none(hvd):
+    model, alone = Branches(), Branches()
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
+    images, labels = global_batch(0)
+    for rank in range(hvd.size()):
+        x, y = part_of((images, labels), rank, hvd.size())
+        (cross_entropy(alone(x, left=rank == 0), y) / hvd.size()).backward()
+    for _ in range(3):
+        model.zero_grad()
+        x, y = part_of((images, labels), hvd.rank(), hvd.size())
+        cross_entropy(model(x, left=hvd.rank() == 0), y).backward()
+        assert_close(gradients(model), gradients(alone))
+        assert model.never.weight.grad is None
+
+
+@MANY
+def test_a_model_that_changes_its_dtype_is_laid_out_again(hvd):
+    model = make_model(torch.float32)
+    optimizer = distributed(hvd, model)
+    images, labels = part_of(global_batch(0, torch.float32), hvd.rank(), hvd.size())
+    cross_entropy(model(images), labels).backward()
+    optimizer.zero_grad()
+    model.load_state_dict(make_model().state_dict())
+    model.double()
+    expected = make_model(torch.float32).double()
+    images, labels = global_batch(0)
+    cross_entropy(expected(images), labels).backward()
+    backward(hvd, model)
+    assert_close(gradients(model), gradients(expected))
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("whole", [True, False])
+def test_shared_layers_under_reentrant_checkpointing(hvd, whole):
+    def make():
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(64, 64).double(), nn.Linear(64, 10).double()])
+
+    def forward(model, images, *, reentrant):
+        hidden, last = model
+        if not reentrant:
+            return last(hidden(hidden(images)))
+        twice = checkpoint(
+            hidden, checkpoint(hidden, images, use_reentrant=True), use_reentrant=True
+        )
+        return checkpoint(last, twice, use_reentrant=True) if whole else last(twice)
+
+    model, alone = make(), make()
+    optimizer = distributed(hvd, model)
+    images, labels = global_batch(0)
+    cross_entropy(forward(alone, images, reentrant=False), labels).backward()
+    images, labels = part_of((images, labels), hvd.rank(), hvd.size())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = cross_entropy(forward(model, images.requires_grad_(), reentrant=True), labels)
+        loss.backward()
+        if whole and step == 0:
+            optimizer.synchronize()  # the end of the first such backward shows only in step()
+        assert_close(gradients(model), gradients(alone))
+
+
+@MANY
+def test_dtypes_may_be_mixed(hvd):
+    model = nn.Sequential(nn.Linear(64, 32).double(), nn.Linear(32, 10).float())
+    optimizer = distributed(hvd, model)
+    optimizer.zero_grad()
+    images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
+    cross_entropy(model[1](model[0](images).float()), labels).backward()
+    for p in model.parameters():
+        assert p.grad.dtype == p.dtype
+        torch.testing.assert_close(hvd.allreduce(p.grad), p.grad)
+
+
+@MANY
+def test_gradients_that_were_replaced_are_taken_as_they_are(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, hvd.rank())
+        backward(hvd, model)
+        mean = sum(range(hvd.size())) / hvd.size()
+        assert_close(gradients(model), [mean + g for g in expected_gradients()])
+
+
+@MANY
+def test_convolutions_in_channels_last_keep_their_layout(hvd):
+    torch.manual_seed(0)
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    images = torch.full((2, 4, 8, 8), float(hvd.rank())).to(memory_format=torch.channels_last)
+    model(images).sum().backward()
+    assert model.weight.grad.stride() == model.weight.stride()
+    torch.testing.assert_close(hvd.allreduce(model.weight.grad), model.weight.grad.contiguous())

@@ -1,0 +1,248 @@
+"""What Horovod's scripts say to an optimizer: the same gradients, or an error that tells why."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import ConfigError, MismatchError
+from tests.gradients.training import (
+    EVERY_SIZE,
+    MANY,
+    ONE_NODE,
+    OVERLAPS,
+    assert_close,
+    backward,
+    distributed,
+    expected_gradients,
+    global_batch,
+    gradients,
+    largest_difference,
+    make_model,
+    sgd,
+    train_alone,
+)
+
+pytestmark = ONE_NODE
+
+
+@EVERY_SIZE
+def test_synchronize_and_skip_synchronize_change_nothing(hvd):
+    model, alone = make_model(), make_model()
+    optimizer, plain = distributed(hvd, model), sgd(alone)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clipped = gradients(model)
+        with warnings.catch_warnings(), optimizer.skip_synchronize():
+            warnings.simplefilter("error")
+            optimizer.step()
+        assert_close(gradients(model), clipped)
+        images, labels = global_batch(step)
+        plain.zero_grad()
+        cross_entropy(alone(images), labels).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        plain.step()
+    assert largest_difference(model, alone) < 1e-12
+
+
+@MANY
+def test_a_step_after_synchronize_warns_once_and_keeps_what_was_clipped(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    backward(hvd, model)
+    optimizer.synchronize()
+    for p in model.parameters():
+        p.grad.fill_(0.0)
+    with pytest.warns(
+        UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"
+    ) as all_:
+        optimizer.step()
+    assert len(all_) == 1
+    assert all_[0].filename == __file__
+    assert_close(list(model.parameters()), list(make_model().parameters()))
+    backward(hvd, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@MANY
+def test_a_step_that_skips_averages_what_nobody_has_averaged(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, backward_passes_per_step=2)
+    backward(hvd, model)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert_close(gradients(model), expected_gradients())
+
+
+@EVERY_SIZE
+def test_zero_grad_between_backward_and_step_forgets_the_gradients(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    backward(hvd, model, 0)
+    optimizer.zero_grad()
+    backward(hvd, model, 1)
+    assert_close(gradients(model), expected_gradients(1))
+
+
+@EVERY_SIZE
+def test_the_number_of_passes_can_be_changed_between_steps(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, backward_passes_per_step=2)
+    for passes in (2, 1, 3):
+        optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
+        optimizer.zero_grad()
+        for step in range(passes):
+            backward(hvd, model, step)
+        every = zip(*(expected_gradients(step) for step in range(passes)), strict=True)
+        assert_close(gradients(model), [sum(parts) for parts in every])
+
+
+@EVERY_SIZE
+@pytest.mark.parametrize("factor", [1.0, 4.0, 0.25])
+def test_predivision_does_not_change_an_average(hvd, factor):
+    model = make_model()
+    optimizer = distributed(hvd, model, gradient_predivide_factor=factor)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
+
+
+@MANY
+@OVERLAPS
+def test_groups_change_no_gradient(hvd):
+    def some(model):
+        first, *_, last = model.parameters()
+        return [[first, last], [model[2].weight]]
+
+    for groups in (lambda _: 1, lambda _: 4, lambda _: 99, some, lambda _: []):
+        model = make_model()
+        optimizer = distributed(hvd, model, groups=groups(model))
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(hvd, model, step)
+            assert_close(gradients(model), expected_gradients(step))
+
+
+@MANY
+def test_groups_are_messages(hvd):
+    model = make_model()
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = distributed(hvd, model, num_groups=3)
+    buckets = optimizer._reducer._reduction._buckets
+    named = [[slot.name for slot in bucket.slots] for bucket in buckets]
+    assert named == [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"]]
+
+
+@MANY
+def test_groups_that_differ_between_ranks_are_an_error_on_every_rank(hvd):
+    model = make_model()
+    with pytest.raises(MismatchError, match="group"):
+        distributed(hvd, model, groups=2 if hvd.rank() else 3)
+
+
+@MANY
+def test_a_process_set_averages_among_its_ranks_only(hvd):
+    inside = hvd.rank() > 0
+    some = hvd.add_process_set(range(1, hvd.size()))
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = distributed(hvd, model, process_set=some)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((1, 1), float(hvd.rank())).double()).sum().backward()
+        mean = hvd.size() / 2 if inside else 0.0
+        assert model.weight.grad.item() == pytest.approx(mean)
+        optimizer.step()
+    removed = distributed(hvd, nn.Linear(1, 1), process_set=some)
+    del removed
+    hvd.remove_process_set(some)
+    with pytest.raises(ConfigError, match="not registered"):
+        distributed(hvd, model, process_set=some)
+
+
+@EVERY_SIZE
+def test_state_goes_to_and_from_a_plain_optimizer(hvd):
+    model, other = make_model(), make_model()
+    optimizer = distributed(hvd, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.step()
+    plain = sgd(other)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    resumed = hvd.DistributedOptimizer(plain, other.named_parameters())
+    optimizer.load_state_dict(copy.deepcopy(resumed.state_dict()))
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.zero_grad()
+        backward(hvd, m, 2)
+        o.step()
+        assert largest_difference(m, train_alone(3)) < 1e-12
+
+
+@MANY
+@OVERLAPS
+def test_a_state_that_is_loaded_after_a_backward_that_raised_is_a_new_start(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    state = optimizer.state_dict()
+    backward(hvd, model)  # the first backward only learns
+    optimizer.zero_grad()
+    broken = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(hvd, model)
+    broken.remove()
+    optimizer.load_state_dict(state)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
+
+
+@EVERY_SIZE
+def test_names_are_unique_and_the_same_on_all_ranks(hvd):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    names = sorted(optimizer._parameter_names.values())
+    assert len(set(names)) == 4
+    assert hvd.broadcast_object(names) == names
+
+
+@EVERY_SIZE
+def test_arguments_are_checked(hvd):
+    model = make_model()
+    named = list(model.named_parameters())
+    first = named[0][1]
+
+    def refused(match, *names, **options):
+        with pytest.raises(ConfigError, match=match):
+            hvd.DistributedOptimizer(sgd(model), *names, **options)
+
+    refused("backward_passes_per_step", backward_passes_per_step=0)
+    refused("got twice: a", [("a", p) for p in model.parameters()])
+    refused(r"lacks 5: group 0, parameter 1 \(48,\)", named[:1])
+    refused("lacks 6", [])
+    refused("sequence of tuples", list(model.parameters()))
+    refused("op must be Average", op=hvd.Min)
+    refused("predivide", gradient_predivide_factor=2.0, op=hvd.Sum)
+    refused("predivide", gradient_predivide_factor=0.0)
+    refused("non-negative", groups=-1)
+    refused("lists of parameters", groups="all")
+    refused("lists of parameters", groups=[first])
+    refused("groups consist of parameters, got str", groups=[["0.weight"]])
+    refused("groups 0 and 1", groups=[[first], [first]])
+    optimizer = distributed(hvd, model)
+    with pytest.raises(ConfigError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigError, match="backward_passes_per_step"):
+        optimizer.set_backward_passes_per_step(0)

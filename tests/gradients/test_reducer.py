@@ -1,0 +1,228 @@
+"""What would go wrong in silence: every rank gets the right average, or an error."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from hpctrain.runtime.world import current
+from tests.gradients.training import (
+    MANY,
+    OVERLAPS,
+    assert_close,
+    backward,
+    distributed,
+    expected_gradients,
+    global_batch,
+    gradients,
+    largest_difference,
+    make_model,
+    part_of,
+    sgd,
+)
+
+
+@MANY
+@OVERLAPS
+def test_several_optimizers_share_one_backward(hvd):
+    model = make_model()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    both = [hvd.DistributedOptimizer(torch.optim.SGD(p, lr=0.0)) for p in (weights, biases)]
+    for step in range(5):
+        for optimizer in both:
+            optimizer.zero_grad()
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
+        for optimizer in both:
+            optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_that_come_in_another_order_are_an_error_on_every_rank(hvd):
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    kept = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (one, two)]
+    x = torch.ones(1, 1)
+    with pytest.raises(MismatchError, match="same order on every rank"):
+        (one(two(x)) if hvd.rank() == 0 else two(one(x))).sum().backward()
+    assert kept
+
+
+@MANY
+def test_hooks_go_with_the_optimizer(hvd):
+    model = make_model()
+    first = weakref.ref(distributed(hvd, model))
+    gc.collect()
+    assert first() is None
+    distributed(hvd, model, op=hvd.Sum)
+    kept = distributed(hvd, model, op=hvd.Sum)
+    gc.collect()
+    backward(hvd, model)
+    assert_close(gradients(model), [g * hvd.size() for g in expected_gradients()])
+    assert kept
+
+
+@MANY
+@OVERLAPS
+def test_after_a_backward_that_raised_the_next_step_is_right(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    backward(hvd, model)  # the first backward only learns
+    optimizer.zero_grad()
+    broken = model[-1].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(hvd, model)
+    broken.remove()
+    for step in range(3):
+        try:
+            optimizer.zero_grad()
+            backward(hvd, model, step)
+        except CommError as error:  # where buckets travel early there is no way back
+            assert "travelled" in str(error)  # noqa: PT017
+            return
+        assert_close(gradients(model), expected_gradients(step))
+
+
+@MANY
+@OVERLAPS
+def test_a_sum_is_not_summed_again(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, op=hvd.Sum)
+    for times in (1, 2, 3):
+        backward(hvd, model)
+        expected = [g * hvd.size() * times for g in expected_gradients()]
+        assert_close(gradients(model), expected)
+    assert not optimizer._reducer.finish()
+    optimizer.step()
+    optimizer.synchronize()  # the same gradients for another step
+    assert_close(gradients(model), expected)
+
+
+@MANY
+def test_passes_of_one_step_have_one_count(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, backward_passes_per_step=2)
+    optimizer.set_num_samples(5)
+    backward(hvd, model)
+    with pytest.raises(ConfigError, match="count alike"):
+        optimizer.set_num_samples(7)
+
+
+@MANY
+def test_a_model_that_changes_its_layout_is_laid_out_again(hvd):
+    torch.manual_seed(0)
+    model, alone = (nn.Conv2d(4, 8, 3).double() for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_parameters(alone.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, fused=True)
+    model.to(memory_format=torch.channels_last)
+    images = torch.randn(12, 4, 6, 6, generator=torch.Generator().manual_seed(1)).double()
+    own = images[hvd.rank() * (12 // hvd.size()) :][: 12 // hvd.size()]
+    for _ in range(3):
+        for m, o, x in ((model, optimizer, own), (alone, plain, images)):
+            o.zero_grad()
+            m(x).square().mean().backward()
+            o.step()
+    assert model.weight.grad.stride() == model.weight.stride()
+    assert largest_difference(model, alone) < 1e-12
+
+
+@MANY
+def test_layouts_that_differ_between_ranks_are_an_error(hvd):
+    model = nn.Conv2d(4, 8, 3)
+    if hvd.rank() == 0:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(MismatchError, match="strides"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@MANY
+def test_a_change_on_one_rank_only_is_an_error_on_every_rank(hvd):
+    model = make_model()
+    kept = distributed(hvd, model)
+    if hvd.rank() == 1:
+        model[0].bias.requires_grad_(False)
+    with pytest.raises(MismatchError, match=f"changed on 1 of {hvd.size()}"):
+        backward(hvd, model)
+    assert kept
+
+
+@MANY
+def test_a_wrap_that_failed_can_be_tried_again(hvd):
+    model = nn.Linear(4, 3)
+    optimizer = sgd(model)
+    if hvd.rank() == 0:
+        model.weight.requires_grad_(False)
+    with pytest.raises(MismatchError):
+        hvd.DistributedOptimizer(optimizer)
+    model.weight.requires_grad_()
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    model(torch.full((1, 4), float(hvd.rank()))).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((3, 4), sum(range(hvd.size())) / hvd.size()))
+
+
+@MANY
+def test_a_step_that_was_skipped_does_not_hide_the_next(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    backward(hvd, model)
+    model.zero_grad()  # no step: somebody saw a NaN
+    images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
+    if hvd.rank() == 0:
+        cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    scaled = [g for g in gradients(model) if g is not None]
+    assert scaled
+    for gradient in scaled:
+        torch.testing.assert_close(hvd.allreduce(gradient), gradient)
+
+
+@MANY
+def test_averages_in_float16_do_not_overflow_where_the_average_does_not(hvd):
+    model = nn.Linear(1, 1, bias=False).half()
+    kept = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
+    assert model.weight.grad.item() == 40000
+    assert kept
+
+
+@MANY
+def test_a_bucket_of_a_world_that_was_shut_down_is_refused(hvd):
+    assert current().plan.node_memory != "none"
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    hvd.shutdown()
+    with pytest.raises(CommError, match="shut down"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_distributed_optimizer_is_not_copied(hvd):
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        copy.deepcopy(distributed(hvd, make_model()))
+
+
+@MANY
+def test_a_checkpointed_part_that_looks_like_a_whole_backward_does_not_end_it(hvd):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = distributed(hvd, model)
+    x = torch.ones(2, 3).double()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model[1](x).sum().backward()  # two hooks
+        optimizer.step()
+        optimizer.zero_grad()
+        if hvd.rank():  # two hooks inside, then two more
+            checkpoint(model[1], model[0](x), use_reentrant=True).sum().backward()
+        optimizer.step()  # in place of a backward on rank 0, which meets the others once
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()

@@ -1,0 +1,93 @@
+"""``check_replicas`` names what differs, on every rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.core.errors import ReplicaError
+from hpctrain.runtime.world import current
+from tests.gradients.training import sgd
+
+ONE_NODE = pytest.mark.parametrize("hvd", [None], indirect=True, ids=["one node"])
+pytestmark = [ONE_NODE, pytest.mark.ranks(2, 3)]
+
+
+@pytest.fixture
+def trained(hvd):
+    """Take two steps of a model with buffers, each rank from its own samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    torch.manual_seed(hvd.rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_replicas_that_are_equal_are_told_apart_by_nothing_but_a_small_message(hvd, trained):
+    model, optimizer = trained
+    assert not all(
+        torch.equal(model[1].running_mean, other)
+        for other in hvd.allgather(model[1].running_mean[None])
+    )
+    before = sum(current().comm.traffic()[:2])
+    hvd.check_replicas(model, optimizer)
+    assert sum(current().comm.traffic()[:2]) - before < 1000
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["parameter", "state", "group", "buffer", "missing", "sign"])
+def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
+    model, optimizer = trained
+    last = hvd.size() - 1
+    others = "rank 0" if last == 1 else "ranks 0-1"
+    model[2].bias.zero_()
+    if hvd.rank() == last:
+        match what:
+            case "parameter":
+                weight = model[2].weight[1, 2]
+                weight.copy_(torch.nextafter(weight, torch.tensor(9.0)))
+            case "state":
+                optimizer.state[model[0].bias]["momentum_buffer"][1] += 1
+            case "group":
+                optimizer.param_groups[0]["lr"] *= 2
+            case "buffer":
+                model[1].num_batches_tracked += 1
+            case "missing":
+                optimizer.state.clear()
+            case "sign":
+                model[2].bias[0] = -0.0
+    told = {
+        "parameter": rf"1 of \d+ values differ: parameter 2\.weight \({others}: \w+; rank {last}",
+        "state": r"momentum_buffer of 0\.bias",
+        "group": "lr of optimizer group 0",
+        "buffer": r"buffer 1\.num_batches_tracked",
+        "missing": rf"rank {last}: not there",
+        "sign": r"parameter 2\.bias",
+    }[what]
+    buffers = {"buffers": True} if what == "buffer" else {}
+    with pytest.raises(ReplicaError, match=told):
+        hvd.check_replicas(model, optimizer, **buffers)
+    hvd.check_replicas(model[0])
+
+
+def test_buffers_that_all_ranks_calculate_together_are_compared(hvd):
+    model = nn.Sequential(hvd.SyncBatchNorm(3))
+    model(torch.randn(4, 3))
+    hvd.check_replicas(model)
+    model[0].running_var += hvd.rank()
+    with pytest.raises(ReplicaError, match=r"buffer 0\.running_var"):
+        hvd.check_replicas(model)
+    hvd.check_replicas(model, buffers=False)
+
+
+def test_ranks_outside_a_process_set_are_not_asked(hvd):
+    few = hvd.add_process_set([0])
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(hvd.rank())
+    hvd.check_replicas(model, process_set=few)
+    with pytest.raises(ReplicaError):
+        hvd.check_replicas(model)

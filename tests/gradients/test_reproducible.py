@@ -1,0 +1,274 @@
+"""Reproducible steps have the same bits on any number of ranks."""
+
+import pickle
+import random
+from collections.abc import Generator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.gradients.reproducible import Reproducible
+from hpctrain.runtime.world import current
+from tests.gradients.reproducible_models import MODELS, batch_of, digest, loss_of, make, train
+from tests.gradients.training import EVERY_SIZE, MANY, distributed, make_model, sgd
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Generator[None]:
+    """Leave the number of threads as it was, and begin with another one than the rule's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def comm(hvd):
+    assert hvd.is_initialized()
+    return current().comm
+
+
+ONE_NODE = pytest.mark.parametrize("hvd", [None], indirect=True, ids=["one node"])
+
+
+def same_as_alone(comm, kind: str, **how) -> None:
+    together = train(kind, comm, **how)
+    alone = train(kind, SerialCommunicator(), **how) if comm.rank == 0 else ""
+    hashes = comm.allgather_object(together)
+    assert set(hashes) == {comm.broadcast_object(alone)}
+
+
+@MANY
+@ONE_NODE
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_has_the_bits_of_one_rank(comm, kind):
+    same_as_alone(comm, kind, num_steps=100 if comm.size == 4 else 30)
+
+
+@MANY
+@pytest.mark.parametrize(
+    ("kind", "micro_shards", "num_samples"),
+    [("mlp", 8, 64), ("mlp", 16, 11), ("conv", 8, 43), ("transformer", 32, 61)],
+)
+def test_ranges_that_are_no_whole_nodes_and_unequal_micro_shards(
+    comm, kind, micro_shards, num_samples
+):
+    same_as_alone(comm, kind, num_steps=4, micro_shards=micro_shards, num_samples=num_samples)
+
+
+@pytest.mark.ranks(1)
+@ONE_NODE
+def test_another_number_of_micro_shards_has_other_bits(comm):
+    hashes = {train("mlp", comm, num_steps=3, micro_shards=shards) for shards in (1, 2, 4, 8)}
+    assert len(hashes) == 4
+
+
+@MANY
+@ONE_NODE
+@pytest.mark.parametrize("message_bytes", [1, 1 << 30])
+def test_messages_of_any_size_have_the_same_bits(comm, monkeypatch, message_bytes):
+    monkeypatch.setattr("hpctrain.gradients.fixed_tree.MESSAGE_BYTES", message_bytes)
+    same_as_alone(comm, "conv", num_steps=3, micro_shards=8)
+
+
+@EVERY_SIZE
+@ONE_NODE
+@pytest.mark.parametrize("num_samples", [32, 13])
+def test_gradient_and_loss_are_those_of_the_global_batch(comm, num_samples):
+    model, _, steps = make("mlp", comm, 4)
+    model.eval()  # no dropout
+    own = range(num_samples * steps.own.start // 4, num_samples * steps.own.stop // 4)
+    loss = steps.backward(batch_of("mlp", 0, own), loss_of(model), num_samples=num_samples)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    inputs, labels = batch_of("mlp", 0, range(num_samples))
+    expected = cross_entropy(model(inputs), labels)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for gradient, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad)
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_statistics_move_to_the_mean_of_those_of_the_micro_shards(comm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(19), nn.Linear(19, 5))
+    steps = Reproducible(model, sgd(model), comm, num_micro_shards=4, seed=0)
+    inputs, labels = batch_of("mlp", 0, range(32))
+    first, last = 8 * steps.own.start, 8 * steps.own.stop
+    for _ in range(2):
+        steps.step((inputs[first:last], labels[first:last]), loss_of(model))
+    parts = inputs.split(8)
+    mean = sum(part.mean(0) for part in parts) / 4
+    torch.testing.assert_close(model[0].running_mean, mean * (1 - 0.9**2))
+    var = sum(part.var(0) for part in parts) / 4
+    torch.testing.assert_close(model[0].running_var, 0.81 + var * (1 - 0.9**2))
+    assert int(model[0].num_batches_tracked) == 2
+
+
+class Odd(nn.Module):
+    """Parameters that some or all micro-shards leave out, a shared gradient, a buffer set anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.never = nn.Linear(19, 5), nn.Linear(19, 5)
+        self.left, self.right = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(1, 5))
+        self.table = nn.Embedding(8, 5, sparse=True)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        self.largest = self.largest + 1
+        both = self.left.view(5, 1) + self.right.view(5, 1)  # autograd makes one gradient of it
+        scores = both.view(5) + self.table(inputs[:, 0].long() % 8)
+        if inputs[0, 0] > 0.5:
+            self.seen = self.seen + inputs[0, :3]
+            scores = scores + self.sometimes(inputs)
+        return scores
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_what_only_some_micro_shards_use_has_the_same_bits(comm):
+    def odd(comm):
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = sgd(model, weight_decay=0.1)
+        steps = Reproducible(model, optimizer, comm, num_micro_shards=8, seed=0)
+        for step in range(4):
+            own = range(4 * steps.own.start, 4 * steps.own.stop)
+            steps.step(batch_of("mlp", step, own), loss_of(model))
+        assert model.never.weight.grad is None
+        assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
+        assert int(model.largest) == 4
+        assert model.seen.any()
+        return digest([*model.parameters(), *model.buffers()])
+
+    assert set(comm.allgather_object(odd(comm))) == {odd(SerialCommunicator())}
+
+
+def global_states():
+    states = torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    return pickle.dumps(states)
+
+
+DRAWS = {
+    "torch": lambda: torch.rand(1).item(),
+    "numpy": np.random.random,
+    "random": random.random,
+}
+
+
+@EVERY_SIZE
+@ONE_NODE
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_depend_on_micro_shard_and_step_and_leave_those_of_others_alone(comm, name):
+    def numbers(comm):
+        drawn = []
+
+        def draw(part):
+            drawn.append(DRAWS[name]())
+            return model(part[0]).sum()
+
+        model, _, steps = make("mlp", comm, 4)
+        before = global_states()
+        for _ in range(2):
+            samples = range(steps.own.start, steps.own.stop)
+            steps.backward(batch_of("mlp", 0, samples), draw)
+        assert global_states() == before
+        return drawn
+
+    everywhere = [number for each in comm.allgather_object(numbers(comm)) for number in each]
+    assert len(set(everywhere)) == len(everywhere) == 8
+    assert set(everywhere) == set(numbers(SerialCommunicator()))
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_its_state_goes_on_with_the_random_numbers(comm):
+    def steps_after(num_before, state=None):
+        model, _, steps = make("mlp", comm, 4)
+        if state:
+            steps.load_state_dict(state)
+        samples = range(4 * steps.own.start, 4 * steps.own.stop)
+        for _ in range(num_before):
+            steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+        return steps.backward(batch_of("mlp", 0, samples), loss_of(model)), steps.state_dict()
+
+    after_two, _ = steps_after(2)
+    first, _ = steps_after(0)
+    _, state = steps_after(1)
+    assert steps_after(0, state)[0] == after_two != first
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_every_rank_sees_the_flags_of_all(comm):
+    model, _, steps = make("mlp", comm, 4)
+    steps.raise_flags(2 if comm.rank == comm.size - 1 else 0)
+    samples = range(4 * steps.own.start, 4 * steps.own.stop)
+    steps.step(batch_of("mlp", 0, samples), loss_of(model))
+    assert steps.raised_flags == 2
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_one_thread_is_the_rule(comm):
+    model, _, steps = make("mlp", comm, 4)
+    samples = range(4 * steps.own.start, 4 * steps.own.stop)
+    steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+    assert torch.get_num_threads() == 1
+    assert steps.facts["threads"] == "1"
+    assert all(steps.facts.values())
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_a_part_that_does_not_fit_is_an_error_on_every_rank(comm):
+    model, _, steps = make("mlp", comm, 4)
+    bad = comm.rank == comm.size - 1
+    samples = range(4 * len(steps.own))
+    for batch, told in (
+        (batch_of("mlp", 0, range(0) if bad else samples), None),
+        (batch_of("mlp", 0, range(1) if bad else samples), 16),
+        (["text"] if bad else batch_of("mlp", 0, samples), None),
+    ):
+        with pytest.raises(MismatchError, match=r"micro-shards|a batch holds"):
+            steps.backward(batch, loss_of(model), num_samples=told)
+
+
+@MANY
+@ONE_NODE
+def test_ranks_take_the_same_steps(comm):
+    model, _, steps = make("mlp", comm, 4)
+    steps.next_step = comm.rank
+    samples = range(4 * len(steps.own))
+    with pytest.raises(MismatchError, match=r"rank 0: step 0 of .*; rank"):
+        steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+
+
+@EVERY_SIZE
+@ONE_NODE
+def test_arguments_are_checked(hvd, comm):
+    model = make_model()
+    for wrong in (0, 3, -4):
+        with pytest.raises(ConfigError, match="power of two"):
+            Reproducible(model, sgd(model), comm, num_micro_shards=wrong, seed=0)
+    if comm.size > 2:
+        with pytest.raises(ConfigError, match=r"every rank needs a micro-shard, got .* take 4"):
+            Reproducible(model, sgd(model), comm, num_micro_shards=2, seed=0)
+    with pytest.raises(ConfigError, match="averaged twice"):
+        Reproducible(model, distributed(hvd, model), comm, num_micro_shards=4, seed=0)
+    misplaced = nn.Linear(3, 3)
+    misplaced.weight.data = torch.zeros(10)[1:].view(3, 3)
+    with pytest.raises(MismatchError, match="64 bytes, which weight do not"):
+        Reproducible(misplaced, sgd(misplaced), comm, num_micro_shards=4, seed=0)
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match="seed must be the same on all ranks"):
+            Reproducible(model, sgd(model), comm, num_micro_shards=4, seed=comm.rank)

@@ -1,0 +1,125 @@
+"""Gradients of embeddings stay sparse, and are averages all the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gradients.training import MANY, ONE_NODE, OVERLAPS
+
+pytestmark = ONE_NODE
+EITHER = pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "as dense"])
+
+
+def make_table():
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2)]).double()
+
+
+def loss_of(model, rows):
+    table, linear = model
+    return linear(table(torch.tensor(rows))).square().sum() if rows else None
+
+
+def rows_of(rank, step):
+    return [(rank + step) % 5, 9, 9]
+
+
+def distributed(hvd, model, as_dense, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = model.named_parameters()
+    return hvd.DistributedOptimizer(optimizer, named, sparse_as_dense=as_dense, **options)
+
+
+def expected(hvd, step, ranks, num_parts=None):
+    model = make_table()
+    for rank in ranks:
+        (loss_of(model, rows_of(rank, step)) / (num_parts or hvd.size())).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(model, gradients):
+    for p, exact in zip(model.parameters(), gradients, strict=True):
+        assert p.grad.is_sparse is exact.is_sparse
+        dense = (p.grad.to_dense(), exact.to_dense()) if exact.is_sparse else (p.grad, exact)
+        torch.testing.assert_close(*dense, rtol=1e-12, atol=1e-14)
+
+
+@MANY
+@OVERLAPS
+@EITHER
+def test_sparse_gradients_are_averages_and_stay_sparse(hvd, as_dense):
+    model = make_table()
+    optimizer = distributed(hvd, model, as_dense)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rows_of(hvd.rank(), step)).backward()
+        assert_gradients(model, expected(hvd, step, range(hvd.size())))
+        num_rows = model[0].weight.grad.coalesce().indices().numel()
+        assert num_rows == len({row for r in range(hvd.size()) for row in rows_of(r, step)})
+
+
+@MANY
+@EITHER
+def test_a_rank_without_a_sparse_gradient_adds_no_rows(hvd, as_dense):
+    model = make_table()
+    optimizer = distributed(hvd, model, as_dense)
+    for step in range(4):
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            loss_of(model, rows_of(1, step)).backward()
+        optimizer.synchronize()
+        assert_gradients(model, expected(hvd, step, [1]))
+
+
+@MANY
+@EITHER
+def test_sparse_gradients_are_weighted_by_samples_and_predivided(hvd, as_dense):
+    model = make_table()
+    optimizer = distributed(hvd, model, as_dense, gradient_predivide_factor=2.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        optimizer.set_num_samples(0 if hvd.rank() == 0 else 2)
+        loss_of(model, rows_of(hvd.rank(), step)).backward()
+        ranks = range(1, hvd.size())
+        assert_gradients(model, expected(hvd, step, ranks, num_parts=len(ranks)))
+
+
+@MANY
+@EITHER
+def test_a_second_backward_adds_its_average(hvd, as_dense):
+    model, alone = make_table(), make_table()
+    optimizer = distributed(hvd, model, as_dense)
+    for step in range(3):
+        loss_of(model, rows_of(hvd.rank(), step)).backward()
+        for rank in range(hvd.size()):
+            (loss_of(alone, rows_of(rank, step)) / hvd.size()).backward()
+        assert_gradients(model, [p.grad for p in alone.parameters()])
+    optimizer.zero_grad()
+
+
+@MANY
+@EITHER
+def test_a_gradient_that_becomes_sparse_later_is_sparse_from_then_on(hvd, as_dense):
+    model = make_table()
+    optimizer = distributed(hvd, model, as_dense)
+    for step in range(5):
+        model[0].sparse = step >= 2 and hvd.rank() == 0
+        optimizer.zero_grad()
+        loss_of(model, rows_of(hvd.rank(), step)).backward()
+        exact = expected(hvd, step, range(hvd.size()))
+        exact[0] = exact[0] if step >= 2 else exact[0].to_dense()
+        assert_gradients(model, exact)
+
+
+@MANY
+@EITHER
+def test_optimizers_for_sparse_gradients_step_on_every_rank(hvd, as_dense):
+    table = nn.Embedding(10, 3, sparse=True)
+    hvd.broadcast_parameters(table.state_dict())
+    optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=as_dense)
+    for step in range(3):
+        optimizer.zero_grad()
+        table(torch.tensor(rows_of(hvd.rank(), step))).sum().backward()
+        optimizer.step()
+        assert torch.equal(hvd.broadcast(table.weight.detach(), 0), table.weight)

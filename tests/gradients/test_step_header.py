@@ -1,0 +1,143 @@
+"""The opening message of a step tells ranks that part, and what they have in common by mistake."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.core.errors import ConfigError, MismatchError
+from tests.gradients.training import MANY, ONE_NODE, distributed, make_model
+
+pytestmark = ONE_NODE
+
+
+def step(hvd, model, optimizer, *, value=None):
+    optimizer.zero_grad()
+    x = torch.full((2, 64), 0.1 * (1 + hvd.rank()) if value is None else value).double()
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+def warnings_of(caplog, text):
+    return [r for r in caplog.records if r.levelno == logging.WARNING and text in r.getMessage()]
+
+
+@MANY
+def test_equal_gradients_in_the_first_step_are_told_once_by_one_rank(hvd, caplog):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for _ in range(3):
+        step(hvd, model, optimizer, value=0.5)
+    told = warnings_of(caplog, "hvd.shard")
+    assert len(told) == (hvd.rank() == 0)
+
+
+@MANY
+@pytest.mark.parametrize("value", [None, 0.0], ids=["own samples", "zeros"])
+def test_gradients_of_own_samples_and_zeros_are_not_told(hvd, caplog, value):
+    model = nn.Linear(64, 2, bias=False).double()
+    hvd.broadcast_parameters(model.state_dict())
+    step(hvd, model, distributed(hvd, model), value=value)
+    assert not warnings_of(caplog, "hvd.shard")
+
+
+@MANY
+def test_a_replica_that_parts_is_named_at_the_next_step(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[0] += 1e-9
+    with pytest.raises(MismatchError, match=r"before step 1.*2\.bias.*rank 1") as caught:
+        step(hvd, model, optimizer)
+    assert "HPCTRAIN_CHECK_WEIGHTS=warn" in str(caught.value)
+
+
+@MANY
+def test_weights_that_never_were_the_same_are_told_and_then_an_error(hvd, caplog):
+    model = make_model()
+    with torch.no_grad():
+        model[0].weight.add_(hvd.rank())
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    told = warnings_of(caplog, "broadcast_parameters")
+    assert len(told) == (hvd.rank() == 0)
+    assert not told or "0.weight" in told[0].getMessage()
+    with pytest.raises(MismatchError, match=r"from different weights at step 1.*0\.weight"):
+        step(hvd, model, optimizer)
+
+
+@MANY
+def test_a_replica_with_nan_is_named_so(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].bias[0] = torch.nan
+    with pytest.raises(MismatchError, match=r"2\.bias.*rank 1: \w+ \(not finite\)"):
+        step(hvd, model, optimizer)
+
+
+@MANY
+def test_once_broadcast_they_may_not_part_again(hvd):
+    model = make_model()
+    with torch.no_grad():
+        model[0].weight.add_(hvd.rank())
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer)
+    step(hvd, model, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + hvd.rank()
+    step(hvd, model, optimizer)
+    with pytest.raises(MismatchError, match="replicas have parted"):
+        step(hvd, model, optimizer)
+
+
+@pytest.fixture
+def setting(request, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", request.param)
+    return request.param
+
+
+@MANY
+@pytest.mark.parametrize("setting", ["warn", "off"], indirect=True)
+def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    step(hvd, model, optimizer)
+    with torch.no_grad():
+        model[0].bias.add_(hvd.rank())
+    for _ in range(2):
+        step(hvd, model, optimizer)
+    told = warnings_of(caplog, "replicas have parted")
+    assert len(told) == (hvd.rank() == 0 and setting == "warn")
+
+
+@MANY
+def test_every_byte_of_the_weights_is_compared_in_turn(hvd):
+    model = nn.Linear(200, 1, bias=False).double()
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.no_grad():
+        model.weight[0, 150] += hvd.rank()
+
+    def step_through_all():
+        for _ in range(1 + 200 * 8 // 256):
+            optimizer.step()
+
+    with pytest.raises(MismatchError, match="weight"):
+        step_through_all()
+
+
+@MANY
+def test_the_later_of_two_wraps_averages_and_the_earlier_one_is_refused(hvd):
+    model = make_model()
+    earlier = distributed(hvd, model)
+    later = distributed(hvd, model)
+    step(hvd, model, later)
+    with pytest.raises(ConfigError, match="made later"):
+        earlier.step()

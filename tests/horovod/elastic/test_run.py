@@ -1,0 +1,238 @@
+"""``elastic.run``: a training with failures ends with the bits of one without."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from hpctrain import elastic
+from hpctrain.core.errors import (
+    CommError,
+    HorovodInternalError,
+    MismatchError,
+    OperationMismatchError,
+)
+from hpctrain.elastic import ElasticSampler, HostUpdate, ObjectState, TorchState
+
+SIZES = pytest.mark.ranks(1, 2, 3)
+MANY = pytest.mark.ranks(2, 3)
+EPOCHS, BATCH, FAIL_AT = 2, 4, 5
+"""``FAIL_AT``: an optimizer step that lies between two commits."""
+
+DATA = torch.arange(48 * 3, dtype=torch.float32).reshape(48, 3).sin()
+
+
+def mismatch(hvd):
+    """Fail on all ranks, by an operation that does not fit."""
+    shape = 3 if hvd.rank() == hvd.size() - 1 else 2
+    with pytest.raises(OperationMismatchError, match="odd"):
+        hvd.allreduce(torch.ones(shape), name="odd")
+    raise HorovodInternalError("odd one out")
+
+
+def last_rank_alone(hvd):
+    """Fail on one rank, while the others go on to average gradients."""
+    if hvd.rank() == hvd.size() - 1:
+        raise HorovodInternalError("the last rank has stumbled")
+
+
+class Training:
+    """A small training in which things happen at chosen optimizer steps, once each."""
+
+    def __init__(self, hvd, **events):
+        torch.manual_seed(hvd.rank())
+        self.hvd, self.events = hvd, {number: event for event, number in events.values()}
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        sampler = ElasticSampler(DATA, seed=2)
+        self.state = TorchState(model, optimizer, sampler=sampler, epoch=0, num_steps=0)
+        self.attempts = 0
+        self.run = elastic.run(self.train)
+
+    def train(self, state, word="done"):
+        self.attempts += 1
+        while state.epoch < EPOCHS:
+            mine = list(state.sampler)
+            for start in range(0, len(mine), BATCH):
+                self.step(state, DATA[mine[start : start + BATCH]])
+                state.sampler.record_batch(start // BATCH, BATCH)
+                state.num_steps += 1
+                if state.num_steps % 3 == 0:
+                    state.commit()
+            state.epoch += 1
+            state.sampler.set_epoch(state.epoch)
+        return word
+
+    def step(self, state, x):
+        mse_loss(state.model(x), x[:, :1]).backward()
+        if event := self.events.pop(state.num_steps, None):
+            event(self.hvd)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.state.model.parameters()])
+
+
+@pytest.fixture
+def undisturbed(hvd):
+    training = Training(hvd)
+    training.run(training.state)
+    assert training.attempts == 1
+    return training.weights()
+
+
+@MANY
+def test_an_operation_that_does_not_fit_costs_time_but_no_bit(hvd, undisturbed):
+    training = Training(hvd, one=(mismatch, FAIL_AT), two=(mismatch, FAIL_AT + 2))
+    callbacks = []
+    training.state.register_reset_callbacks([lambda: callbacks.append(training.state.num_steps)])
+    assert training.run(training.state, word="finished") == "finished"
+    assert training.attempts == 3
+    assert callbacks == [3, 6]
+    assert torch.equal(training.weights(), undisturbed)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="even")[0] == hvd.size()
+
+
+@SIZES
+def test_what_fails_on_one_rank_is_repeated_on_all(hvd, undisturbed):
+    training = Training(hvd, one=(last_rank_alone, FAIL_AT))
+    training.run(training.state)
+    assert training.attempts == 2
+    assert torch.equal(training.weights(), undisturbed)
+
+
+@MANY
+def test_a_rank_that_was_done_does_not_part_from_one_that_failed_at_the_end(hvd):
+    attempts = []
+
+    @elastic.run
+    def train(state):
+        attempts.append(state.value)
+        state.value += 1
+        if len(attempts) == 1:
+            last_rank_alone(hvd)
+        return state.value
+
+    assert train(ObjectState(value=0)) == 1
+    assert attempts == [0, 0]
+
+
+@MANY
+@pytest.mark.parametrize("wait", ["operation", "barrier", "object"])
+def test_ranks_that_wait_for_one_that_failed_are_fetched(hvd, wait):
+    attempts = []
+
+    @elastic.run
+    def train(state):
+        attempts.append(state.value)
+        if len(attempts) == 1:
+            last_rank_alone(hvd)
+        if wait == "operation":  # one after the other, so the second was never heard of
+            late = hvd.allreduce_async(torch.ones(3), name="late")
+            hvd.allreduce(torch.ones(2), name="early")
+            return hvd.synchronize(late)[0]
+        return hvd.barrier() if wait == "barrier" else hvd.broadcast_object(hvd.rank())
+
+    train(ObjectState(value=0))
+    assert attempts == [0, 0]
+
+
+@SIZES
+def test_when_hosts_change_nothing_is_undone(hvd, undisturbed):
+    def news(hvd):
+        if hvd.rank() == hvd.size() - 1:
+            training.state.on_hosts_updated(1.0, HostUpdate.ADDED)
+
+    training = Training(hvd, one=(news, FAIL_AT))
+    callbacks = []
+    training.state.register_reset_callbacks([lambda: callbacks.append(training.state.num_steps)])
+    training.run(training.state)
+    assert training.attempts == 2
+    assert callbacks == [6]
+    assert torch.equal(training.weights(), undisturbed)
+
+
+@SIZES
+@pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError])
+def test_other_exceptions_pass_through(hvd, kind):
+    def broken(_):
+        raise kind("no operation")
+
+    training = Training(hvd, one=(broken, FAIL_AT))
+    with pytest.raises(kind, match="no operation"):
+        training.run(training.state)
+    assert training.attempts == 1
+
+
+@MANY
+def test_ranks_that_part_without_a_failure_are_an_error_on_all(hvd):
+    def parts(hvd):
+        if hvd.rank() == 0:
+            training.state.commit()
+
+    training = Training(hvd, one=(parts, FAIL_AT))
+    with pytest.raises(MismatchError, match="same calls in the same order"):
+        training.run(training.state)
+
+
+@SIZES
+def test_a_failure_that_comes_back_ends_the_training(hvd):
+    attempts = []
+
+    @elastic.run
+    def train(state):
+        attempts.append(state.value)
+        if len(attempts) == 2:
+            state.commit()
+        last_rank_alone(hvd)
+        hvd.barrier()
+
+    with pytest.raises(CommError, match=r"3 times .* rank \d: the last rank has stumbled") as end:
+        train(ObjectState(value=0))
+    assert len(attempts) == 5
+    assert not isinstance(end.value, HorovodInternalError)
+
+
+@SIZES
+def test_the_number_of_resets_can_be_limited(monkeypatch):
+    import hpctrain as hvd  # noqa: PLC0415 - the variable must be set before init
+
+    monkeypatch.setenv("HPCTRAIN_ELASTIC_RESET_LIMIT", "1")
+    hvd.init()
+    attempts = []
+
+    @elastic.run
+    def train(state):
+        attempts.append(state.value)
+        state.commit()
+        raise HorovodInternalError("again")
+
+    with pytest.raises(CommError, match=r"1 times and should be once more: .*again; remove"):
+        train(ObjectState(value=0))
+    assert len(attempts) == 2
+    hvd.shutdown()
+
+
+@SIZES
+def test_a_failure_during_sync_is_a_failure_too(hvd):
+    class Fragile(ObjectState):
+        fails = 1
+
+        def sync(self):
+            if self.fails:
+                self.fails -= 1
+                raise HorovodInternalError("sync")
+            super().sync()
+
+    state = Fragile(value=hvd.rank())
+    assert elastic.run(lambda state: state.value)(state) == 0
+
+
+def test_the_decorated_function_keeps_its_name():
+    @elastic.run
+    def train(state):
+        """Train."""
+
+    assert (train.__name__, train.__doc__) == ("train", "Train.")

@@ -1,0 +1,189 @@
+import ast
+import importlib
+import importlib.util
+import sys
+import types
+from importlib import metadata
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from packaging.version import Version
+
+import hpctrain
+import hpctrain.horovod.shim
+from hpctrain.core.errors import ConfigError
+from hpctrain.horovod.shim.modules import FRAMEWORKS, MODULES
+
+pytestmark = pytest.mark.usefixtures("shim")
+
+NAMES = [(module, name) for module, names in MODULES.items() for name in sorted(names)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_its_names_and_parts(module):
+    found = importlib.import_module(module)
+    assert found.__hpctrain_shim__
+    for name in found.__all__:
+        assert name in dir(found)
+        getattr(found, name)
+
+
+def test_the_vocabulary_is_hpctrains():
+    from horovod.torch import allreduce, elastic  # noqa: PLC0415
+    from horovod.torch.mpi_ops import Average, is_homogeneous  # noqa: PLC0415
+
+    assert allreduce is hpctrain.allreduce
+    assert Average is hpctrain.Average
+    assert is_homogeneous is hpctrain.is_homogeneous
+    assert elastic.TorchState is hpctrain.elastic.TorchState
+    assert elastic.run is hpctrain.elastic.run
+
+
+def test_the_same_name_is_the_same_thing_in_every_module():
+    found = {}
+    for module, name in NAMES:
+        if name not in {"run", "init"} and not name.endswith("_built"):
+            value = getattr(importlib.import_module(module), name)
+            assert found.setdefault(name, value) is value, (module, name)
+
+
+def test_parts_of_a_module_need_no_import_of_their_own():
+    horovod = importlib.import_module("horovod")
+    assert horovod.torch.mpi_ops.rank is hpctrain.rank
+    assert horovod.common.exceptions.HorovodInternalError is hpctrain.HorovodInternalError
+
+
+def test_the_version_compares_as_horovods():
+    version = importlib.import_module("horovod").__version__
+    assert Version("0.28.1") <= Version(version) < Version("0.28.2")
+    assert "hpctrain" in version
+
+
+def test_all_names_of_a_module_can_be_imported_at_once():
+    names = {}
+    exec("from horovod.torch import *", names)
+    assert names["rank"] is hpctrain.rank
+    assert names["elastic"].__name__ == "horovod.torch.elastic"
+
+
+@pytest.mark.parametrize("module", ["horovod", "horovod.torch", "horovod.torch.elastic"])
+def test_a_module_that_is_there_can_be_looked_for(module):
+    assert importlib.util.find_spec(module) is not None
+    importlib.import_module(module)
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_a_missing_attribute_is_an_attribute_error_that_names_it_and_the_guide():
+    module = importlib.import_module("horovod.torch")
+    with pytest.raises(AttributeError, match=r"'nonsense'.* horovod\.torch.*guide migrate"):
+        module.nonsense  # noqa: B018
+    assert not hasattr(module, "nonsense")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from horovod.torch import nonsense",
+        "from horovod.torch.mpi_ops import nonsense",
+        "from horovod.common.exceptions import nonsense",
+        "import horovod.torch.nonsense",
+        "import horovod.nonsense.more",
+    ],
+)
+def test_a_missing_import_is_an_import_error_that_names_it_and_the_guide(line):
+    with pytest.raises(ImportError, match=r"'nonsense'.*guide migrate") as caught:
+        exec(line)
+    assert type(caught.value) is ImportError
+
+
+@pytest.mark.parametrize(("module", "framework"), FRAMEWORKS.items())
+def test_other_frameworks_are_refused_by_name(module, framework):
+    with pytest.raises(ImportError, match=f"nothing for {framework}"):
+        importlib.import_module(module)
+    with pytest.raises(ImportError, match=f"nothing for {framework}"):
+        importlib.import_module(f"{module}.more")
+
+
+def test_a_function_that_refers_to_a_module_can_be_pickled():
+    module = importlib.import_module("horovod.torch")
+    assert type(module) is types.ModuleType
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: module))() is module
+
+
+def test_installing_again_changes_nothing():
+    before = list(sys.meta_path)
+    hpctrain.horovod.shim.install()
+    assert sys.meta_path == before
+    assert hpctrain.horovod.shim.is_installed()
+
+
+def test_where_horovod_itself_was_imported_before_it_is_an_error(monkeypatch):
+    hpctrain.horovod.shim.uninstall()
+    monkeypatch.setitem(sys.modules, "horovod", types.ModuleType("horovod"))
+    with pytest.raises(ConfigError, match="install\\(\\) first"):
+        hpctrain.horovod.shim.install()
+    assert not hpctrain.horovod.shim.is_installed()
+
+
+def test_what_is_uninstalled_is_gone():
+    importlib.import_module("horovod.torch.mpi_ops")
+    hpctrain.horovod.shim.uninstall()
+    assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
+
+
+# -- where Horovod is installed ----------------------------------------------------------------
+
+
+def names_in(file):
+    """Public names that a file defines, or imports from Horovod; it is read, not run."""
+    found = set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod"):
+            found |= {alias.asname or alias.name for alias in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+@pytest.fixture
+def horovod():
+    """The file of each module of the installed Horovod."""
+    top = Path(metadata.distribution("horovod").locate_file("horovod"))
+    modules = {}
+    for file in [top / "__init__.py", *(each for each in top.rglob("*.py") if each.parent != top)]:
+        words = file.relative_to(top.parent).with_suffix("").parts
+        module = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        modules[module] = file
+    return modules
+
+
+@pytest.mark.requires("horovod")
+def test_every_module_of_the_installed_horovod_is_there_or_refused(horovod):
+    assert len(horovod) > 100
+    assert horovod.keys() >= MODULES.keys()
+    for module in horovod.keys() - MODULES.keys():
+        with pytest.raises(ImportError, match="guide migrate"):
+            importlib.import_module(module)
+
+
+@pytest.mark.requires("horovod")
+def test_every_name_of_the_installed_horovod_is_there_or_refused(horovod):
+    for module in MODULES:
+        ours = importlib.import_module(module)
+        for name in names_in(horovod[module]) - set(dir(ours)):
+            with pytest.raises(AttributeError, match=f"{name!r}.*guide migrate"):
+                getattr(ours, name)
+
+
+@pytest.mark.requires("horovod")
+def test_the_whole_of_horovod_torch_is_there_and_nothing_of_our_own(horovod):
+    ours = {name for name in dir(importlib.import_module("horovod.torch")) if name[0] != "_"}
+    parts = {"compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"}
+    theirs = names_in(horovod["horovod.torch"])
+    assert theirs - ours == {"check_extension"}
+    assert ours - theirs == parts

@@ -1,0 +1,35 @@
+import pytest
+
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.horovod.shim import runner
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The numbers of ranks that were asked for; nothing is started."""
+    found = []
+    monkeypatch.setattr(runner, "hpctrain_run", lambda *_, np: found.append(np) or [None] * np)
+    return found
+
+
+def test_ranks_are_counted_by_either_name(asked):
+    runner.run(print, num_proc=2)
+    runner.run(print, np=3)
+    runner.run(print)
+    assert asked == [2, 3, 1]
+
+
+def test_what_matters_on_other_hosts_only_is_taken(asked):
+    runner.run(print, (), {}, 2, hosts="localhost:1,127.0.0.1:1", use_gloo=True, verbose=2)
+    runner.run(print, network_interface="eth0", ssh_port=22, min_num_proc=None)
+    assert asked == [2, 1]
+
+
+def test_an_argument_that_asks_for_more_is_refused_by_name(asked):
+    with pytest.raises(ConfigError, match="no max_num_proc, min_np; leave them out"):
+        runner.run(print, min_np=1, max_num_proc=4)
+    with pytest.raises(ConfigError, match=r"this host only, got a:2; .*--hosts a:2"):
+        runner.run(print, np=2, hosts="a:2")
+    with pytest.raises(LaunchError, match="3 ranks and 2 places"):
+        runner.run(print, np=3, hosts="localhost:2")
+    assert asked == []

@@ -1,0 +1,189 @@
+"""No finding on scripts that work; each fault is found in a script that is healthy otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.launch.slurm import batch
+from hpctrain.launch.slurm.batch import BatchSettings
+from hpctrain.launch.slurm.lint.facts import LintFacts
+from hpctrain.launch.slurm.lint.lint import lint
+from tests.launch.slurm.lint.scripts import HEALTHY, USERS
+
+FACTS = LintFacts(needed_pmi="pmix", default_pmi="none")
+
+RUN = "srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml"
+
+
+def wrong(script, facts=FACTS):
+    """The checks that find something wrong, each with its level."""
+    return {(found.check, found.level) for found in lint(script, facts=facts) if found.is_wrong}
+
+
+@pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
+def test_a_healthy_script_gives_one_ok(facts):
+    (found,) = lint(HEALTHY, facts=facts)
+    assert found.level == "ok"
+
+
+@pytest.mark.parametrize("name", batch.names())
+@pytest.mark.parametrize("environ", [{}, {"MPI_TYPE": "pmix", "CONFIG": "my.toml"}], ids=str)
+def test_no_template_has_a_finding(name, environ):
+    facts = LintFacts(needed_pmi="pmix", default_pmi="none", environ=environ)
+    assert [found.level for found in lint(batch.text(name), facts=facts)] == ["ok"]
+
+
+SETTINGS = [
+    BatchSettings(nodes=2, tasks_per_node=4, cpus_per_task=3, config="a.toml", directory="runs/a"),
+    BatchSettings(nodes=3, tasks_per_node=4, gpus_per_node=4, requeue=True, array="0-3"),
+    BatchSettings(time="00:20:00", requeue=False, overrides=("seed=$SLURM_ARRAY_TASK_ID",)),
+]
+
+
+@pytest.mark.parametrize("name", batch.names())
+@pytest.mark.parametrize("settings", SETTINGS, ids=("cpus", "gpus", "overrides"))
+def test_no_template_with_settings_has_a_finding(name, settings):
+    if settings.requeue is False and "scontrol requeue" in batch.text(name):
+        assert wrong(batch.script(name, settings)) == {("requeue", "warning")}
+        return
+    if name == "gpu" and settings.gpus_per_node is None:
+        settings = replace(settings, gpus_per_node=settings.tasks_per_node)
+    assert wrong(batch.script(name, settings)) == set()
+
+
+FAULTS = [
+    ("kill on bad exit", "warning", " --kill-on-bad-exit=1", ""),
+    ("kill on bad exit", "warning", " --kill-on-bad-exit=1 hpctrain", " $(which hpctrain)"),
+    (
+        "kill on bad exit",
+        "warning",
+        "srun --mpi=pmix --kill-on-bad-exit=1",
+        "if ! srun --mpi=pmix",
+    ),
+    ("srun --mpi", "error", "--mpi=pmix", "--mpi=pmi2"),
+    ("srun --mpi", "error", "--mpi=pmix ", ""),  # and the site's default is none
+    ("srun --mpi", "error", "srun --mpi=pmix", "SLURM_MPI_TYPE=none srun"),
+    ("nested launchers", "error", "hpctrain train", "mpirun -n 16 hpctrain train"),
+    ("nested launchers", "error", "hpctrain train", "hpctrain launch -n 16 hpctrain train"),
+    ("nested launchers", "error", RUN, "mpirun -n 16 srun hpctrain train my.toml"),
+    ("nested launchers", "error", RUN, f"bash -c 'srun -K --mpi=pmix mpirun {RUN[-22:]}'"),
+    ("cores of a task", "warning", "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK", ""),
+    ("tasks per node", "warning", "--ntasks-per-node=4", "--ntasks=16"),
+    ("tasks and GPUs", "warning", "--gpus-per-node=4", "--gpus-per-node=2"),
+    ("tasks and GPUs", "warning", "--gpus-per-node=4", "--gres=gpu:a100:8"),
+    ("tasks and GPUs", "warning", "--ntasks-per-node=4", "--ntasks-per-node=1"),
+    ("tasks and GPUs", "warning", "--gpus-per-node=4", "--gpus=8"),
+    ("tasks and GPUs", "warning", "srun ", "srun -n 8 "),
+    ("signal", "warning", "#SBATCH --signal=USR1@120\n", ""),
+    ("signal", "warning", "--signal=USR1@120", "--signal=B:USR1@120"),
+    ("output", "warning", "#SBATCH --open-mode=append\n", ""),
+    ("output", "warning", "--open-mode=append", "--open-mode=truncate"),
+    ("requeue", "warning", ' && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]', ""),
+    ("requeue", "warning", "--requeue", "--no-requeue"),
+    ("script", "warning", "set -euo pipefail", "set -euo pipefail\n#SBATCH --mem=0"),
+    ("script", "warning", "--job-name=big", "--job-name=$USER"),
+    ("script", "error", "#!/bin/bash\n", ""),
+    ("time limit", "warning", "my.toml ||", "my.toml --set checkpoint.every=3h ||"),
+]
+
+
+@pytest.mark.parametrize(("check", "level", "old", "new"), FAULTS)
+def test_a_fault_is_found_and_nothing_else(check, level, old, new):
+    assert HEALTHY.count(old) == 1
+    assert wrong(HEALTHY.replace(old, new)) == {(check, level)}
+
+
+ALIKE = ["--gpus=16", "-G 16", "--gpus=a100:16", "--gpus=a100:8,h100:8", "--gpus=18"]
+
+
+@pytest.mark.parametrize("gpus", [*ALIKE, "--gres=gpu:a100:2,gpu:h100:2", "--gpus-per-node=a:3,b"])
+def test_as_many_gpus_as_tasks_are_right_however_they_are_asked_for(gpus):
+    """4 nodes of 4 tasks; 18 GPUs are no equal number on each node."""
+    assert wrong(HEALTHY.replace("--gpus-per-node=4", gpus)) == set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node"),
+    [
+        ("--gpus=8", 2),
+        ("-G 32", 8),
+        ("--gpus=a100:4", 1),
+        ("--gpus=a100:4,h100:4", 2),
+        ("--gres=gpu:a100:2,gpu:h100", 3),
+        ("--gpus-per-node=a100:1,h100:1", 2),
+    ],
+)
+def test_gpus_of_the_whole_job_are_divided_among_its_nodes(gpus, per_node):
+    (found,) = lint(HEALTHY.replace("--gpus-per-node=4", gpus), facts=FACTS)
+    assert found.check == "tasks and GPUs"
+    assert f"#SBATCH --ntasks-per-node={per_node}" in found.do
+    counted = f"{abs(4 - per_node)} would be idle" if per_node > 4 else f"share {per_node} GPU"
+    assert counted in found.what
+
+
+def test_gpus_that_a_variable_counts_are_not_counted():
+    script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-node=$GPUS")
+    assert wrong(script) == {("script", "warning")}
+
+
+def test_gpus_of_a_job_whose_nodes_are_not_known_are_no_finding():
+    script = HEALTHY.replace("--gpus-per-node=4", "--gpus=8")
+    assert wrong(script.replace("#SBATCH --nodes=4\n", "")) == set()
+
+
+def test_lines_that_end_as_in_dos_are_found():
+    assert ("script", "error") in wrong(HEALTHY.replace("\n", "\r\n"))
+
+
+def test_each_finding_names_its_line_and_says_what_to_do():
+    script = HEALTHY.replace(" --kill-on-bad-exit=1", "")
+    (found,) = lint(script, facts=FACTS)
+    assert found.what.startswith("line 15: ")
+    assert "--kill-on-bad-exit=1" in found.do
+
+
+def test_two_steps_are_two_findings():
+    script = HEALTHY.replace(" --kill-on-bad-exit=1", "") + "srun --mpi=pmix ./other\n"
+    assert [found.what[:8] for found in lint(script, facts=FACTS)] == ["line 15:", "line 19:"]
+
+
+@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
+def test_scripts_that_users_write_have_no_finding(name, facts):
+    assert [found for found in lint(USERS[name], facts=facts) if found.level != "ok"] == []
+
+
+def test_a_site_without_a_known_default_is_a_note():
+    script = HEALTHY.replace("--mpi=pmix ", "")
+    (found,) = lint(script, facts=LintFacts(needed_pmi="pmix"))
+    assert (found.check, found.level) == ("srun --mpi", "note")
+    assert "--mpi=pmix" in found.do
+
+
+def test_an_environment_that_the_job_changes_makes_the_mpi_less_certain():
+    script = HEALTHY.replace("--mpi=pmix", "--mpi=pmi2")
+    script = script.replace("set -euo pipefail", "module load mpich")
+    assert wrong(script) == {("srun --mpi", "warning")}
+
+
+def test_what_the_site_file_sets_counts(tmp_path):
+    script = HEALTHY.replace("--mpi=pmix --kill-on-bad-exit=1", '--mpi="${MPI_TYPE:-pmix}"')
+    script = script.replace("set -euo pipefail", 'source "${SITE:-site.sh}"')
+    site = tmp_path / "site.sh"
+    facts = LintFacts(needed_pmi="pmix", directory=tmp_path)
+    site.write_text("module load openmpi\n")
+    assert wrong(script, facts) == {("kill on bad exit", "warning")}
+    site.write_text("export SLURM_KILL_BAD_EXIT=1 MPI_TYPE=pmi2\n")
+    assert wrong(script, facts) == {("srun --mpi", "warning")}
+
+
+@pytest.mark.parametrize("script", ["", "\x00", "#!/bin/bash\n$(", "#!/bin/bash\n'\"`${a", "(("])
+def test_a_text_that_is_no_script_ends_the_reading(script):
+    assert lint(script)
+
+
+def test_a_script_cut_anywhere_ends_the_reading():
+    for name in ("restart", "chain"):
+        text = batch.text(name)
+        for end in range(0, len(text), 7):
+            lint(text[:end], facts=FACTS)

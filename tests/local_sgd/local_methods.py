@@ -1,0 +1,91 @@
+"""The methods that agree rarely, each small, and a training by any of them."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.local_sgd.local_method import LocalMethod
+from tests.gradients.training import global_batch, part_of, sgd
+
+Make = Callable[[Any, nn.Module, torch.optim.Optimizer], LocalMethod]
+
+METHODS: dict[str, Make] = {
+    "local": lambda hvd, m, o: hvd.LocalSGD(m, o, 4),
+    "local, state averaged": lambda hvd, m, o: hvd.LocalSGD(m, o, 3, state="average"),
+    "local, state reset": lambda hvd, m, o: hvd.LocalSGD(m, o, 5, state="reset"),
+    "local, schedule": lambda hvd, m, o: hvd.LocalSGD(m, o, lambda number: 2 + number % 3),
+    "local, bf16": lambda hvd, m, o: hvd.LocalSGD(m, o, 4, compression=hvd.Compression.bf16),
+    "post local": lambda hvd, m, o: hvd.PostLocalSGD(m, o, 4, start=5),
+    "hierarchical, synchronous node": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 4),
+    "hierarchical": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 6, node_steps=2),
+    "diloco": lambda hvd, m, o: hvd.DiLoCo(m, o, 5),
+    "diloco, fragments": lambda hvd, m, o: hvd.DiLoCo(m, o, 6, fragments=3, delay=4),
+    "diloco, bf16": lambda hvd, m, o: hvd.DiLoCo(m, o, 4, compression=hvd.Compression.bf16),
+    "staged": lambda hvd, m, o: hvd.StagedSGD(m, o, warmup_steps=3, cooldown_start=15, steps=4),
+}
+
+
+class Normed(nn.Module):
+    """A network with all that a replica has: weights, statistics, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(64, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 10)
+        ).double()
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+def train(
+    hvd,
+    model: nn.Module,
+    optimizer,
+    method: LocalMethod,
+    first: int,
+    last: int,
+    *,
+    observed: bool = False,
+) -> None:
+    """Take the steps from ``first`` to ``last`` on this rank's part of the global batches."""
+    for step in range(first, last):
+        images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        if observed and hasattr(method, "observe") and step % 3 == 2:
+            method.observe(loss.item())
+
+
+def state_of(model: nn.Module, optimizer, method: LocalMethod) -> Mapping[str, Any]:
+    """Keep all that a rank goes on from."""
+    parts = {"model": model, "optimizer": optimizer, "method": method}
+    return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+
+def replica_of(model: nn.Module, optimizer) -> torch.Tensor:
+    """Return all numbers of this rank's model and optimizer state as one vector."""
+    numbers = [t.detach().double().reshape(-1) for t in model.state_dict().values()]
+    for own in optimizer.state_dict()["state"].values():
+        numbers += [value.double().reshape(-1) for _, value in sorted(own.items())]
+    return torch.cat(numbers)
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    """Return all parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with two kinds of state and a counter."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+OPTIMIZERS = {"sgd": sgd, "adam": adam}

@@ -1,0 +1,241 @@
+"""``StagedSGD``: its phases, its cycles, and each thing that DASO could not do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import ConfigError, NotFiniteError
+from tests.gradients.training import global_batch, make_model, part_of, sgd, train_alone
+from tests.local_sgd.local_methods import Normed, adam, replica_of, train, weights_of
+
+NODES = pytest.mark.ranks(2, 3, 4)
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+
+
+def staged(hvd, model: nn.Module, optimizer, **options):
+    options = {"warmup_steps": 3, "cooldown_start": 15, "steps": 4, **options}
+    return hvd.StagedSGD(model, optimizer, **options)
+
+
+def num_kinds(world, numbers: torch.Tensor) -> int:
+    return len({kind.numpy().tobytes() for kind in world.allgather(numbers)})
+
+
+@SIZES
+def test_warm_up_and_cool_down_are_synchronous_and_nodes_part_between(world, hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    nodes = {1: 1, 2: 2, 3: 2, 4: 2}[world.size]
+    method = staged(hvd_nodes, model, optimizer)
+    for step in range(1, 21):
+        train(hvd_nodes, model, optimizer, method, step - 1, step)
+        expected = 1 if step <= 3 or step >= 16 else nodes
+        if step != 15:  # the last of the cycle, after which all agree again
+            assert num_kinds(world, weights_of(model)) == expected, step
+        else:
+            assert num_kinds(world, replica_of(model, optimizer)) == 1
+    assert method.facts["rounds"] == (3 if nodes == 2 else 0)
+
+
+@NODES
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_replicas_that_have_parted_agree_at_the_end_though_nobody_has_counted_since(
+    world, hvd_nodes, num_steps
+):
+    model = make_model()
+    optimizer = sgd(model)
+    method = staged(hvd_nodes, model, optimizer, steps=1, delay=1)
+    for step in range(num_steps):  # the last one is sent, and what it trained on counts
+        method.set_num_samples(4 + 2 * world.rank, nominal=4)
+        train(hvd_nodes, model, optimizer, None, step, step + 1)
+    method.finish()
+    assert num_kinds(world, weights_of(model)) == 1
+
+
+@SIZES
+def test_without_a_cycle_it_is_synchronous_training(hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    with staged(hvd_nodes, model, optimizer, warmup_steps=20, cooldown_start=20) as method:
+        train(hvd_nodes, model, optimizer, method, 0, 20)
+    assert float((weights_of(model) - weights_of(train_alone(20))).abs().max()) < 1e-12
+
+
+class Cycling:
+    """Two nodes of one rank in one process, by the formula of the paper."""
+
+    def __init__(self, steps: int, delay: int) -> None:
+        self.steps, self.delay = steps, delay
+        self.models = [make_model(), make_model()]
+
+    def train(self, num_steps: int) -> list[nn.Module]:
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in self.models]
+        arriving: dict[int, list[torch.Tensor]] = {}
+        for step in range(1, num_steps + 1):
+            for rank, (model, optimizer) in enumerate(zip(self.models, optimizers, strict=True)):
+                images, labels = part_of(global_batch(step - 1), rank, 2)
+                optimizer.zero_grad()
+                cross_entropy(model(images), labels).backward()
+                optimizer.step()
+            pairs = list(zip(*(model.parameters() for model in self.models), strict=True))
+            with torch.no_grad():
+                for pair, total in zip(pairs, arriving.pop(step, []), strict=False):
+                    for own in pair:
+                        own.copy_((2 * self.delay * own + total) / (2 * self.delay + 2))
+                if step % self.steps == 0:
+                    arriving[step + self.delay] = [one + other for one, other in pairs]
+        return self.models
+
+
+@pytest.mark.ranks(2)
+def test_what_arrives_late_counts_as_in_the_paper(world, hvd_nodes):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    method = staged(
+        hvd_nodes, model, optimizer, warmup_steps=0, cooldown_start=100, steps=4, delay=3
+    )
+    train(hvd_nodes, model, optimizer, method, 0, 18)
+    expected = Cycling(4, 3).train(18)[world.rank]
+    assert float((weights_of(model) - weights_of(expected)).abs().max()) < 1e-13
+    method.close()
+
+
+@NODES
+def test_cycles_shrink_while_the_loss_does_not_fall_and_begin_anew(hvd_nodes):
+    model = make_model()
+    options = {"warmup_steps": 0, "cooldown_start": 100, "steps": 8, "patience": 2}
+    method = staged(hvd_nodes, model, sgd(model), threshold=0.1, **options)
+    seen = []
+    for loss in (1.0, 0.8, 0.75, 0.74, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, float("nan"), 0.5):
+        method.observe(loss)
+        seen.append((method.facts["steps"], method.facts["delay"]))
+    assert seen == [
+        *[(8, 2)] * 3,  # 0.75 is not a tenth below 0.8
+        *[(4, 1)] * 3,  # nor is 0.74; then 0.5 is, and one 0.5 that is not
+        *[(2, 1)] * 2,
+        *[(1, 1)] * 2,
+        *[(8, 2)] * 2,
+        (4, 1),
+    ]
+    method.close()
+
+
+@NODES
+def test_the_ranks_decide_by_the_mean_of_their_losses(world, hvd_nodes):
+    model = make_model()
+    method = staged(hvd_nodes, model, sgd(model), warmup_steps=0, patience=1)
+    method.observe(1.0)
+    # On rank 0 it has fallen, on the others not; the mean has not.
+    method.observe(0.0 if world.rank == 0 else world.size / (world.size - 1))
+    assert method.facts["steps"] == 2
+    assert num_kinds(world, torch.tensor(method.facts["steps"])) == 1
+    method.close()
+
+
+# -- what DASO could not do ------------------------------------------------------------------
+
+
+@NODES
+def test_all_parameter_groups_are_averaged(world, hvd_nodes):
+    model = make_model()
+    groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.002}]
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    with staged(hvd_nodes, model, optimizer) as method:
+        train(hvd_nodes, model, optimizer, method, 0, 12)
+    assert num_kinds(world, weights_of(model)) == 1
+
+
+@NODES
+@pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
+def test_any_scheduler_works_and_the_optimizer_steps_too(world, hvd_nodes, kind):
+    options = {
+        "StepLR": {"step_size": 4},
+        "OneCycleLR": {"max_lr": 0.05, "total_steps": 30},
+        "ReduceLROnPlateau": {"patience": 1},
+    }
+    model = make_model()
+    optimizer = sgd(model)
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options[kind])
+    before = weights_of(model).clone()
+    with staged(hvd_nodes, model, optimizer) as method:
+        for step in range(20):
+            train(hvd_nodes, model, optimizer, method, step, step + 1)
+            scheduler.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
+    assert not torch.equal(before, weights_of(model))
+    assert num_kinds(world, weights_of(model)) == 1
+
+
+@NODES
+def test_statistics_travel_and_the_state_agrees_before_the_cool_down(world, hvd_nodes):
+    model = Normed()
+    optimizer = adam(model)
+    with staged(hvd_nodes, model, optimizer) as method:
+        train(hvd_nodes, model, optimizer, method, 0, 14)
+        statistics = torch.cat([b.double().view(-1) for b in model.buffers()])
+        assert num_kinds(world, statistics) == world.size
+        train(hvd_nodes, model, optimizer, method, 14, 15)
+        assert num_kinds(world, replica_of(model, optimizer)) == 1
+
+
+@pytest.mark.ranks(2)
+def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
+    sent = {}
+    for name in ("none", "bf16"):
+        model = make_model(torch.float32)
+        optimizer = sgd(model)
+        compression = getattr(hvd_nodes.Compression, name)
+        method = staged(hvd_nodes, model, optimizer, compression=compression)
+        sent[name] = []
+        for step in range(18):
+            images, labels = part_of(
+                global_batch(step, torch.float32), hvd_nodes.rank(), hvd_nodes.size()
+            )
+            optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            sent[name].append(method.facts["bytes_sent"])
+        method.close()
+    halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])
+    assert torch.equal(halves[:14], wholes[:14])
+    state = sum(p.nbytes for p in model.parameters())  # once, before the cool-down, as it is
+    assert set((halves - wholes)[14:].tolist()) <= set(range(state, state + 6 * 64))
+
+
+@NODES
+def test_parameters_travel_fused(hvd_nodes):
+    model = make_model()
+    method = staged(hvd_nodes, model, sgd(model))
+    assert [len(averaging._loads) for averaging in method._averagings] == [1, 0]  # no buffers
+    method.close()
+
+
+@NODES
+def test_what_is_not_finite_is_told_with_rank_and_parameter(world, hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    method = staged(hvd_nodes, model, optimizer, warmup_steps=0, delay=0)
+    train(hvd_nodes, model, optimizer, method, 0, 3)
+    if world.rank == world.size - 1:
+        with torch.no_grad():
+            model[4].bias[3] = float("inf")
+    with pytest.raises(NotFiniteError, match=rf"rank {world.size - 1}: 4\.bias"):
+        method.skip_step()
+    method.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_steps": 9, "cooldown_start": 8}, "warm-up ends before"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 4, "delay": 5}, "delay=5"),
+        ({"patience": 0}, "patience"),
+        ({"threshold": 1.0}, "threshold"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(hvd_nodes, options, message):
+    model = make_model()
+    with pytest.raises(ConfigError, match=message):
+        staged(hvd_nodes, model, sgd(model), **options)

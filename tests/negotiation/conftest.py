@@ -1,0 +1,33 @@
+"""All ranks of the session, connected once for a module, and controllers over each path."""
+
+from collections.abc import Generator
+
+import pytest
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.factory import connect
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.core.config import Settings
+from hpctrain.negotiation.controller import Controller
+from tests.comm.conftest import PATHS, close
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Generator[Communicator]:
+    """Connect, and take leave at the end."""
+    connection = connect(find_world(), Settings(probe="off"))
+    yield connection.comm
+    if connection.presence is not None:
+        connection.presence.farewell()
+    connection.comm.close()
+
+
+@pytest.fixture(params=["flat MPI", "one node", "nodes of two"])
+def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
+    """Make a controller by each path in turn."""
+    connection = connect(find_world(), PATHS[request.param])
+    made = Controller(connection.comm.group(range(connection.comm.size)))
+    yield made
+    connection.comm.barrier()
+    made.close()
+    close(connection)

@@ -1,0 +1,13 @@
+"""What tests ask controllers for."""
+
+import pytest
+
+from hpctrain.negotiation.reduce_op import Sum
+from hpctrain.negotiation.request import Kind, Request
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+SEVERAL = pytest.mark.ranks(2, 3, 4)
+
+
+def allreduce(name, tensor, op=Sum):
+    return Request(Kind.ALLREDUCE, name, [tensor], in_place=True, op=op)

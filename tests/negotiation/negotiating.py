@@ -1,0 +1,85 @@
+"""Negotiators of many ranks in one process; messages wait in queues until a test delivers them."""
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+
+import torch
+
+from hpctrain.comm.control_channel.tree import Tree
+from hpctrain.negotiation.negotiator import Batch, Negotiator
+from hpctrain.negotiation.reduce_op import ReduceOp
+from hpctrain.negotiation.request import Kind, Signature
+
+
+def signature_of(
+    shape: Sequence[int] = (4,), kind: Kind = Kind.ALLREDUCE, root: int | None = None
+) -> Signature:
+    op = ReduceOp.SUM if kind is Kind.ALLREDUCE else None
+    shapes = (torch.Size(shape),)
+    return Signature(kind, (torch.float32,), shapes, op, 1.0, 1.0, root, ("cpu",))
+
+
+def chain(size: int) -> list[Tree]:
+    """Every rank hangs below the one before it."""
+    return trees_of([None, *range(size - 1)])
+
+
+def star(size: int) -> list[Tree]:
+    """All ranks hang below rank 0."""
+    return trees_of([None, *[0] * (size - 1)])
+
+
+def trees_of(parents: Sequence[int | None]) -> list[Tree]:
+    size = len(parents)
+    return [
+        Tree(rank, size, parent, tuple(r for r in range(size) if parents[r] == rank))
+        for rank, parent in enumerate(parents)
+    ]
+
+
+def random_trees(size: int, random: Random) -> list[Tree]:
+    order = [0, *random.sample(range(1, size), size - 1)]
+    parents: list[int | None] = [None] * size
+    for place in range(1, size):
+        parents[order[place]] = random.choice(order[:place])
+    return trees_of(parents)
+
+
+class Ranks:
+    """All ranks, what they have decided, and the messages between them."""
+
+    def __init__(self, trees: Sequence[Tree], **options: int) -> None:
+        self.negotiators = [Negotiator(tree, **options) for tree in trees]
+        self.batches: list[list[Batch]] = [[] for _ in trees]
+        self.queues: dict[tuple[int, int], deque[bytes]] = {}
+        self.messages: list[tuple[int, int, bytes]] = []
+
+    def post(self, rank: int, *, decide: bool = True) -> None:
+        """Put what a rank has to send into the queues."""
+        for dest, message in self.negotiators[rank].outbox(decide=decide):
+            self.queues.setdefault((rank, dest), deque()).append(message)
+            self.messages.append((rank, dest, message))
+        self.batches[rank] += self.negotiators[rank].decided()
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """Edges with messages that have not been delivered."""
+        return [edge for edge, queue in self.queues.items() if queue]
+
+    def deliver(self, edge: tuple[int, int]) -> None:
+        source, dest = edge
+        self.negotiators[dest].receive(source, self.queues[edge].popleft())
+
+    def settle(self) -> list[Batch]:
+        """Deliver everything; return what all ranks have decided since the last call."""
+        for rank in range(len(self.negotiators)):
+            self.post(rank)
+        while edges := self.waiting():
+            for edge in edges:
+                self.deliver(edge)
+            for _, dest in edges:
+                self.post(dest)
+        first, *others = self.batches
+        assert all(batches == first for batches in others)
+        self.batches = [[] for _ in self.negotiators]
+        return first

@@ -1,0 +1,161 @@
+"""The controller: operations find each other by name, whatever thread asks for them and when."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
+from hpctrain.negotiation.reduce_op import Average, Max
+from hpctrain.negotiation.request import Kind, Request
+from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
+
+
+@SIZES
+def test_other_orders_on_every_rank_give_every_sum(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    for epoch in range(3):  # the names are new, then known
+        names = [f"tensor {number}" for number in range(200)]
+        random.Random(100 * rank + epoch).shuffle(names)
+        handles = {}
+        for name in names:
+            number = int(name.split()[1])
+            numel = 1 + 40 * number
+            handles[name] = controller.submit(allreduce(name, torch.full((numel,), rank + number)))
+        random.Random(rank).shuffle(names)
+        for name in names:
+            number = int(name.split()[1])
+            (result,) = handles[name].wait()
+            assert result.tolist() == [size * number + sum(range(size))] * (1 + 40 * number)
+
+
+@SIZES
+def test_synchronous_and_asynchronous_ones_mix(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    early = controller.submit(allreduce("early" if rank else "late", torch.tensor([1.0])))
+    (now,) = controller.run(allreduce("now", torch.tensor([float(rank)]), Max))
+    late = controller.submit(allreduce("late" if rank else "early", torch.tensor([1.0])))
+    assert now.item() == size - 1
+    assert early.wait()[0].item() == late.wait()[0].item() == size
+    assert early.done()
+    assert late.done()
+
+
+@SIZES
+def test_without_names_the_order_of_the_calls_counts(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    handles = [
+        controller.submit(allreduce(None, torch.tensor([rank + number])))
+        for number in range(1500)  # more than there are numbers
+    ]
+    total = sum(range(size))
+    assert [h.wait()[0].item() for h in handles] == [total + size * n for n in range(1500)]
+
+
+@SIZES
+def test_what_nobody_waits_for_is_done_by_and_by(controller):
+    handle = controller.submit(allreduce("alone", torch.ones(3)))
+    end = time.monotonic() + 20
+    while not handle.done() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert handle.done()
+
+
+@SIZES
+def test_threads_ask_in_any_order(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    wrong = []
+
+    def work(thread):
+        for step in range(20):
+            value = torch.full((thread + 1,), float(rank))
+            (result,) = controller.run(allreduce(f"{thread}/{step}", value, Average))
+            if not torch.equal(result, torch.full((thread + 1,), sum(range(size)) / size)):
+                wrong.append((thread, step))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in random.Random(rank).sample(threads, 4):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@SEVERAL
+def test_a_mismatch_is_an_error_on_every_rank_and_work_goes_on(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    for _ in range(2):
+        other = controller.submit(allreduce("other", torch.ones(5)))
+        shape = (2, 3) if rank == size - 1 else (3, 2)
+        with pytest.raises(
+            OperationMismatchError, match=rf"wrong.*3, 2.*rank.*{size - 1}"
+        ) as error:
+            controller.run(allreduce("wrong", torch.ones(shape)))
+        assert "2, 3" in str(error.value)
+        assert other.wait()[0].tolist() == [size] * 5
+        assert controller.run(allreduce("wrong", torch.ones(2)))[0].tolist() == [size] * 2
+
+
+@SIZES
+def test_a_name_under_way_is_refused(controller):
+    if controller.comm.size == 1:
+        return  # there it is done at once
+    if controller.comm.rank == 0:
+        first = controller.submit(allreduce("twice", torch.ones(2)))
+        with pytest.raises(HorovodInternalError, match="'twice' is under way"):
+            controller.submit(allreduce("twice", torch.ones(2)))
+        controller.run(Request(Kind.BARRIER, "go", ()))
+    else:
+        controller.run(Request(Kind.BARRIER, "go", ()))
+        first = controller.submit(allreduce("twice", torch.ones(2)))
+    assert first.wait()[0].tolist() == [controller.comm.size] * 2
+
+
+@SIZES
+def test_who_has_joined_takes_part_with_nothing(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    for _ in range(2):
+        for step in range(3 * (rank + 1)):
+            there = [r for r in range(size) if step < 3 * (r + 1)]
+            (total,) = controller.run(allreduce(f"step {step}", torch.tensor([rank + 1])))
+            assert total.item() == sum(r + 1 for r in there)
+            (most,) = controller.run(allreduce(f"max {step}", torch.tensor([-rank - 1]), Max))
+            assert most.item() == -min(there) - 1
+            controller.run(allreduce(None, torch.tensor([rank])))
+        assert controller.join() == size - 1
+        (total,) = controller.run(allreduce(None, torch.tensor([1])))
+        assert total.item() == size
+
+
+@SEVERAL
+def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
+    comm = controller.comm
+    if comm.rank == 0:
+        lasts = []
+        joiners = [
+            threading.Thread(target=lambda: lasts.append(controller.join())) for _ in range(2)
+        ]
+        for joiner in joiners:
+            joiner.start()
+        while len(controller._progress._joining) < 2:
+            time.sleep(0.002)
+        with pytest.raises(CommError, match="has joined takes no part"):
+            controller.run(allreduce("too late", torch.ones(1)))
+        comm.barrier()  # only now the others join
+        for joiner in joiners:
+            joiner.join()
+        assert len(set(lasts)) == 1
+    else:
+        comm.barrier()
+        lasts = [controller.join()]
+    assert lasts[0] > 0
+
+
+@SEVERAL
+def test_a_join_comes_after_operations_that_wait_for_a_number(controller):
+    size = controller.comm.size
+    handles = [controller.submit(allreduce(None, torch.ones(1))) for _ in range(1100)]
+    controller.join()
+    assert {handle.wait()[0].item() for handle in handles} == {size}

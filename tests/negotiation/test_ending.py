@@ -1,0 +1,175 @@
+"""The controller: who hands on to whom, and how it ends; nobody waits for ever."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from hpctrain.core.errors import HorovodInternalError
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.reduce_op import Sum
+from hpctrain.negotiation.request import Kind, Request
+from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
+
+
+@SEVERAL
+def test_breaking_off_brings_everybody_out(controller):
+    if controller.comm.rank == 0:
+        time.sleep(0.2)
+        controller.break_off("no more of this")
+    with pytest.raises(HorovodInternalError, match="no more of this"):
+        controller.run(allreduce(f"of rank {controller.comm.rank}", torch.ones(1)))
+    comm = controller.comm
+    comm.barrier()
+    controller.abandon()
+    again = Controller(comm)
+    assert again.run(allreduce("again", torch.ones(1)))[0].item() == comm.size
+    comm.barrier()
+    again.abandon()
+
+
+@SIZES
+def test_closing_fails_what_is_under_way(controller):
+    connection_comm = controller.comm
+    other = Controller(connection_comm.group(range(connection_comm.size)))
+    handle = other.submit(allreduce(f"of rank {connection_comm.rank}", torch.ones(1)))
+    connection_comm.barrier()
+    other.close()
+    if connection_comm.size > 1:
+        with pytest.raises(HorovodInternalError, match="shut down"):
+            handle.wait()
+    with pytest.raises(HorovodInternalError, match="shut down"):
+        other.submit(allreduce("late", torch.ones(1)))
+
+
+@SEVERAL
+def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
+    start = time.monotonic()
+    first, second = allreduce("first", torch.ones(1)), allreduce("second", torch.ones(1))
+    for _ in range(4):
+        if controller.comm.rank == 0:
+            other = threading.Timer(0.05, controller.submit, [second])
+            other.start()
+            controller.run(first)
+            other.join()
+        else:
+            controller.run(second)
+            controller.run(first)
+    assert time.monotonic() - start < 2.5  # not a tick for each
+
+
+@SEVERAL
+def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
+    start = time.monotonic()
+    for _ in range(4):
+        late = (
+            controller.submit(allreduce("late", torch.ones(1))) if not controller.comm.rank else 0
+        )
+        callers = [
+            threading.Thread(target=controller.run, args=(allreduce(name, torch.ones(1)),))
+            for name in ("one", "other")
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        if late:
+            while not late.done():  # the thread of the controller does it
+                time.sleep(0.002)
+        else:
+            controller.run(allreduce("late", torch.ones(1)))
+    assert time.monotonic() - start < 2.5
+
+
+@SIZES
+def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
+    comm = controller.comm
+    rank, size = comm.rank, comm.size
+    chance = random.Random(rank)
+    for epoch in range(4):
+        other = Controller(comm.group(range(size)))
+        num_named = 1100 if epoch == 3 else 30
+        handles = [
+            other.submit(allreduce(None if n % 2 else f"{n}", torch.ones(1)))
+            for n in range(num_named)
+        ]
+        alone = Request(Kind.ALLREDUCE, f"of rank {rank}", [torch.ones(1)], op=Sum)
+        errors = []
+
+        def wait_in_vain(alone=alone, errors=errors, other=other):
+            try:
+                other.run(alone)
+            except HorovodInternalError as error:
+                errors.append(str(error))
+
+        caller = threading.Thread(target=wait_in_vain)
+        caller.start()
+        while not (other._progress.names.oldest().get(alone.name) or size == 1):
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.003)
+        other.close()
+        other.close()
+        assert all(handle.is_done for handle in handles)
+        caller.join(20)
+        assert not caller.is_alive()
+        assert size == 1 or "shut down" in errors[0]
+
+
+@SEVERAL
+def test_an_interrupted_rank_fails_for_all_its_threads(controller):
+    errors = []
+
+    def wait():
+        try:
+            controller.run(allreduce(f"other of {controller.comm.rank}", torch.ones(1)))
+        except HorovodInternalError as error:
+            errors.append(str(error))
+
+    caller = threading.Thread(target=wait)
+    main = threading.main_thread().ident
+    threading.Timer(0.1, caller.start).start()
+    threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        controller.run(allreduce(f"of {controller.comm.rank}", torch.ones(1)))
+    caller.join(20)
+    assert not caller.is_alive()
+    assert "cut short by KeyboardInterrupt" in errors[0]
+    with pytest.raises(HorovodInternalError, match="cut short"):
+        controller.submit(allreduce("more", torch.ones(1)))
+
+
+@SEVERAL
+def test_a_forked_child_closes_nothing(controller):
+    child = os.fork()
+    if child == 0:
+        controller.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert controller.run(allreduce("still", torch.ones(1)))[0].item() == controller.comm.size
+
+
+@SEVERAL
+def test_breaking_off_in_the_midst_of_work_leaves_nobody_behind(controller):
+    comm = controller.comm
+    chance = random.Random(0)  # the same on every rank
+    for _ in range(8):
+        current = Controller(comm)
+        end = threading.Timer(chance.random() * 0.004, current.break_off, ["enough"])
+        if comm.rank == chance.randrange(comm.size):
+            end.start()
+        error = ""
+        while not error:
+            try:
+                handle = current.submit(allreduce("early", torch.ones(2)))
+                assert current.run(allreduce("sync", torch.ones(1)))[0].item() == comm.size
+                assert handle.wait()[0].tolist() == [comm.size] * 2
+            except HorovodInternalError as broken:
+                error = str(broken)
+        assert error == "enough"
+        if end.is_alive():
+            end.join()
+        current.abandon()

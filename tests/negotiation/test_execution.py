@@ -1,0 +1,209 @@
+"""A batch gives what its operations give one by one, whatever shares a message."""
+
+import pytest
+import torch
+
+from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.negotiation.execution import Executor, stand_in
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hpctrain.negotiation.request import Kind, Request
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+SHAPES = ((3,), (), (2, 5), (0,), (2, 0, 3), (4, 4))
+LARGE = (300_000,)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16)
+
+
+def values_of(rank, shape, dtype):
+    source = torch.Generator().manual_seed(17 * rank + len(shape))
+    return torch.randint(1, 5, shape, generator=source).to(dtype)
+
+
+def expected(size, shape, dtype, op):
+    """Small whole numbers: every order of adding them gives the same."""
+    every = torch.stack([values_of(rank, shape, dtype).double() for rank in range(size)])
+    if op in (Sum, Average):
+        total = every.sum(0) / (size if op is Average else 1)
+        return total.trunc() if not dtype.is_floating_point else total
+    return {Min: every.amin(0), Max: every.amax(0), Product: every.prod(0)}[op]
+
+
+def carried_out(executor, requests, timeline=None):
+    handles = [Handle(None, request, f"name {n}") for n, request in enumerate(requests)]
+    executor.carry_out(handles, timeline)
+    assert all(handle.done() for handle in handles)
+    return handles
+
+
+@SIZES
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("fusion_bytes", [0, 100, 1 << 26])
+def test_fused_reductions_are_those_of_each_tensor(ranks, in_place, fusion_bytes):
+    cases = [
+        (shape, dtype, op)
+        for op in (Sum, Average, Min, Max, Product)
+        for dtype in DTYPES
+        for shape in SHAPES
+    ]
+    cases.insert(7, (LARGE, torch.float32, Sum))
+    executor = Executor(ranks, fusion_bytes=fusion_bytes)
+    given = [values_of(ranks.rank, shape, dtype) for shape, dtype, _ in cases]
+    before = [tensor.clone() for tensor in given]
+    requests = [
+        Request(Kind.ALLREDUCE, None, (tensor,), in_place=in_place, op=op)
+        for tensor, (_, _, op) in zip(given, cases, strict=True)
+    ]
+    handles = carried_out(executor, requests)
+    for handle, tensor, was, case in zip(handles, given, before, cases, strict=True):
+        (result,) = handle.wait()
+        assert (result is tensor) == in_place
+        assert in_place or torch.equal(tensor, was)
+        torch.testing.assert_close(
+            result.double(), expected(ranks.size, *case), rtol=1e-2, atol=0.0
+        )
+
+
+@SIZES
+def test_a_group_may_hold_several_dtypes_and_large_and_small_tensors(ranks):
+    shapes = [(3,), LARGE, (2, 2), (5,)]
+    dtypes = [torch.float32, torch.float32, torch.int64, torch.float64]
+    group = [values_of(ranks.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    other = Request(Kind.ALLREDUCE, None, (values_of(ranks.rank, (7,), torch.float32),), op=Sum)
+    grouped = Request(Kind.ALLREDUCE, None, group, op=Sum)
+    first, second = carried_out(Executor(ranks), [grouped, other])
+    for result, shape, dtype in zip(first.wait(), shapes, dtypes, strict=True):
+        assert torch.equal(result.double(), expected(ranks.size, shape, dtype, Sum))
+    assert torch.equal(second.wait()[0].double(), expected(ranks.size, (7,), torch.float32, Sum))
+
+
+@SIZES
+def test_layouts_and_parameters_are_taken_as_they_are(ranks):
+    column = torch.zeros(4, 3)[:, 1]
+    parameter = torch.nn.Parameter(torch.full((2, 2), float(ranks.rank)))
+    turned = torch.arange(6.0).view(2, 3).t()
+    requests = [
+        Request(Kind.ALLREDUCE, None, (tensor,), in_place=True, op=Sum)
+        for tensor in (column, parameter, turned)
+    ]
+    for _ in range(2):  # together, and alone
+        column.fill_(1.0)
+        carried_out(Executor(ranks), requests)
+        assert column.tolist() == [ranks.size] * 4
+        carried_out(Executor(ranks), requests[:1])
+        assert column.tolist() == [ranks.size**2] * 4
+    assert parameter.requires_grad
+    assert torch.equal(turned, torch.arange(6.0).view(2, 3).t() * ranks.size**2)
+
+
+@SIZES
+def test_an_operation_that_fails_does_not_take_the_others_along(ranks):
+    good = Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum)
+    bad = Request(Kind.ALLREDUCE, None, (torch.ones(2, dtype=torch.complex64),), op=Min)
+    rows = Request(Kind.ALLGATHER, None, (torch.ones(1),))
+    first, second, third = carried_out(Executor(ranks), [good, bad, rows])
+    assert first.wait()[0].tolist() == [ranks.size] * 2
+    assert third.wait()[0].tolist() == [1.0] * ranks.size
+    with pytest.raises(CommError, match="order"):
+        second.wait()
+
+
+def test_after_the_loss_of_a_rank_everything_fails():
+    class Broken:
+        rank, size = 0, 2
+
+        def barrier(self):
+            raise RankLostError("rank 1 is gone")
+
+        def allreduce_(self, *_, **__):
+            pytest.fail("nobody may wait for a rank that is gone")
+
+    requests = [
+        Request(Kind.BARRIER, None, ()),
+        Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum),
+    ]
+    for handle in carried_out(Executor(Broken()), requests):
+        with pytest.raises(RankLostError, match="gone"):
+            handle.wait()
+
+
+def test_what_was_made_in_inference_mode_can_be_used_outside_of_it(ranks):
+    executor = Executor(ranks)
+    pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
+    with torch.inference_mode():
+        carried_out(executor, pair)
+    for handle in carried_out(executor, pair):
+        assert handle.wait()[0].tolist() == [1.0, 1.0]
+
+
+@SIZES
+@pytest.mark.parametrize("op", [op for op in ReduceOp if op is not Adasum], ids=str)
+def test_a_stand_in_changes_nothing(ranks, op):
+    """The last rank has joined: the others get what they have among each other."""
+    dtypes = (torch.float32, torch.float16, torch.int8, torch.uint64, torch.bool, torch.complex64)
+    for dtype in dtypes:
+        if (op is Average and dtype is torch.bool) or (dtype.is_complex and op in (Min, Max)):
+            continue
+        mine = Request(Kind.ALLREDUCE, None, (torch.ones(2, 3).to(dtype),), op=op)
+        last = ranks.size - 1
+        if ranks.rank == last:
+            mine = stand_in(mine.signature, ranks.rank, ranks.size)
+        assert mine.signature.shapes == ((2, 3),)
+        (handle,) = carried_out(Executor(ranks), [mine])
+        if ranks.size > 1 and dtype is not torch.bool:
+            value = {Sum: last, Average: last / ranks.size}.get(op, 1)
+            value = value if dtype.is_floating_point or dtype.is_complex else int(value)
+            torch.testing.assert_close(handle.wait()[0], torch.full((2, 3), value).to(dtype))
+        elif ranks.size > 1:
+            assert bool(handle.wait()[0].all())
+
+
+@SIZES
+def test_a_stand_in_has_no_rows_and_leaves_room(ranks):
+    size, last = ranks.size, ranks.size - 1
+    rows = torch.full((2, 3), float(ranks.rank))
+    requests = [
+        Request(Kind.ALLGATHER, None, (rows,)),
+        Request(Kind.ALLTOALL, None, (rows[:1].expand(size, 3),)),
+        Request(Kind.BROADCAST, None, (rows.clone(),), in_place=True, root=0),
+        Request(Kind.REDUCESCATTER, None, (torch.ones(size, 3),), op=Sum),
+        Request(Kind.BARRIER, None, ()),
+    ]
+    if ranks.rank == last:
+        others = [stand_in(request.signature, last, size) for request in requests]
+        signatures = [request.signature for request in requests]
+        assert [request.signature for request in others] == signatures
+        requests = others if size > 1 else requests
+    gathered, exchanged, sent, scattered, met = carried_out(Executor(ranks), requests)
+    if size > 1:
+        assert gathered.wait()[0].shape == (2 * last, 3)
+        assert exchanged.wait()[0][1].tolist() == [1] * last + [0]
+        assert sent.wait()[0].tolist() == [[0.0] * 3] * 2
+        assert scattered.wait()[0].tolist() == [[float(last)] * 3]
+    assert met.wait() == []
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def __getattr__(self, what):
+        return lambda name="", *args: self.heard.append((what, name, *args[:1]))
+
+
+@SIZES
+def test_a_timeline_hears_every_phase_of_every_operation(ranks):
+    listener = Listener()
+    pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
+    carried_out(Executor(ranks), [*pair, Request(Kind.BARRIER, None, ())], listener)
+    assert [event[0] for event in listener.heard if event[1] == "name 1"] == [
+        "start",
+        *["phase_start", "phase_end"] * 3,
+        "end",
+    ]
+    written = [event[0] for event in listener.heard if event[0] in ("start", "end", "flush")]
+    alone = ["start", "flush", "end", "flush"]
+    assert written == ["start", "start", "flush", "end", "end", "flush", *alone]
+    phases = [event[2] for event in listener.heard if event[0] == "phase_start"]
+    copies = ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    assert phases == [*(phase for phase in copies for _ in range(2)), "BARRIER"]

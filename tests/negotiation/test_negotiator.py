@@ -1,0 +1,266 @@
+"""The negotiator, message by message."""
+
+import pytest
+
+from hpctrain.core.errors import CommError
+from hpctrain.negotiation.messages import BITS, REPORT, SLOTS, VECTOR, pack_slots, unpack_slots
+from hpctrain.negotiation.negotiator import Batch, Entry
+from hpctrain.negotiation.request import Kind
+from tests.negotiation.negotiating import Ranks, chain, signature_of, star
+
+FOUR, FIVE = signature_of([4]), signature_of([5])
+FROM_1 = signature_of([4], Kind.BROADCAST, root=1)
+
+
+def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[Batch]:
+    """Let all ranks announce all names."""
+    for negotiator in ranks.negotiators:
+        for name in names:
+            negotiator.announce(name, signature)
+    return ranks.settle()
+
+
+def plain(*names: str, joined: bool = False) -> tuple[Entry, ...]:
+    return tuple(Entry(name, FOUR, None, joined) for name in names)
+
+
+def test_nothing_is_decided_before_the_last_rank_has_announced():
+    ranks = Ranks(chain(3))
+    first, second, third = ranks.negotiators
+    for negotiator in (first, second):
+        negotiator.announce("a", FOUR)
+    assert ranks.settle() == []
+    assert list(first.pending()) == list(second.pending()) == ["a"]
+    assert not third.pending()
+    third.announce("a", FOUR)
+    assert ranks.settle() == [Batch(plain("a"), None)]
+    assert not any(negotiator.pending() for negotiator in ranks.negotiators)
+
+
+def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
+    ranks = Ranks(star(2))
+    root, other = ranks.negotiators
+    for again in range(3):
+        for name in "cab":
+            root.announce(name, FOUR)
+        for name in "abc":
+            other.announce(name, FOUR)
+        ranks.post(1)
+        ranks.deliver((1, 0))
+        assert root.outbox(decide=False) == []
+        assert ranks.settle() == [Batch(plain("c", "a", "b"), None)], again
+
+
+def test_a_thousand_known_names_travel_as_one_vector_of_bits_each_way():
+    names = [f"layers.{index}.weight" for index in range(1000)]
+    ranks = Ranks(star(3))
+    announced(ranks, *names)
+    ranks.messages.clear()
+    assert announced(ranks, *names) == [Batch(plain(*names), None)]
+    kinds = [(source, dest, message[0]) for source, dest, message in ranks.messages]
+    assert kinds == [(1, 0, BITS), (2, 0, BITS), (0, 1, VECTOR), (0, 2, VECTOR)]
+    assert max(len(message) for _, _, message in ranks.messages) < 140
+
+
+def test_one_known_name_is_a_few_bytes():
+    ranks = Ranks(star(2))
+    announced(ranks, *(f"t{index}" for index in range(1000)))
+    ranks.messages.clear()
+    announced(ranks, "t999")
+    assert [(message[0], len(message)) for *_, message in ranks.messages] == [
+        (BITS, 134),
+        (SLOTS, 3),
+    ]
+
+
+@pytest.mark.parametrize("slots", [[0], [4095], [7, 3], list(range(1000)), [5, *range(900)]])
+def test_a_decision_keeps_its_order(slots):
+    assert unpack_slots(pack_slots(slots)) == slots
+
+
+def test_a_mismatch_names_every_rank_and_leaves_no_trace():
+    ranks = Ranks(chain(6))
+    announced(ranks, "a")
+    for rank, negotiator in enumerate(ranks.negotiators):
+        negotiator.announce("a", FIVE if rank in (2, 4) else FOUR)
+    [batch] = ranks.settle()
+    [entry] = batch.entries
+    assert entry == Entry("a", FOUR, entry.error, joined=False)
+    assert entry.error == (
+        'operation "a" must be the same on all ranks, got allreduce (sum) of float32 [4] on ranks '
+        "0-1,3,5 and allreduce (sum) of float32 [5] on ranks 2,4; submit it with the same kind, "
+        "dtype, shape, op, factors, root rank and device on every rank, or give different "
+        "operations different names"
+    )
+    assert announced(ranks, "a", signature=FIVE) == [
+        Batch((Entry("a", FIVE, None, joined=False),), None)
+    ]
+
+
+def test_a_mismatch_in_a_group_shows_the_tensors_that_differ():
+    ranks = Ranks(star(2))
+    group = FOUR._replace(dtypes=FOUR.dtypes * 9, shapes=FOUR.shapes * 9, devices=("cpu",) * 9)
+    shapes = (*group.shapes[:6], FIVE.shapes[0], *group.shapes[7:])
+    for negotiator, given in zip(
+        ranks.negotiators, [group, group._replace(shapes=shapes)], strict=True
+    ):
+        negotiator.announce("g", given)
+    [batch] = ranks.settle()
+    assert (
+        "allreduce (sum) of float32 [4] on rank 0 and allreduce (sum) of float32 [5] on rank 1 "
+        "(tensors 7 of a group of 9)" in str(batch.entries[0].error)
+    )
+
+
+def test_a_mismatch_is_decided_only_when_all_ranks_have_announced_the_name():
+    ranks = Ranks(star(3))
+    ranks.negotiators[0].announce("a", FOUR)
+    ranks.negotiators[1].announce("a", FIVE)
+    assert ranks.settle() == []
+    ranks.negotiators[2].announce("a", FOUR)
+    [batch] = ranks.settle()
+    assert "on ranks 0,2 and" in str(batch.entries[0].error)
+
+
+def test_a_shape_that_changes_on_all_ranks_is_taken_and_known_afterwards():
+    ranks = Ranks(chain(3))
+    announced(ranks, "a")
+    assert announced(ranks, "a", signature=FIVE)[0].entries[0].signature == FIVE
+    ranks.messages.clear()
+    announced(ranks, "a", signature=FIVE)
+    assert {message[0] for *_, message in ranks.messages} == {BITS, VECTOR}
+
+
+def test_the_operation_whose_last_decision_is_oldest_gives_its_number_away():
+    ranks = Ranks(star(2), num_slots=2)
+    for name in "abac":
+        announced(ranks, name)
+    for name, kind in (("a", BITS), ("c", BITS), ("b", REPORT)):
+        ranks.messages.clear()
+        announced(ranks, name)
+        assert ranks.messages[0][2][0] == kind, name
+
+
+def test_a_name_that_lost_its_number_while_some_ranks_had_announced_it_is_still_decided():
+    ranks = Ranks(star(3), num_slots=2)
+    announced(ranks, "a")
+    ranks.negotiators[1].announce("a", FOUR)
+    ranks.post(1)  # its bit is under way while others take the number
+    announced(ranks, "b")
+    announced(ranks, "c")
+    announced(ranks, "d")
+    for rank in (0, 2):
+        ranks.negotiators[rank].announce("a", FOUR)
+    assert ranks.settle() == [Batch(plain("a"), None)]
+
+
+def test_a_bit_is_read_as_its_sender_meant_it():
+    ranks = Ranks(star(3), num_slots=1)
+    announced(ranks, "a")
+    for negotiator in ranks.negotiators:
+        negotiator.announce("b", FOUR)
+    ranks.negotiators[2].announce("a", FOUR)
+    for rank in range(3):
+        ranks.post(rank)
+    ranks.deliver((1, 0))
+    ranks.deliver((2, 0))
+    ranks.post(0)  # decides b, which takes the number of a
+    ranks.negotiators[1].announce("a", FOUR)  # has not heard of b
+    ranks.post(1)
+    ranks.deliver((1, 0))
+    ranks.negotiators[0].announce("a", FOUR)
+    assert ranks.settle() == [Batch(plain("b"), None), Batch(plain("a"), None)]
+
+
+def test_a_silent_rank_tells_what_it_knows_so_that_records_stay_short():
+    ranks = Ranks(star(2), num_slots=1)
+    ranks.negotiators[1].join()
+    for index in range(2500):
+        ranks.negotiators[0].announce(f"t{index}", FOUR)
+        ranks.settle()
+    assert len(ranks.negotiators[0]._slots._record) < 1100
+    assert len(ranks.negotiators[1]._slots._record) == 0
+
+
+def test_a_rank_that_has_joined_counts_for_everything_after_its_own_operations():
+    ranks = Ranks(chain(3))
+    last = ranks.negotiators[2]
+    last.announce("a", FOUR)
+    last.join()
+    for negotiator in ranks.negotiators[:2]:
+        negotiator.announce("a", FOUR)
+        negotiator.announce("b", FOUR)
+    assert ranks.settle() == [Batch(plain("a") + plain("b", joined=True), None)]
+    with pytest.raises(CommError, match="rank 2; submit it before"):
+        last.announce("c", FOUR)
+    ranks.negotiators[1].join()
+    ranks.settle()
+    ranks.negotiators[0].join()
+    assert ranks.settle() == [Batch((), 0)]
+    assert announced(ranks, "a", "b") == [Batch(plain("a", "b"), None)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]])
+@pytest.mark.parametrize("shape", [chain, star])
+def test_the_last_to_join_is_named_again_and_again(order, shape):
+    ranks = Ranks(shape(4))
+    for _ in range(2):
+        batches = []
+        for rank in order:
+            assert batches == []
+            ranks.negotiators[rank].join()
+            batches = ranks.settle()
+        assert batches == [Batch((), order[-1])]
+
+
+def test_what_only_a_joined_rank_has_announced_is_decided_with_the_join():
+    ranks = Ranks(star(3))
+    ranks.negotiators[1].announce("a", FOUR)
+    for rank in (1, 2, 0):
+        ranks.negotiators[rank].join()
+        batches = ranks.settle()
+    assert batches == [Batch(plain("a", joined=True), 0)]
+
+
+def test_a_broadcast_needs_its_root_among_those_that_announced_it():
+    ranks = Ranks(star(3))
+    one = ranks.negotiators[1]
+    one.announce("early", FROM_1)
+    one.join()
+    ranks.negotiators[2].join()
+    for name in ("early", "late"):
+        ranks.negotiators[0].announce(name, FROM_1)
+    [batch] = ranks.settle()
+    early, late = batch.entries
+    assert early == Entry("early", FROM_1, None, joined=True)
+    assert late.error == (
+        'the root of a broadcast must take part in it, "late" is to come from rank 1, which has '
+        "joined; let that rank join after its last broadcast, or choose another root rank"
+    )
+
+
+@pytest.mark.parametrize("asker", [0, 2, 3])
+def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
+    ranks = Ranks(chain(4))
+    ranks.negotiators[3].join()
+    ranks.settle()
+    ranks.negotiators[asker].ask({"name": "a"})
+    ranks.settle()
+    for rank, negotiator in enumerate(ranks.negotiators):
+        assert negotiator.questions() == [{"name": "a"}]
+        assert negotiator.questions() == []
+        negotiator.answer(f"from {rank}")
+    ranks.settle()
+    answers = ranks.negotiators[0].answers()
+    assert sorted(answers) == [(rank, f"from {rank}") for rank in range(4)]
+    assert ranks.negotiators[0].answers() == ranks.negotiators[2].answers() == []
+
+
+def test_a_rank_by_itself_sends_nothing():
+    ranks = Ranks(star(1))
+    assert announced(ranks, "a", "b") == [Batch(plain("a", "b"), None)]
+    ranks.negotiators[0].ask("who?")
+    ranks.negotiators[0].join()
+    assert ranks.settle() == [Batch((), 0)]
+    assert ranks.negotiators[0].questions() == ["who?"]
+    assert ranks.messages == []

@@ -1,0 +1,246 @@
+"""Laws of stall reports: who is missing, what it does, and when all end."""
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.core.config import Settings
+from hpctrain.negotiation.stall import MAX_NAMES, StallWatch
+from hpctrain.negotiation.stall_report import MAX_LINES, Member
+from hpctrain.negotiation.whereabouts import MAX_FRAMES, LastCall, main_stack
+
+SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
+
+
+class Ranks:
+    """Watches of all ranks of a set, with everything they say to each other delivered at once."""
+
+    def __init__(self, size, settings=SETTINGS, first=0):
+        members = [Member(first + number, f"node{number // 2}") for number in range(size)]
+        self.last = [LastCall() for _ in range(size)]
+        self.watches = [StallWatch(settings, n, members, self.last[n]) for n in range(size)]
+        self.pending = [{} for _ in range(size)]
+        self.joined = set()
+        self.deaf = set()
+
+    def submit(self, name, ranks, now=0.0):
+        for rank in ranks:
+            self.pending[rank][name] = now
+
+    def ask(self, now, rank):
+        """Let a rank ask if it wants to; return whether it did, once all have answered."""
+        question = self.watches[rank].due(now, self.pending[rank])
+        if question is None:
+            return False
+        for number in set(range(len(self.watches))) - self.deaf:
+            sent = pickle.loads(pickle.dumps(question))
+            answer = self.watches[number].heard(
+                now, sent, self.pending[number], joined=number in self.joined
+            )
+            self.watches[0].take(number, pickle.loads(pickle.dumps(answer)))
+        return True
+
+    def report(self, now):
+        (report,) = self.watches[0].reports(now)
+        return report
+
+
+def a_telling_place(ranks, now, rank):
+    return ranks.ask(now, rank)
+
+
+def test_the_report_names_operation_rank_host_last_collective_and_place():
+    ranks = Ranks(4, first=4)
+    ranks.last[3].note("broadcast", "weights")
+    ranks.submit("allreduce.loss", (0, 1, 2))
+    ranks.submit("allgather.y", (3,), now=25.0)
+    assert a_telling_place(ranks, 31.0, rank=2)
+    text = ranks.report(31.0).text
+    assert '"allreduce.loss" has waited 31 s: submitted by ranks 4-6, not by rank 7' in text
+    assert (
+        "rank 7 on node1: last collective: broadcast weights, 0 s ago; waits for allgather" in text
+    )
+    assert "in a_telling_place: return ranks.ask(now, rank)" in text
+    assert "HPCTRAIN_STALL_ABORT_S" in text
+    assert not ranks.watches[0].reports(31.0)
+
+
+def test_nobody_asks_before_it_is_late_nor_what_was_asked_already():
+    ranks = Ranks(3)
+    ranks.submit("a", (0, 2))
+    assert not ranks.ask(29.9, 0)
+    assert ranks.ask(30.0, 0)
+    assert not ranks.ask(30.5, 2)  # it has heard the question of the other
+    assert not ranks.ask(59.0, 0)
+    assert ranks.ask(60.0, 2)
+    assert not ranks.ask(60.5, 0)
+
+
+def test_the_next_operation_of_the_same_name_is_asked_about_in_its_own_time():
+    ranks = Ranks(2)
+    ranks.submit("a", (0,))
+    assert ranks.ask(30.0, 0)
+    ranks.submit("a", (0,), now=31.0)
+    assert not ranks.ask(60.0, 0)
+    assert ranks.ask(61.0, 0)
+
+
+def test_two_that_ask_at_once_are_reported_once():
+    ranks = Ranks(3)
+    ranks.submit("a", (0, 2))
+    questions = [ranks.watches[rank].due(30.0, ranks.pending[rank]) for rank in (0, 2)]
+    for question in questions:
+        for number, watch in enumerate(ranks.watches):
+            ranks.watches[0].take(number, watch.heard(30.0, question, ranks.pending[number]))
+    assert "by ranks 0,2, not by rank 1 on node0" in ranks.report(31.0).text
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    ranks = Ranks(3)
+    ranks.deaf = {2}
+    ranks.submit("a", (0, 1))
+    assert ranks.ask(30.0, 0)
+    answer_s = ranks.watches[0].answer_s
+    assert not ranks.watches[0].reports(30.0 + 0.9 * answer_s)
+    text = ranks.report(30.0 + answer_s).text
+    assert "submitted by ranks 0-1, not by rank 2 on node1" in text
+    assert "rank 2 on node1: no answer" in text
+
+
+def test_what_was_decided_before_the_question_came_is_not_reported():
+    ranks = Ranks(2)
+    ranks.submit("a", (0,))
+    question = ranks.watches[0].due(30.0, ranks.pending[0])
+    for number, watch in enumerate(ranks.watches):
+        ranks.watches[0].take(number, watch.heard(30.1, question, {}))
+    assert ranks.watches[0].reports(30.2) == []
+
+
+def test_a_rank_that_has_joined_lacks_nothing():
+    ranks = Ranks(3)
+    ranks.joined = {1}
+    ranks.submit("a", (0,))
+    assert ranks.ask(30.0, 0)
+    assert "submitted by rank 0, not by rank 2 on" in ranks.report(30.0).text
+
+
+def test_ranks_at_the_same_place_are_told_of_together():
+    ranks = Ranks(8)
+    ranks.last[5].note("broadcast", "weights")
+    ranks.submit("a", (0,))
+    assert ranks.ask(30.0, 0)
+    text = ranks.report(30.0).text
+    assert "ranks 1-4,6-7 on node0, node1, node2, node3: last collective: none so far" in text
+    assert "rank 5 on node2: last collective: broadcast weights" in text
+
+
+def test_a_report_stays_short():
+    ranks = Ranks(20)
+    for rank, last in enumerate(ranks.last):
+        last.note("broadcast", str(rank))
+    for number in range(2 * MAX_NAMES):
+        ranks.submit(f"a{number}", (0,), now=float(number) / 10)
+    assert ranks.ask(40.0, 0)
+    text = ranks.report(40.0).text
+    assert '"a0" has waited 40 s' in text
+    assert f"and {MAX_NAMES - MAX_LINES} more operations" in text
+    assert ": something else again" in text
+    assert text.count("last collective") == MAX_LINES
+
+
+def test_ranks_end_with_the_report_that_comes_in_time():
+    ranks = Ranks(2)
+    ranks.submit("a", (0,))
+    assert ranks.ask(30.0, 0)
+    assert not ranks.report(30.0).is_final
+    assert ranks.ask(60.0, 0)
+    assert not ranks.report(60.0).is_final
+    assert ranks.ask(100.0, 0)
+    report = ranks.report(100.0)
+    assert report.is_final
+    assert "all ranks end now" in report.text
+
+
+@pytest.mark.parametrize("stall_s", [float("inf"), 200.0])
+def test_an_end_before_the_first_report_comes_with_it(stall_s):
+    ranks = Ranks(2, replace(SETTINGS, stall_s=stall_s))
+    ranks.submit("a", (0,))
+    assert not ranks.ask(99.0, 0)
+    assert ranks.ask(100.0, 0)
+    assert ranks.report(100.0).is_final
+
+
+@pytest.mark.parametrize(("now", "is_final"), [(30.0, False), (100.0, True)])
+def test_a_rank_reports_and_ends_all_by_itself_where_the_root_does_not_answer(now, is_final):
+    watch = Ranks(3).watches[1]
+    assert watch.due(now, {"a": 0.0}) is not None
+    assert watch.reports(now + 0.9 * watch.answer_s) == []
+    (report,) = watch.reports(now + watch.answer_s)
+    assert f'"a" has waited {now:.0f} s on rank 1 on node0' in report.text
+    assert "rank 0 on node0, or a rank on the way to it, does not answer" in report.text
+    assert report.is_final is is_final
+    assert watch.reports(now + 2 * watch.answer_s) == []
+
+
+def test_a_rank_whose_question_came_back_leaves_the_report_to_the_root():
+    ranks = Ranks(3)
+    ranks.submit("a", (1,))
+    assert ranks.ask(30.0, 1)
+    assert ranks.watches[1].reports(1000.0) == []
+
+
+def test_reports_can_be_switched_off():
+    ranks = Ranks(2, Settings(stall_s=float("inf")))
+    ranks.submit("a", (0,))
+    assert not ranks.ask(1e9, 0)
+
+
+def test_the_stack_has_the_lines_of_the_program_and_where_it_is_in_a_library():
+    with_one_more_frame = threading.Event()
+    found = []
+
+    def look():
+        time.sleep(0.2)
+        found.append(main_stack())
+        with_one_more_frame.set()
+
+    threading.Thread(target=look).start()
+    with_one_more_frame.wait()
+    lines = found[0].splitlines()
+    assert "in test_the_stack_has_the_lines_of_the_program" in lines[-2]
+    assert lines[-2].endswith(": with_one_more_frame.wait()")
+    assert "threading.py" in lines[-1]
+    assert not any("pluggy" in line for line in lines)
+
+
+def test_a_deep_stack_is_cut_at_its_outer_end():
+    def deep(levels):
+        return deep(levels - 1) if levels else main_stack()
+
+    lines = deep(3 * MAX_FRAMES).splitlines()
+    assert len(lines) == MAX_FRAMES + 1
+    assert lines[0] == "..."
+    assert "in deep" in lines[-1]
+
+
+def test_a_stack_of_libraries_alone_is_shown_as_it_is():
+    code = "import threading, hpctrain.negotiation.whereabouts as w; exec('print(w.main_stack())')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "in <module>" in done.stdout
+
+
+def test_the_last_collective_is_told_with_its_age():
+    last = LastCall()
+    assert last.describe() == ("none so far", None)
+    last.note("all-reduce of gradients")
+    last.note("allreduce", "loss")
+    what, ago_s = last.describe()
+    assert what == "allreduce loss"
+    last.note("allreduce", "allreduce.loss")
+    assert last.describe()[0] == "allreduce.loss"
+    assert 0 <= ago_s < 60

@@ -1,0 +1,261 @@
+"""Laws of timelines: whole JSON at any moment, Horovod's names, nothing unbalanced."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain.comm.traffic import Traffic
+from hpctrain.core.errors import NotInitializedError
+from hpctrain.negotiation.timeline.timeline import Timeline
+from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.runtime import timeline_switch
+from tests.full_disk import largest_file
+
+MOVED = Traffic(node_bytes=100, rail_bytes=50, waited_s=0.001, rail_s=0.002)
+
+
+def record(timeline, name="allreduce.a", moved=MOVED):
+    """One operation, as the controller and the execution tell it."""
+    timeline.cycle()
+    timeline.negotiate_start(name, "allreduce")
+    timeline.rank_ready(name, 1)
+    timeline.rank_ready(name, 0)
+    timeline.negotiate_end(name)
+    timeline.start(name, "allreduce", 4096)
+    timeline.phase_start(name, "MEMCPY_IN_FUSION_BUFFER")
+    timeline.phase_end(name)
+    timeline.phase_start(name, "MPI_ALLREDUCE")
+    time.sleep(0.005)
+    timeline.phase_end(name, moved)
+    timeline.end(name)
+
+
+def row_of(events, name):
+    """The events of one tensor, without those that describe it."""
+    (number,) = {
+        event["pid"]
+        for event in events
+        if event["name" if event["ph"] == "M" else "ph"] == "process_name"
+        and event["args"].get("name") == name
+    }
+    return [event for event in events if event["pid"] == number and event["ph"] != "M"]
+
+
+def wait_for(text, path, limit_s=20.0):
+    end = time.monotonic() + limit_s
+    while text not in path.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return json.loads(path.read_text())
+
+
+def test_an_operation_has_horovods_phases_in_order(tmp_path):
+    timeline = Timeline(tmp_path / "t.json", 0, 2)
+    record(timeline)
+    timeline.close()
+    events = json.loads((tmp_path / "t.json").read_text())
+    row = [(event["ph"], event.get("name")) for event in row_of(events, "allreduce.a")]
+    assert [each for each in row if each[0] != "E"] == [
+        ("B", "NEGOTIATE_ALLREDUCE"),
+        ("X", "1"),
+        ("X", "0"),
+        ("B", "ALLREDUCE"),
+        ("B", "MEMCPY_IN_FUSION_BUFFER"),
+        ("B", "MPI_ALLREDUCE"),
+        ("X", "WAIT"),
+        ("X", "RAIL"),
+        ("X", "NODE"),
+    ]
+    assert [place for place, each in enumerate(row) if each[0] == "E"] == [3, 6, 11, 12]
+
+
+def test_wait_rail_and_node_fill_the_phase_they_are_in(tmp_path):
+    timeline = Timeline(tmp_path / "t.json", 0, 2)
+    record(timeline)
+    timeline.close()
+    row = row_of(json.loads((tmp_path / "t.json").read_text()), "allreduce.a")
+    parts = {each["name"]: each for each in row if each["ph"] == "X" and "cat" not in each}
+    assert parts["WAIT"]["dur"] == pytest.approx(1000, abs=1)
+    assert parts["RAIL"]["dur"] == pytest.approx(2000, abs=1)
+    began = next(each["ts"] for each in row if each.get("name") == "MPI_ALLREDUCE")
+    ended = next(each for each in row if each["ph"] == "E" and "args" in each)
+    assert sum(part["dur"] for part in parts.values()) == pytest.approx(
+        ended["ts"] - began, abs=0.01
+    )
+    assert ended["args"] == MOVED._asdict()
+
+
+@pytest.mark.parametrize(
+    ("moved", "parts"),
+    [
+        (Traffic(rail_bytes=50, waited_s=0.001), ["WAIT", "RAIL"]),
+        (Traffic(node_bytes=50), ["NODE"]),
+        (Traffic(waited_s=0.001), ["WAIT"]),
+        (Traffic(waited_s=1000.0), ["WAIT"]),
+        (Traffic(), []),
+        (None, []),
+    ],
+)
+def test_a_phase_has_the_parts_that_it_used(tmp_path, moved, parts):
+    timeline = Timeline(tmp_path / "t.json", 0, 2)
+    record(timeline, moved=moved)
+    timeline.close()
+    row = row_of(json.loads((tmp_path / "t.json").read_text()), "allreduce.a")
+    assert [each["name"] for each in row if each["ph"] == "X"] == ["1", "0", *parts]
+
+
+@pytest.mark.parametrize("mark", [False, True])
+def test_rounds_are_marked_where_that_is_wanted(tmp_path, mark):
+    timeline = Timeline(tmp_path / "t.json", 0, 2, mark_cycles=mark)
+    record(timeline)
+    timeline.close()
+    assert ("CYCLE_START" in (tmp_path / "t.json").read_text()) is mark
+
+
+def test_the_file_is_whole_while_it_grows(tmp_path):
+    path = tmp_path / "t.json"
+    timeline = Timeline(path, 3, 4)
+    try:
+        (head, *_) = json.loads(path.read_text())
+        assert head["args"]["rank"] == 3
+        assert head["args"]["start_time_since_epoch_in_micros"] == pytest.approx(
+            time.time() * 1e6, abs=60e6
+        )
+        record(timeline, "allreduce.first")
+        wait_for("allreduce.first", path)
+        record(timeline, "allreduce.second")
+        wait_for("allreduce.second", path)
+    finally:
+        timeline.close()
+
+
+def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "t.json"
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from hpctrain.negotiation.timeline.timeline import Timeline\n"
+        "path = Path(sys.argv[1]); timeline = Timeline(path, 0, 1)\n"
+        "timeline.negotiate_start('allreduce.last', 'allreduce')\n"
+        "while 'last' not in path.read_text(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert done.returncode == -9
+    assert row_of(json.loads(path.read_text()), "allreduce.last")
+
+
+def test_names_may_have_any_characters(tmp_path):
+    name = 'allreduce."\\\n\u00e4'
+    timeline = Timeline(tmp_path / "t.json", 0, 1)
+    record(timeline, name)
+    timeline.close()
+    assert row_of(json.loads((tmp_path / "t.json").read_text()), name)
+
+
+def test_the_end_of_what_began_before_the_timeline_is_left_out(tmp_path):
+    timeline = Timeline(tmp_path / "t.json", 0, 1)
+    timeline.phase_end("allreduce.a")
+    timeline.end("allreduce.a")
+    record(timeline)
+    timeline.close()
+    row = row_of(json.loads((tmp_path / "t.json").read_text()), "allreduce.a")
+    assert row[0]["name"] == "NEGOTIATE_ALLREDUCE"
+    assert sum(each["ph"] == "B" for each in row) == sum(each["ph"] == "E" for each in row)
+
+
+def test_threads_may_record_at_once(tmp_path):
+    timeline = Timeline(tmp_path / "t.json", 0, 1)
+
+    def work(number):
+        for _ in range(500):
+            timeline.start(f"allreduce.{number}", "allreduce")
+            timeline.end(f"allreduce.{number}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timeline.close()
+    timeline.close()
+    timeline.start("allreduce.late", "allreduce")
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert [len(row_of(events, f"allreduce.{number}")) for number in range(4)] == [1000] * 4
+    assert "late" not in (tmp_path / "t.json").read_text()
+
+
+def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, caplog):
+    timeline = Timeline(tmp_path / "t.json", 0, 1)
+    with largest_file((tmp_path / "t.json").stat().st_size + 50):
+        record(timeline)
+        timeline.close()
+    record(timeline)
+    assert "File too large" in caplog.text
+    assert json.loads((tmp_path / "t.json").read_text())
+
+
+def test_rank_0_alone_records_unless_the_path_has_a_rank(tmp_path):
+    every = [Timelines(rank, 2) for rank in range(2)]
+    for timelines in every:
+        timelines.start(str(tmp_path / "one.json"))
+    assert [each.current is not None for each in every] == [True, False]
+    for timelines in every:
+        timelines.start(tmp_path / "rank-{rank}.json", mark_cycles=True)
+        timelines.stop()
+        timelines.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "one.json",
+        "rank-0.json",
+        "rank-1.json",
+    ]
+
+
+def test_another_start_goes_on_with_the_same_file_and_ends_another(tmp_path):
+    timelines = Timelines(0, 1)
+    timelines.start(tmp_path / "a.json")
+    first = timelines.current
+    assert first is not None
+    record(first)
+    timelines.start(tmp_path / "a.json")
+    assert timelines.current is first
+    timelines.start(tmp_path / "b.json")
+    assert row_of(json.loads((tmp_path / "a.json").read_text()), "allreduce.a")
+    timelines.stop()
+    assert timelines.current is None
+    assert len(json.loads((tmp_path / "b.json").read_text())) == 2
+
+
+def test_a_file_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    timelines = Timelines(0, 1)
+    timelines.start(tmp_path / "missing" / "t.json")
+    assert timelines.current is None
+    assert "there will be no timeline" in caplog.text
+    assert str(tmp_path) in caplog.text
+
+
+def test_timelines_need_a_world(tmp_path):
+    assert not hpctrain.is_initialized()
+    for call in (
+        lambda: timeline_switch.start_timeline(str(tmp_path / "t")),
+        timeline_switch.stop_timeline,
+    ):
+        with pytest.raises(NotInitializedError):
+            call()
+
+
+def test_pythons_own_reader_takes_the_file(tmp_path):
+    path = tmp_path / "t.json"
+    timeline = Timeline(path, 0, 1)
+    record(timeline)
+    timeline.close()
+    done = subprocess.run(
+        [sys.executable, "-m", "json.tool", str(path)], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(path).read_text().endswith("\n]\n")
