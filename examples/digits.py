@@ -6,11 +6,9 @@ import numpy as np
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.writer import write_arrays
+from hpctrain import DataError
+from hpctrain.comm import Communicator
+from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
 NUM_TEST = 360
 """Of 1797 digits; 1437 are left to train on."""

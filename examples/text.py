@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.writer import write_arrays
+from hpctrain import DataError
+from hpctrain.comm import Communicator
+from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
 
 CONTEXT = 128
 """Bytes of a window that are guessed; one more comes before them."""

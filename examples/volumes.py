@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.writer import ShardWriter
+from hpctrain.comm import Communicator
+from hpctrain.data import MANIFEST, ShardedDataset, ShardWriter
 
 CELLS = 16
 """Along each side of a cube."""

@@ -4,8 +4,9 @@ Importing this package loads neither torch nor MPI: every name below is loaded a
 ``import hpctrain as hvd`` a script written for ``horovod.torch`` runs as it is.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpctrain.core.lazy import exports
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,25 @@ if TYPE_CHECKING:
     )
     from hpctrain.collectives.sparse import sparse_allreduce_async
     from hpctrain.compress.half import Compression
-    from hpctrain.core.errors import HorovodInternalError
+    from hpctrain.core.errors import (
+        CheckpointError,
+        CommError,
+        ConfigError,
+        CorruptError,
+        DataError,
+        DuplicateNameError,
+        HorovodInternalError,
+        HpctrainError,
+        LaunchError,
+        MismatchError,
+        NodeMemoryError,
+        NotFiniteError,
+        NotInitializedError,
+        OperationMismatchError,
+        RankLostError,
+        ReplicaError,
+        TopologyError,
+    )
     from hpctrain.data.rank_share import shard
     from hpctrain.gradients.batch_norm import SyncBatchNorm
     from hpctrain.gradients.optimizer import DistributedOptimizer
@@ -84,6 +103,7 @@ if TYPE_CHECKING:
     from hpctrain.runtime.world import (
         cross_rank,
         cross_size,
+        current,
         init,
         is_homogeneous,
         is_initialized,
@@ -97,7 +117,26 @@ if TYPE_CHECKING:
 _HOME = {
     "hpctrain.compress.half": ("Compression",),
     "hpctrain.data.rank_share": ("shard",),
-    "hpctrain.core.errors": ("HorovodInternalError",),
+    "": ("elastic",),
+    "hpctrain.core.errors": (
+        "CheckpointError",
+        "CommError",
+        "ConfigError",
+        "CorruptError",
+        "DataError",
+        "DuplicateNameError",
+        "HorovodInternalError",
+        "HpctrainError",
+        "LaunchError",
+        "MismatchError",
+        "NodeMemoryError",
+        "NotFiniteError",
+        "NotInitializedError",
+        "OperationMismatchError",
+        "RankLostError",
+        "ReplicaError",
+        "TopologyError",
+    ),
     "hpctrain.runtime.built": (
         "ccl_built",
         "cuda_built",
@@ -160,6 +199,7 @@ _HOME = {
     "hpctrain.runtime.world": (
         "cross_rank",
         "cross_size",
+        "current",
         "init",
         "is_homogeneous",
         "is_initialized",
@@ -178,25 +218,39 @@ _HOME = {
     "hpctrain.gradients.replica_check": ("check_replicas",),
     "hpctrain.local_sgd.staged_sgd": ("StagedSGD",),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
 __all__ = [
     "Adasum",
     "Average",
+    "CheckpointError",
+    "CommError",
     "Compression",
+    "ConfigError",
+    "CorruptError",
+    "DataError",
     "DiLoCo",
     "DistributedOptimizer",
+    "DuplicateNameError",
     "HierarchicalLocalSGD",
     "HorovodInternalError",
+    "HpctrainError",
+    "LaunchError",
     "LocalSGD",
     "Max",
     "Min",
+    "MismatchError",
+    "NodeMemoryError",
+    "NotFiniteError",
+    "NotInitializedError",
+    "OperationMismatchError",
     "PostLocalSGD",
     "ProcessSet",
     "Product",
+    "RankLostError",
+    "ReplicaError",
     "StagedSGD",
     "Sum",
     "SyncBatchNorm",
+    "TopologyError",
     "__version__",
     "add_process_set",
     "allgather",
@@ -221,6 +275,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "current",
     "ddl_built",
     "elastic",
     "global_process_set",
@@ -260,17 +315,4 @@ __all__ = [
     "synchronize",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name at its first use (PEP 562)."""
-    if name == "elastic":
-        return importlib.import_module("hpctrain.elastic")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = exports(__name__, _HOME)

@@ -23,7 +23,7 @@ import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
 
-from hpctrain.comm.node.memory import Memfd, NodeMemory, Window
+from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
 from hpctrain.comm.node.slices import CHUNK_BYTES, slice_bounds
 from hpctrain.core.units import MIB, format_bytes
 

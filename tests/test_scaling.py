@@ -15,7 +15,7 @@ ALLOWED = {
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "gradients/gradient_buckets.py": "a gradient, by its rank's weight",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
-    "gradients/step_values.py": "the sum over all micro-shards, by one over their number",
+    "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
     "local_sgd/averaging.py": "a replica, by its rank's weight",

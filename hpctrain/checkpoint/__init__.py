@@ -1,1 +1,48 @@
-"""Saving and loading what a run needs to go on."""
+"""Checkpoints that are whole or absent, of any number of ranks.
+
+Every name is loaded at its first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from hpctrain.core.lazy import exports
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.format.shard import Piece, Shard
+    from hpctrain.checkpoint.format.state_hash import state_hash
+    from hpctrain.checkpoint.loading import Loaded, load
+    from hpctrain.checkpoint.manager import Manager
+    from hpctrain.checkpoint.saving import Saved, save
+    from hpctrain.checkpoint.stateful import Stateful
+
+_HOME = {
+    "hpctrain.checkpoint.format.shard": (
+        "Piece",
+        "Shard",
+    ),
+    "hpctrain.checkpoint.format.state_hash": ("state_hash",),
+    "hpctrain.checkpoint.loading": (
+        "Loaded",
+        "load",
+    ),
+    "hpctrain.checkpoint.manager": ("Manager",),
+    "hpctrain.checkpoint.saving": (
+        "Saved",
+        "save",
+    ),
+    "hpctrain.checkpoint.stateful": ("Stateful",),
+}
+
+__all__ = [
+    "Loaded",
+    "Manager",
+    "Piece",
+    "Saved",
+    "Shard",
+    "Stateful",
+    "load",
+    "save",
+    "state_hash",
+]
+
+__getattr__, __dir__ = exports(__name__, _HOME)

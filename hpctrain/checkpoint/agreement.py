@@ -1,4 +1,4 @@
-"""What can fail on one rank fails on all, with the same words."""
+"""Failures agreed on: what fails on one rank fails on all, with the same words."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar

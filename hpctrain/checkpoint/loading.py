@@ -13,13 +13,14 @@ from torch import Tensor
 from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
 from hpctrain.checkpoint.format.manifest import (
     PRIVATE,
-    Manifest,
-    Part,
+    CheckpointManifest,
     Record,
+    StoredPart,
     file_name,
     read_bytes,
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_tree import unflatten
 from hpctrain.checkpoint.format.tensor_file import (
     BLOCK_BYTES,
     DTYPES,
@@ -28,14 +29,13 @@ from hpctrain.checkpoint.format.tensor_file import (
     opened,
     printable,
 )
-from hpctrain.checkpoint.format.tree import unflatten
 from hpctrain.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 
-_Stored = tuple[str, str, Part]
+_Stored = tuple[str, str, StoredPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def load(
     data = on_root(comm, f"read checkpoint {directory}", lambda: read_bytes(directory))
 
     def read() -> Loaded:
-        manifest = Manifest.parse(data, directory)
+        manifest = CheckpointManifest.parse(data, directory)
         state = _read_state(manifest, directory, into or {}, comm.rank)
         private = Privates(directory, manifest)
         private.get(comm.rank)
@@ -98,7 +98,9 @@ def check(directory: Path | str) -> list[str]:
     What ``load`` refuses on any number of ranks is a fault.
     """
     directory = Path(directory)
-    message, manifest = attempt(f"read checkpoint {directory}", lambda: Manifest.read(directory))
+    message, manifest = attempt(
+        f"read checkpoint {directory}", lambda: CheckpointManifest.read(directory)
+    )
     if manifest is None:
         return [message or ""]
     checks: list[Callable[[], object]] = [
@@ -121,7 +123,7 @@ def check(directory: Path | str) -> list[str]:
 class Privates(Mapping[int, Any]):
     """What each rank had of its own, read when asked for, as it may be much."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
         self._directory = directory
         self._records = {rank: of for rank, of in manifest.private.items() if PRIVATE in of}
         self._read: dict[int, Any] = {}
@@ -172,7 +174,9 @@ def _read(directory: Path, records: Mapping[str, Record]) -> dict[str, Tensor]:
     return {name: target.tensor for name, target in targets.items()}
 
 
-def _read_state(manifest: Manifest, directory: Path, into: Mapping[str, Shard], rank: int) -> Any:
+def _read_state(
+    manifest: CheckpointManifest, directory: Path, into: Mapping[str, Shard], rank: int
+) -> Any:
     if missing := sorted(set(into) - set(manifest.tensors)):
         raise CheckpointError(
             f"checkpoint {directory} has no tensor {', '.join(missing)}; "
@@ -230,7 +234,7 @@ def _fill(directory: Path, targets: Mapping[str, _Target], first: int = 0) -> No
         targets: by name in the files.
         first: the file to begin with; ranks that begin at different ones do not queue up.
     """
-    wanted: dict[int, list[tuple[str, Part]]] = {}
+    wanted: dict[int, list[tuple[str, StoredPart]]] = {}
     for name, target in targets.items():
         for part in target.record.parts:
             if part.shard.intersection(target.shard):
@@ -241,7 +245,7 @@ def _fill(directory: Path, targets: Mapping[str, _Target], first: int = 0) -> No
                 _read_part(file, name, part, targets[name])
 
 
-def _read_part(file: TensorFile, name: str, part: Part, target: _Target) -> None:
+def _read_part(file: TensorFile, name: str, part: StoredPart, target: _Target) -> None:
     record = target.record
     file.check(name, record.dtype, part.shard.shape)
     common = part.shard.intersection(target.shard)
@@ -260,7 +264,7 @@ def _read_part(file: TensorFile, name: str, part: Part, target: _Target) -> None
     place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
 
 
-def _by_rank(manifest: Manifest) -> dict[int, list[_Stored]]:
+def _by_rank(manifest: CheckpointManifest) -> dict[int, list[_Stored]]:
     """Return what the file of each rank holds: names, dtypes and parts."""
     stored: dict[int, list[_Stored]] = {}
     for records in (manifest.tensors, *manifest.private.values()):

@@ -11,16 +11,35 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain.checkpoint import store
 from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
 from hpctrain.checkpoint.background import Beside
-from hpctrain.checkpoint.directory import SCORE, Shelf
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.retention import check_keep
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
-from hpctrain.checkpoint.statistics import Figures
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import parse_seconds
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a checkpoint cost."""
+
+    step: int
+    num_bytes: int
+    """Of all tensors, on all ranks."""
+    stall_s: float
+    """How long the training stood still, the longest of all ranks."""
+    write_s: float
+    """Until all was on disk, the longest of all ranks."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Speed of all ranks together."""
+        return self.num_bytes / self.write_s if self.write_s else math.inf
+
 
 T = TypeVar("T")
 
@@ -72,7 +91,7 @@ class Manager:
         check_keep(keep, keep_best)
         mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
         self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
-        self._shelf = Shelf(Path(directory))
+        self._shelf = CheckpointDirectory(Path(directory))
         self._comm = comm
         self._keep = keep
         self._keep_best = keep_best

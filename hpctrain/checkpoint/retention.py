@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, by their names and scores: pure."""
+"""Retention of checkpoints, by their names and scores: pure."""
 
 import math
 import re

@@ -20,17 +20,17 @@ from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
     NAME,
     PRIVATE,
-    Manifest,
-    Part,
+    CheckpointManifest,
     Record,
+    StoredPart,
     dumps,
     file_name,
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
-from hpctrain.checkpoint.format.tree import flatten, lines
+from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.write_partition import Parts, divide, owners
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.arguments import name_of
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
 
@@ -107,7 +107,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
     def publish() -> int:
         assert written is not None
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             world=comm.size,
             facts=facts,
@@ -237,7 +237,9 @@ def _records(
         leaf = leaves[path]
         tensor = leaf.tensor if isinstance(leaf, Piece) else leaf
         shape = leaf.shard.global_shape if isinstance(leaf, Piece) else tuple(leaf.shape)
-        stored = [Part(rank, shard, tuple(crcs[rank][path])) for rank, shard in of_ranks.items()]
+        stored = [
+            StoredPart(rank, shard, tuple(crcs[rank][path])) for rank, shard in of_ranks.items()
+        ]
         records[path] = Record(name_of(tensor.dtype), shape, tuple(stored))
     return records
 
@@ -246,7 +248,7 @@ def _own_records(rank: int, written: _Written) -> dict[str, Record]:
     _, crcs, own = written
     assert crcs is not None
     return {
-        name: Record(dtype, shape, (Part(rank, Shard.whole(shape), tuple(crcs[name])),))
+        name: Record(dtype, shape, (StoredPart(rank, Shard.whole(shape), tuple(crcs[name])),))
         for name, (dtype, shape) in own.items()
     }
 
@@ -269,7 +271,7 @@ def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
 
 
 def _publish(
-    manifest: Manifest, room: Path, directory: Path, guard: Callable[[], None] | None
+    manifest: CheckpointManifest, room: Path, directory: Path, guard: Callable[[], None] | None
 ) -> None:
     """Write the manifest last, and let the directory appear."""
     with (room / NAME).open("xb") as file:

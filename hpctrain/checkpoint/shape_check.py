@@ -1,4 +1,4 @@
-"""Whether tensors fit where they are to go: one error names all that do not."""
+"""Shape check of tensors before they are loaded: one error names all that do not fit."""
 
 from collections.abc import Mapping
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.format.tree import flatten, unflatten
+from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.write_partition import divide
 
 

@@ -1,4 +1,4 @@
-"""What a part of a run offers so that checkpoints hold its state too."""
+"""The protocol of a part of a run whose state checkpoints hold."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

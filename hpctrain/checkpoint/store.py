@@ -4,9 +4,19 @@
 what is where. A checkpoint is there when its manifest is, which is written last.
 """
 
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.loading import Loaded, Privates, check, load
 from hpctrain.checkpoint.saving import Saved, save
 
-__all__ = ["Loaded", "Manifest", "Piece", "Privates", "Saved", "Shard", "check", "load", "save"]
+__all__ = [
+    "CheckpointManifest",
+    "Loaded",
+    "Piece",
+    "Privates",
+    "Saved",
+    "Shard",
+    "check",
+    "load",
+    "save",
+]

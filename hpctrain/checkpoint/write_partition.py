@@ -1,4 +1,4 @@
-"""Who writes what: replicated state is split over the ranks by bytes, sharded state stays."""
+"""Partition of writing: replicated state is split by bytes, sharded state stays."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -90,12 +90,12 @@ def bench(  # noqa: PLR0913 - a command's options
 
     doubt()  # before torch, which takes seconds to load
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.benchmark_run import run  # noqa: PLC0415
     from hpctrain.doctor.benchmarks.measure import Effort  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.request import Request  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.run import run  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
 
-    request = Request(
+    request = BenchmarkRequest(
         operation=operation,
         min_bytes=parse_bytes(min_bytes),
         max_bytes=parse_bytes(max_bytes),

@@ -168,10 +168,10 @@ def repair(
       hpctrain data repair data/train --drop
     """
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.tools.repair import Plan  # noqa: PLC0415
+    from hpctrain.data.tools.repair import RepairPlan  # noqa: PLC0415
     from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
 
-    plan = Plan(source=source, rebuild_manifest=rebuild_manifest, drop=drop, dry_run=dry_run)
+    plan = RepairPlan(source=source, rebuild_manifest=rebuild_manifest, drop=drop, dry_run=dry_run)
     with _ranks() as comm, ToolBar("repairing", comm) as bar:
         outcome = carry_out(directory, plan, comm, start=bar.start)
     _say(comm, ["dry run, nothing is changed; it would be:"] if dry_run else [])

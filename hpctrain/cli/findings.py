@@ -1,4 +1,4 @@
-"""What ``hpctrain doctor`` prints for people."""
+"""Output of ``hpctrain doctor`` for people."""
 
 import shutil
 import sys

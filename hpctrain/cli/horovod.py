@@ -95,11 +95,11 @@ def build(
     from hpctrain.cli.horovod_progress import Show  # noqa: PLC0415
     from hpctrain.core.errors import ConfigError  # noqa: PLC0415
     from hpctrain.launch.horovod.build import build as make  # noqa: PLC0415
-    from hpctrain.launch.horovod.missing import Plan  # noqa: PLC0415
+    from hpctrain.launch.horovod.missing import BuildPlan  # noqa: PLC0415
 
     if gpu not in (None, "nccl"):
         raise ConfigError(f"--gpu is nccl, got {gpu!r}; without it MPI reduces tensors on GPUs")
-    plan = Plan(jobs=jobs, gpu="nccl" if gpu else "", install=not no_install)
+    plan = BuildPlan(jobs=jobs, gpu="nccl" if gpu else "", install=not no_install)
     with Show() as show:
         built = make(plan, show, wheel_dir=wheel_dir, force=force)
     for line in _closing(built):

@@ -1,4 +1,4 @@
-"""How far the build of Horovod is: a bar on a terminal, lines in a file."""
+"""Progress of the build of Horovod: a bar on a terminal, lines in a file."""
 
 import time
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""What ``hpctrain data info`` prints for people."""
+"""Output of ``hpctrain data info`` for people."""
 
 from collections.abc import Iterator, Sequence
 

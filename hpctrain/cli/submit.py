@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 if TYPE_CHECKING:
     from hpctrain.cli.submit_job import Job
     from hpctrain.core.finding import Finding
-    from hpctrain.launch.slurm.batch import BatchSettings
+    from hpctrain.launch.slurm.batch_script import BatchSettings
 
 REFUSED = 1
 """Exit code where the checks or Slurm refuse the job."""
@@ -139,7 +139,7 @@ def submit(  # noqa: PLR0913 - a command's options
 
       hpctrain submit --template requeue --print > my.sbatch
     """
-    from hpctrain.launch.slurm import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
     from hpctrain.launch.slurm.lint.limit import sbatch_time  # noqa: PLC0415
     from hpctrain.launch.slurm.submission import dependency  # noqa: PLC0415
 
@@ -150,7 +150,7 @@ def submit(  # noqa: PLR0913 - a command's options
         _print_template(template, print_only=print_only)
         return
     job = _job(config, name, overrides or (), array)
-    settings = batch.BatchSettings(
+    settings = batch_script.BatchSettings(
         job_name=job.name,
         partition=partition,
         account=account,
@@ -168,7 +168,7 @@ def submit(  # noqa: PLR0913 - a command's options
         overrides=tuple(overrides or ()),
         extra=tuple(extra or ()),
     )
-    script = batch.script(template or _default_template(settings), settings)
+    script = batch_script.script(template or _default_template(settings), settings)
     if print_only or dry_run:
         typer.echo(script, nl=False)
     if print_only:
@@ -181,25 +181,25 @@ def submit(  # noqa: PLR0913 - a command's options
 
 
 def _list_templates() -> None:
-    from hpctrain.launch.slurm import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
 
-    width = max(map(len, batch.names())) + 2
-    for name in batch.names():
+    width = max(map(len, batch_script.names())) + 2
+    for name in batch_script.names():
         # The first comment, up to its empty line, says what a template is for.
-        lines = batch.text(name).partition("\n# ")[2].partition("\n#\n")[0].split("\n# ")
+        lines = batch_script.text(name).partition("\n# ")[2].partition("\n#\n")[0].split("\n# ")
         what = " ".join(lines).rstrip(":")
         typer.echo(fill(f"{name:<{width}}{what}", WIDTH, subsequent_indent=" " * width))
 
 
 def _print_template(template: str | None, *, print_only: bool) -> None:
-    from hpctrain.launch.slurm import batch  # noqa: PLC0415
+    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
 
     if template is None or not print_only:
         raise ConfigError(
             "a job needs a configuration: hpctrain submit CONFIG.toml; "
             "hpctrain submit --template NAME --print prints a template"
         )
-    typer.echo(batch.text(template), nl=False)
+    typer.echo(batch_script.text(template), nl=False)
 
 
 def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | None) -> "Job":
@@ -224,8 +224,8 @@ def _default_template(settings: "BatchSettings") -> str:
 
 def _check(script: str) -> None:
     """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
-    from hpctrain.launch.slurm.lint.facts import gather  # noqa: PLC0415
     from hpctrain.launch.slurm.lint.lint import lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.script_facts import gather  # noqa: PLC0415
     from hpctrain.launch.slurm.submission import try_out  # noqa: PLC0415
 
     findings = [finding for finding in lint(script, facts=gather()) if finding.level != "ok"]

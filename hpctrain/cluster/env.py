@@ -1,4 +1,4 @@
-"""What launchers and schedulers tell their processes by environment variables: one table.
+"""Environment variables of launchers and schedulers: one table.
 
 MPI's own launchers stand before Slurm: below ``mpirun`` in a Slurm job every rank inherits
 ``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason Slurm's

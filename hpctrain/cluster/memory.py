@@ -1,4 +1,4 @@
-"""How much memory a process may still take, by the machine and by its control groups."""
+"""Memory that a process may still take, by the machine and by its control groups."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -13,7 +13,7 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 _SET_TIMER_SLACK = 29
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process id, and where it is one."""
 
     pid: int
@@ -21,13 +21,13 @@ class Identity(NamedTuple):
     """Processes with the same value see each other under their ids; a container has its own."""
 
 
-def identity() -> Identity:
+def identity() -> ProcessIdentity:
     """Return the identity of this process; where there is no /proc it sees nobody."""
     try:
         namespace = (_BOOT.read_text().strip(), _NAMESPACE.stat().st_ino)
     except OSError:
         namespace = ("", os.getpid())
-    return Identity(os.getpid(), namespace)
+    return ProcessIdentity(os.getpid(), namespace)
 
 
 def is_interactive() -> bool:

@@ -1,4 +1,4 @@
-"""Where every rank runs: facts of all ranks in, one frozen value out."""
+"""The place of every rank: facts of all ranks in, one frozen value out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

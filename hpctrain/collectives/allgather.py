@@ -6,10 +6,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.arguments import check_group, check_tensor, controller_of, named
 from hpctrain.collectives.gradients import carried_out
 from hpctrain.collectives.grouped_allreduce import grouped_allreduce
 from hpctrain.collectives.handles import Operation, group, only
+from hpctrain.collectives.operation_arguments import (
+    check_group,
+    check_tensor,
+    controller_of,
+    named,
+)
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 

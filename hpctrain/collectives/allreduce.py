@@ -4,9 +4,9 @@ from typing import cast
 
 from torch import Tensor
 
-from hpctrain.collectives.arguments import check_reduction, chosen_op, controller_of
 from hpctrain.collectives.grouped_allreduce import reduced
 from hpctrain.collectives.handles import Operation, Pending, only
+from hpctrain.collectives.operation_arguments import check_reduction, chosen_op, controller_of
 from hpctrain.collectives.reductions import compressed, reduction
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression

@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.arguments import check_rows, controller_of, named
 from hpctrain.collectives.gradients import applied, wanted
 from hpctrain.collectives.handles import Operation
+from hpctrain.collectives.operation_arguments import check_rows, controller_of, named
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request, Result

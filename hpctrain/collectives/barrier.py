@@ -1,6 +1,6 @@
 """The ranks wait for each other: ``barrier``."""
 
-from hpctrain.collectives.arguments import controller_of
+from hpctrain.collectives.operation_arguments import controller_of
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 

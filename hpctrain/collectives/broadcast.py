@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.allreduce import allreduce
-from hpctrain.collectives.arguments import check_tensor, controller_of, named, root_in
 from hpctrain.collectives.gradients import applied, wanted
 from hpctrain.collectives.handles import Operation, only
+from hpctrain.collectives.operation_arguments import check_tensor, controller_of, named, root_in
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 

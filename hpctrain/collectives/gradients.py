@@ -1,4 +1,4 @@
-"""When and how operations take part in autograd."""
+"""Derivatives of operations, for autograd."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.arguments import controller_of
+from hpctrain.collectives.operation_arguments import controller_of
 from hpctrain.negotiation.request import Request
 from hpctrain.runtime.process_sets import ProcessSet
 

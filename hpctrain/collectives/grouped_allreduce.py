@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.arguments import (
+from hpctrain.collectives.gradients import carried_out
+from hpctrain.collectives.handles import Operation, group
+from hpctrain.collectives.operation_arguments import (
     check_group,
     check_tensor,
     chosen_op,
     controller_of,
 )
-from hpctrain.collectives.gradients import carried_out
-from hpctrain.collectives.handles import Operation, group
 from hpctrain.collectives.reductions import compressed, reduction
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression

@@ -1,4 +1,4 @@
-"""What asynchronous operations return, and the two functions that take it."""
+"""Handles of asynchronous operations: ``poll`` and ``synchronize``."""
 
 from collections.abc import Callable
 from operator import itemgetter

@@ -1,6 +1,6 @@
 """Ranks that have nothing left take part all the same: ``join``."""
 
-from hpctrain.collectives.arguments import controller_of
+from hpctrain.collectives.operation_arguments import controller_of
 from hpctrain.comm.threads import calls_from_threads
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.runtime import world

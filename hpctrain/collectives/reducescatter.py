@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.allgather import grouped_allgather
-from hpctrain.collectives.arguments import (
+from hpctrain.collectives.gradients import carried_out
+from hpctrain.collectives.handles import Operation, group, only
+from hpctrain.collectives.operation_arguments import (
     UnsupportedError,
     check_group,
     check_rows,
     chosen_op,
     controller_of,
 )
-from hpctrain.collectives.gradients import carried_out
-from hpctrain.collectives.handles import Operation, group, only
 from hpctrain.collectives.reductions import compressed, reduction
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression

@@ -1,10 +1,10 @@
-"""What all reductions have in common: the request, and the way of compressed tensors."""
+"""Common parts of all reductions: the request, and the way of compressed tensors."""
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from hpctrain.collectives.arguments import check_reduction, named
+from hpctrain.collectives.operation_arguments import check_reduction, named
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.negotiation.reduce_op import ReduceOp

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.arguments import check_on_cpu, controller_of, named
 from hpctrain.collectives.handles import Operation, group
+from hpctrain.collectives.operation_arguments import check_on_cpu, controller_of, named
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.reduce_op import ReduceOp
 from hpctrain.negotiation.request import Kind, Request

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import check_tensor, name_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rail.doubling import fold
+from hpctrain.comm.tensor_arguments import check_tensor, name_of
 from hpctrain.core.errors import CommError
 
 _TAG = 23258

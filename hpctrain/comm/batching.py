@@ -1,4 +1,4 @@
-"""How many small operations travel as one, and how long they wait for each other.
+"""Batching of small operations: how many travel as one, and how long they wait.
 
 A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation but
 the first; what waits longer than ``a`` loses more than it can save. So operations are fused up to

@@ -9,7 +9,7 @@ from torch import Tensor
 from hpctrain.comm.node.slices import chunks_of
 
 
-class Owner(Protocol):
+class BucketOwner(Protocol):
     """A node level, as buckets know it."""
 
     num_bytes: int
@@ -29,7 +29,7 @@ class Bucket:
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
     number: int = 0
     """Counts the buckets of a communicator: the ranks compare it before they reduce."""
-    owner: Owner | None = None
+    owner: BucketOwner | None = None
     """The node level that made it; None in private memory."""
 
     @property

@@ -1,4 +1,4 @@
-"""Which ranks share memory, which share a rail, and the communicator that follows."""
+"""Building the communicator: ranks that share memory, ranks that share a rail."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,7 +10,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.comm.node.memory import Memfd, NodeMemory, Window
+from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail

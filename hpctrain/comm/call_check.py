@@ -8,8 +8,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.agreement import by_rank
-from hpctrain.comm.arguments import name_of
 from hpctrain.comm.ops import Op
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import wait_request
 from hpctrain.comm.watch import Watch
 from hpctrain.core.errors import MismatchError

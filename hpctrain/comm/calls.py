@@ -1,12 +1,12 @@
-"""What a rank is about to do, as one number that the ranks of a node compare before they do it."""
+"""A number for a rank's next call, which the ranks of a node compare before they make it."""
 
 import zlib
 from functools import lru_cache
 
 import torch
 
-from hpctrain.comm.arguments import name_of
 from hpctrain.comm.ops import Op
+from hpctrain.comm.tensor_arguments import name_of
 
 _OPS = tuple(Op)
 _DTYPES = tuple(

@@ -1,4 +1,4 @@
-"""What every communicator can do; ``serial``, ``mpi`` and ``hierarchical`` implement it."""
+"""The protocol of communicators; ``serial``, ``mpi`` and ``hierarchical`` implement it."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.control_channel.mailbox import Post
+from hpctrain.comm.control_channel.mailbox import Mailbox
 from hpctrain.comm.ops import Op
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import Work
@@ -162,7 +162,7 @@ class Communicator(Protocol):
             MismatchError: the ranks name different groups.
         """
 
-    def mail(self) -> Post:
+    def mail(self) -> Mailbox:
         """Make mailboxes between the ranks; each call makes others.
 
         They may be used beside the operations of this communicator, from another thread too

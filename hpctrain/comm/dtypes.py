@@ -1,4 +1,4 @@
-"""How the elements of a tensor are described to MPI."""
+"""MPI's datatypes for the elements of tensors."""
 
 import torch
 from mpi4py import MPI

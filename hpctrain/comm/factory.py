@@ -22,7 +22,7 @@ from hpctrain.core.config import Settings
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.liveness import Presence
+    from hpctrain.comm.liveness import Liveness
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Connection:
     plan: Plan
     plan_origin: str
     """What the plan was chosen by, for people."""
-    presence: "Presence | None"
+    presence: "Liveness | None"
     """Who is still there; None in a world of one."""
     notes: tuple[str, ...]
     """Warnings of this rank, for the user."""
@@ -79,7 +79,7 @@ def _threads(topology: Topology) -> int:
     return preflight.threads_for(len(topology.cores), len(topology.core_peers), quota())
 
 
-def _visible(processes: Sequence[process.Identity], rank: int) -> dict[int, int]:
+def _visible(processes: Sequence[process.ProcessIdentity], rank: int) -> dict[int, int]:
     """Return the pid of every rank whose process this one can see."""
     return {
         other: found.pid
@@ -88,7 +88,7 @@ def _visible(processes: Sequence[process.Identity], rank: int) -> dict[int, int]
     }
 
 
-def _watch(presence: "Presence", topology: Topology, settings: Settings) -> Watch:
+def _watch(presence: "Liveness", topology: Topology, settings: Settings) -> Watch:
     return Watch(
         presence.check,
         hosts={
@@ -121,10 +121,10 @@ def _alone(settings: Settings) -> Connection:
 def _together(
     world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
 ) -> Connection:
-    from hpctrain.comm.liveness import Presence  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.liveness import Liveness  # noqa: PLC0415 - a world of one needs no MPI
 
     process.sharpen_sleep()
-    presence = Presence(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
+    presence = Liveness(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     watch = _watch(presence, topology, settings)
     ranks = _Ranks(world, topology, settings, num_threads, watch)
     joined = _by_horovod(ranks) if settings.engine == "horovod" else _by_levels(ranks)
@@ -150,7 +150,7 @@ class _Ranks(NamedTuple):
     num_threads: int
     watch: Watch
 
-    def decide(self, stored: StoredPlan | None, node_memory: str) -> planning.Decision:
+    def decide(self, stored: StoredPlan | None, node_memory: str) -> planning.PlanDecision:
         """Choose the plan; the same on every rank. Collective."""
         world, topology = self.world, self.topology
         mine = (self.num_threads, planning.machine(len(topology.cores)))
@@ -161,7 +161,7 @@ class _Ranks(NamedTuple):
         return planning.decide(world, topology, self.settings, stored, rule, machines)
 
 
-_Joined: TypeAlias = tuple[Communicator, planning.Decision, str]
+_Joined: TypeAlias = tuple[Communicator, planning.PlanDecision, str]
 """All ranks, by which plan, and a warning."""
 
 

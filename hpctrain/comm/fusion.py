@@ -1,4 +1,4 @@
-"""Which tensor travels in which bucket, and where in it: pure arithmetic."""
+"""Fusion of tensors into buckets: pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

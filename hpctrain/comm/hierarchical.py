@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.calls import bucket_call, other_call, tensor_call
 from hpctrain.comm.control_channel import making
@@ -24,6 +23,7 @@ from hpctrain.comm.node.slices import slice_bounds
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.work import FINISHED, Work
@@ -32,7 +32,7 @@ from hpctrain.core.errors import CommError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -96,7 +96,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.meet(f"new bucket of {numel} {name_of(dtype)}")
         return self._node.new_bucket(numel, dtype)
 
-    def mail(self) -> "Post":
+    def mail(self) -> "Mailbox":
         """Make mailboxes in node memory, and of MPI messages between nodes."""
         self.meet("mail")
         return making.by_node(self._comm, self._node, self._watch)

@@ -1,4 +1,4 @@
-"""Who is still here: ranks that died or left are found by those that wait for them."""
+"""Liveness of ranks: those that died or left are found by those that wait for them."""
 
 import os
 import time
@@ -28,7 +28,7 @@ _REASON_BYTES = 400
 _NAP_S = (50e-6, 20e-3)
 
 
-class Presence:
+class Liveness:
     """Knows which ranks are gone, without a thread and without a message while all is well.
 
     A rank that died is missed by the ranks of its node, which look at its process. A rank that

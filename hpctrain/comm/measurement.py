@@ -1,4 +1,4 @@
-"""How long the algorithms took that a plan chooses from."""
+"""Times of the algorithms that a plan chooses from."""
 
 import statistics
 from collections.abc import Sequence

@@ -9,7 +9,16 @@ from mpi4py.util import pkl5
 from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
-from hpctrain.comm.arguments import (
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.call_check import describe, meet
+from hpctrain.comm.control_channel import making
+from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
+from hpctrain.comm.ops import Combination, Op, combination, finish
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.rail.by_messages import allreduce_by_messages_
+from hpctrain.comm.rail.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
+from hpctrain.comm.rail.wire import CHUNK_ELEMENTS, Wire
+from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,
     check_rank,
@@ -20,15 +29,6 @@ from hpctrain.comm.arguments import (
     name_of,
     part_numels,
 )
-from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import describe, meet
-from hpctrain.comm.control_channel import making
-from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
-from hpctrain.comm.ops import Combination, Op, combination, finish
-from hpctrain.comm.owner import Owner
-from hpctrain.comm.rail.by_messages import allreduce_by_messages_
-from hpctrain.comm.rail.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
-from hpctrain.comm.rail.wire import CHUNK_ELEMENTS, Wire
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.work import FINISHED, Work
@@ -36,7 +36,7 @@ from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ class MpiCommunicator:
         self.meet(f"group of ranks {list(ranks)}")
         return self._make_group(self._comm, ranks)
 
-    def mail(self) -> "Post":
+    def mail(self) -> "Mailbox":
         """Make mailboxes of MPI messages."""
         self.meet("mail")
         return making.flat(self._comm, self._watch)

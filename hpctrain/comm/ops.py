@@ -1,4 +1,4 @@
-"""How the values of several ranks become one: which operation, and in which numbers."""
+"""Reduction operators on the values of several ranks, and the numbers they compute in."""
 
 import enum
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import name_of
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
 
 

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
-from hpctrain.comm.arguments import (
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.control_channel import making
+from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,
     check_rank,
@@ -16,15 +19,12 @@ from hpctrain.comm.arguments import (
     flat_of,
     part_numels,
 )
-from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.control_channel import making
-from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class SerialCommunicator:
         check_group(ranks, 1)
         return self
 
-    def mail(self) -> "Post":
+    def mail(self) -> "Mailbox":
         """Make mailboxes without neighbours."""
         return making.alone()
 

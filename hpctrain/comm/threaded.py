@@ -17,7 +17,7 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.work import FINISHED, ThreadWork, Work
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class ThreadedCommunicator:
         made = self._result(lambda: self._comm.group(ranks))
         return None if made is None else ThreadedCommunicator(made)
 
-    def mail(self) -> "Post":
+    def mail(self) -> "Mailbox":
         """Make mailboxes, which the caller uses beside the thread."""
         return self._result(self._comm.mail)
 

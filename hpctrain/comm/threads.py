@@ -1,4 +1,4 @@
-"""What the MPI library allows beside the thread that trains."""
+"""Threads that the MPI library allows beside the one that trains."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a communicator has moved so far."""
+"""Bytes and calls of a communicator so far."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: a short spin, then sleep, with an eye on the others."""
+"""Waiting for other ranks: a short spin, then sleep, with an eye on the others."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ NAP_SHARE = 0.02
 """Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
 
 
-class Request(Protocol):
+class MpiRequest(Protocol):
     """Something that is under way, such as a request of MPI."""
 
     def Test(self, status: "MPI.Status | None", /) -> bool:  # noqa: N802 - MPI's name
@@ -70,7 +70,7 @@ class NodeBarrier:
 
 
 def wait_request(
-    request: Request,
+    request: MpiRequest,
     watch: Watch,
     partner: int | None = None,
     over: str = "",

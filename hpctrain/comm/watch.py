@@ -1,4 +1,4 @@
-"""What a rank does every tenth of a second while it waits: nobody waits in silence or for ever."""
+"""Watch of a waiting rank, every tenth of a second: nobody waits in silence or for ever."""
 
 import logging
 import math

@@ -1,1 +1,1 @@
-"""What a bucket travels as: one codec per file."""
+"""Codecs of buckets, one per file."""

@@ -1,4 +1,4 @@
-"""What stands between a full bucket and the ranks' sum of it."""
+"""The protocol of codecs, between a full bucket and the ranks' sum of it."""
 
 from collections.abc import Sequence
 from typing import Protocol

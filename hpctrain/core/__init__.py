@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, units, logs, settings, atomic files."""
+"""The base of all packages: errors, units, logs, settings, atomic files."""

@@ -1,4 +1,4 @@
-"""What a check found out about a machine, a launch or a script, and what to do about it."""
+"""A finding of a check about a machine, a launch or a script, and the remedy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

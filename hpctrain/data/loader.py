@@ -11,12 +11,12 @@ import torch
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.batch import Batch
-from hpctrain.data.loading.arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.batches import Reading
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
+from hpctrain.data.loading.loader_arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.prefetch import prefetched
-from hpctrain.data.loading.read_depth import Pace
+from hpctrain.data.loading.read_depth import ReadDepth
 from hpctrain.data.loading.skipped import Skipped
 from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
@@ -253,7 +253,7 @@ class Loader:
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
         at_once = self.dataset.best_read_whole
-        pace = Pace.of(
+        pace = ReadDepth.of(
             self.dataset.sample_bytes * self.global_batch / self.size,
             threads=self.threads,
             prefetch=self.prefetch,

@@ -16,10 +16,10 @@ from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Part, gather, gather_ragged, split
-from hpctrain.data.io.handles import Handles, Opener
+from hpctrain.data.io.open_files import Handles, Opener
+from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.io.picked import Picked
-from hpctrain.data.io.shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Values
@@ -235,7 +235,7 @@ class ShardedDataset:
         return Picked(self.take([index % len(self)]), 1)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``hpctrain.data.torch_dataloader.collate``."""
+        """Return many samples, for ``DataLoader``; see ``torch_dataloader.collate``."""
         return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

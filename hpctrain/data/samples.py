@@ -1,4 +1,4 @@
-"""What a loader reads from: a data set on disk, a part of one, a mixture of several."""
+"""The protocol of what a loader reads: a data set, a part of one, a mixture of several."""
 
 from collections.abc import Mapping
 from typing import Protocol

@@ -16,12 +16,12 @@ from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_bytes
 from hpctrain.data.format.crc import combine
+from hpctrain.data.io.staging.node_copy import Copied, Copier, CopyShare, damaged, rank_of
+from hpctrain.data.io.staging.place import folders, sites
+from hpctrain.data.io.staging.staged_shard import StagedOpener
+from hpctrain.data.io.staging.staging_directory import StageDirectory, sweep
+from hpctrain.data.io.staging.staging_plan import Chosen, ShardPlan, plan_of, wanted_blocks
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.stage.copy import Copied, Copier, Share, damaged, rank_of
-from hpctrain.data.stage.directory import StageDirectory, sweep
-from hpctrain.data.stage.place import folders, sites
-from hpctrain.data.stage.plan import Chosen, ShardPlan, plan_of, wanted_blocks
-from hpctrain.data.stage.shard import StagedOpener
 from hpctrain.data.tools.salvage import UNREADABLE
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _finish(
     return present
 
 
-def _check_whole(dataset: ShardedDataset, index: int, shares: Sequence[Share]) -> None:
+def _check_whole(dataset: ShardedDataset, index: int, shares: Sequence[CopyShare]) -> None:
     """Compare the crc32 of a file with that of its parts."""
     crc32 = 0
     for turn in range(len(shares)):

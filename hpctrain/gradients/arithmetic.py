@@ -1,4 +1,4 @@
-"""What the bits of a calculation depend on beside the program and its inputs."""
+"""Facts that the bits of a calculation depend on beside the program and its inputs."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a forward pass does to the buffers of a model, such as the statistics of BatchNorm."""
+"""Changes of a model's buffers by a forward pass, such as the statistics of BatchNorm."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Where each gradient lies: a slot per parameter, in buckets that travel as one message."""
+"""Slots of gradients: one per parameter, in buckets that travel as one message."""
 
 from collections.abc import Sequence
 

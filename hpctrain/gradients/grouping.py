@@ -1,4 +1,4 @@
-"""Which parameters' gradients travel together because somebody asked for it."""
+"""Groups of parameters whose gradients travel together because somebody asked for it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

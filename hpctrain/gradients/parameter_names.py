@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called, the same on every rank."""
+"""Names of an optimizer's parameters, the same on every rank."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

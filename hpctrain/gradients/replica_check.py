@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model: ``check_replicas``."""
+"""``check_replicas``: comparison of the model over all ranks."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How much each rank's gradient counts: the only place that decides a factor of a gradient."""
+"""Sample counts of ranks: the only place that decides a factor of a gradient."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What stands between Hydra and a rank, so that one rank's failure ends the others.
+"""Wrapper between Hydra and a rank, so that one rank's failure ends the others.
 
 Hydra, the launcher of MPICH and Intel MPI, ends a job when a process dies by a signal, or breaks
 off after ``MPI_Init``. One that leaves earlier with an error, say a failed import, it takes for

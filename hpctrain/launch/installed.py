@@ -1,4 +1,4 @@
-"""What is installed here of all that hpctrain needs, as the packages themselves say it."""
+"""Installed packages that hpctrain needs, by their own metadata."""
 
 import json
 import re

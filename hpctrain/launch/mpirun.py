@@ -1,4 +1,4 @@
-"""Which ``mpirun`` starts the ranks: where it lies, whose it is and how old."""
+"""The ``mpirun`` that starts the ranks: its place, vendor and version."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Which process management interface ``srun --mpi=`` must offer to the MPI library in use."""
+"""The process management interface that ``srun --mpi=`` must offer to the MPI library in use."""
 
 import sys
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ print("MPI_Get_library_version:", MPI.Get_library_version())
 """
 
 
-class Loaded(NamedTuple):
+class LoadedLibraries(NamedTuple):
     """The MPI library that mpi4py loads."""
 
     library: Path
@@ -50,7 +50,7 @@ def libmpi(environ: Mapping[str, str] | None = None) -> Path:
     return load(environ).library
 
 
-def load(environ: Mapping[str, str] | None = None) -> Loaded:
+def load(environ: Mapping[str, str] | None = None) -> LoadedLibraries:
     """Find the MPI library that mpi4py loads in a rank of this environment.
 
     A process of its own loads it, so this one stays free of MPI.
@@ -81,7 +81,7 @@ def load(environ: Mapping[str, str] | None = None) -> Loaded:
             f"mpi4py of {sys.prefix} has loaded, but no file named libmpi is among its memory "
             "maps; say what srun needs yourself, e.g. `srun --mpi=pmix`"
         )
-    return Loaded(found[0], version)
+    return LoadedLibraries(found[0], version)
 
 
 def _reason(stderr: str) -> str:

@@ -1,4 +1,4 @@
-"""What a user means by a command: ``python``, ``hpctrain``, a script, a program."""
+"""Commands as users write them: ``python``, ``hpctrain``, a script, a program."""
 
 import shutil
 import sys

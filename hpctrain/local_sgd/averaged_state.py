@@ -18,7 +18,7 @@ Layout = dict[str, dict[str, Any]]
 _NUMBERS = "who has state, and numbers of steps"
 
 
-class State(Tensors):
+class OptimizerState(Tensors):
     """The optimizer's state of each parameter: means over the ranks that have some.
 
     A rank that has none, having skipped all steps or never used a layer, counts with zeros of

@@ -13,8 +13,8 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.anchored import Outer
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.rounds import Opening, Samples
-from hpctrain.local_sgd.sync_interval import Pace, Steps
+from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
+from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 
 class DiLoCo(LocalMethod):
@@ -74,7 +74,7 @@ class DiLoCo(LocalMethod):
             ConfigError: an argument is not valid.
         """
         _check(outer_lr, outer_momentum, fragments, delay, keep)
-        self._pace = Pace(steps, share=share, most=most, least=max(fragments, delay))
+        self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
         super().__init__(model, optimizer, compression=compression)
         self._delay = delay
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
@@ -89,7 +89,7 @@ class DiLoCo(LocalMethod):
         """Step after which a fragment was sent last."""
         self._due = [0] * fragments
         """Step at which a fragment that is under way takes its outer step."""
-        self._samples = [Samples() for _ in range(fragments)]
+        self._samples = [SampleSums() for _ in range(fragments)]
         self._buffers = self._exchange.averages_buffers()
 
     @property
@@ -184,7 +184,7 @@ class DiLoCo(LocalMethod):
             self._exchange.complete([fragment], keep=self._keep)
         return opening.total_weight > 0
 
-    def _begin(self, number: int) -> Opening:
+    def _begin(self, number: int) -> RoundOpening:
         """Let a fragment travel; the buffers, which no fragment has, go with the last one."""
         is_last = number == len(self._fragments) - 1
         buffers = [self._buffers] if is_last else []

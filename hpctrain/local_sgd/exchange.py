@@ -1,4 +1,4 @@
-"""How replicas travel: the averagings of a method, begun and completed."""
+"""The exchange of replicas: the averagings of a method, begun and completed."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -10,11 +10,11 @@ from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
 from hpctrain.compress.identity import Identity
 from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
-from hpctrain.local_sgd.averaged_state import State
+from hpctrain.local_sgd.averaged_state import OptimizerState
 from hpctrain.local_sgd.averaged_tensors import Parameters, Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.local_sgd.replica import Replica
-from hpctrain.local_sgd.rounds import Opening, Rounds, Samples
+from hpctrain.local_sgd.rounds import RoundOpening, Rounds, SampleSums
 from hpctrain.runtime.world import World
 
 
@@ -59,7 +59,7 @@ class Exchange:
 
     def averages_state(self) -> Averaging:
         """Make what averages the optimizer's state over all ranks. Collective."""
-        return self._averages(State(self._replica.optimizer), self._comm)
+        return self._averages(OptimizerState(self._replica.optimizer), self._comm)
 
     def averages_parameters(self, node: Communicator | None = None) -> Averaging:
         """Make what averages parameters, over all ranks or those of this node. Collective."""
@@ -87,8 +87,8 @@ class Exchange:
         return made
 
     def begin(
-        self, averagings: Sequence[Averaging], samples: Samples, rounds: Rounds | None = None
-    ) -> Opening:
+        self, averagings: Sequence[Averaging], samples: SampleSums, rounds: Rounds | None = None
+    ) -> RoundOpening:
         """Let the ranks meet, and then replicas travel. Collective.
 
         Args:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_sgd import LocalSGD
-from hpctrain.local_sgd.rounds import Rounds, Samples
+from hpctrain.local_sgd.rounds import Rounds, SampleSums
 from hpctrain.local_sgd.sync_interval import Steps
 
 
@@ -51,7 +51,7 @@ class HierarchicalLocalSGD(LocalSGD):
             self._gradients.over(node)
             return
         self._node_rounds = Rounds(node)
-        self._samples.append(Samples())
+        self._samples.append(SampleSums())
         self._node_averagings = [
             self._exchange.averages_parameters(node),
             self._exchange.averages_buffers(node),

@@ -1,4 +1,4 @@
-"""What all methods have in common whose ranks take steps of their own."""
+"""The base of all methods whose ranks take steps of their own."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from hpctrain.gradients.distributed_methods import DistributedMethods
 from hpctrain.gradients.sample_count import NUM_FLAGS
 from hpctrain.local_sgd.exchange import Exchange
 from hpctrain.local_sgd.replica import Replica
-from hpctrain.local_sgd.rounds import Rounds, Samples
+from hpctrain.local_sgd.rounds import Rounds, SampleSums
 from hpctrain.local_sgd.switched_gradients import SwitchedGradients
 from hpctrain.runtime import world
 
@@ -76,7 +76,7 @@ class LocalMethod:
         self.communication_seconds = 0.0
         """Time in which the last step waited for other ranks."""
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
-        self._samples = [Samples()]
+        self._samples = [SampleSums()]
         self._flags, self._wants_switch = 0, False
         broadcast_parameters(model.state_dict())
         self.replica.all_agree()

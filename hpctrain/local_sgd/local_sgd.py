@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.compressor import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.sync_interval import Pace, Steps
+from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 STATES = ("local", "average", "reset")
 
@@ -64,7 +64,7 @@ class LocalSGD(LocalMethod):
         """
         if state not in STATES:
             raise ConfigError(f"state is one of {', '.join(STATES)}, got {state!r}")
-        self._pace = Pace(steps, share=share, most=most)
+        self._pace = SyncInterval(steps, share=share, most=most)
         super().__init__(model, optimizer, compression=compression)
         self._state = state
         self._averagings = [

@@ -1,4 +1,4 @@
-"""What a rank has of its own while ranks take steps of their own: parameters, buffers, state."""
+"""A rank's own parameters, buffers and state while ranks take steps of their own."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How many steps a round has: a number, a schedule, or what the machine affords."""
+"""Steps of a round: a number, a schedule, or what the machine affords."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ TRIAL_ROUNDS = 3
 """Rounds of the smallest number of steps before ``auto`` decides; the first is not measured."""
 
 
-class Pace:
+class SyncInterval:
     """The number of steps of each round, the same on every rank.
 
     ``auto`` measures the first rounds and takes the smallest number with which averaging costs at

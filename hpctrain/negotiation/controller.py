@@ -10,8 +10,8 @@ from hpctrain.comm.threads import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.units import MIB
 from hpctrain.negotiation.handle import Handle, TensorHandle
-from hpctrain.negotiation.progress_engine import JOIN, BreakOff, Progress
-from hpctrain.negotiation.progress_thread import Driver
+from hpctrain.negotiation.progress_engine import JOIN, BreakOff, ProgressEngine
+from hpctrain.negotiation.progress_thread import ProgressThread
 from hpctrain.negotiation.recurring import Recurring
 from hpctrain.negotiation.request import Kind, Request, Result
 from hpctrain.negotiation.response_cache import NUM_SLOTS
@@ -57,7 +57,7 @@ class Controller:
         self._timeout_s = timeout_s
         self._post = comm.mail()
         self._stalls = stalls or Stalls()
-        self._progress = Progress(
+        self._progress = ProgressEngine(
             comm,
             self._post,
             fusion_bytes=fusion_bytes,
@@ -65,7 +65,9 @@ class Controller:
             stalls=self._stalls,
         )
         has_thread = comm.size > 1 and calls_from_threads()
-        self._driver = Driver(self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread)
+        self._driver = ProgressThread(
+            self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread
+        )
         self._is_open = True
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""

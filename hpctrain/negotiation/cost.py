@@ -1,11 +1,11 @@
-"""What one agreement costs: messages, bytes and seconds, for any number of ranks."""
+"""Cost of one agreement: messages, bytes and seconds, for any number of ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.control_channel.tree import tree_of
+from hpctrain.comm.control_channel.message_tree import tree_of
 from hpctrain.negotiation.messages import (
     Decision,
     NewEntry,

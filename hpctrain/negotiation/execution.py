@@ -13,18 +13,132 @@ from hpctrain.negotiation.exchanging import copy_of, empty_like
 from hpctrain.negotiation.fusing import DIRECT_BYTES
 from hpctrain.negotiation.fusion_buffer import FusionBuffer
 from hpctrain.negotiation.handle import succeed_all, succeed_in_place, tensors_of
-from hpctrain.negotiation.join_placeholder import stand_in
-from hpctrain.negotiation.phases import Phases
 from hpctrain.negotiation.reduce_op import ReduceOp
 from hpctrain.negotiation.reducing import Recipe, add_, multiply_, recipe, reduce_
 from hpctrain.negotiation.request import Kind, Request, Result
-from hpctrain.negotiation.splitting import Cuts, Message
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.negotiation.batch import Entry
+    from hpctrain.negotiation.handle import Handle
+    from hpctrain.negotiation.operation_batch import Entry
+    from hpctrain.negotiation.timeline.timeline import Timeline
+
+from typing import TYPE_CHECKING
+
+from hpctrain.negotiation.request import Signature
+
+if TYPE_CHECKING:
+    from hpctrain.comm.traffic import Traffic
     from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.timeline.timeline import Timeline
+from collections import OrderedDict
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from hpctrain.negotiation.fusing import runs
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.operation_batch import Entry
+
+_MOST_CUTS = 16
+
+
+class Message(NamedTuple):
+    """Requests that are carried out together."""
+
+    pick: Callable[[Any], Sequence[Handle]]
+    """Takes theirs out of the handles of the batch."""
+    key: object
+    """Equal for equal messages; None where they are not single tensors that share a buffer."""
+    is_flat: bool
+    """Whether all tensors have one dimension."""
+
+
+class Cuts:
+    """Cuts batches; those that are given by the same entries only once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[object, tuple[Sequence[Entry], list[Message]]] = OrderedDict()
+        self._num_cuts = 0
+
+    def of(
+        self, handles: Sequence[Handle], fusion_bytes: int, entries: Sequence[Entry] | None
+    ) -> list[Message]:
+        """Return the messages of a batch.
+
+        Args:
+            handles: of this rank.
+            fusion_bytes: largest message of several requests.
+            entries: what was decided of each, where that is worth remembering.
+        """
+        if entries is None:
+            return self._cut(handles, fusion_bytes)
+        key = fusion_bytes, id(entries)
+        found = self._known.get(key)
+        if found is None:
+            # The entries are kept, so that their id stays theirs.
+            found = self._known[key] = entries, self._cut(handles, fusion_bytes)
+            if len(self._known) > _MOST_CUTS:
+                self._known.popitem(last=False)
+        return found[1]
+
+    def _cut(self, handles: Sequence[Handle], fusion_bytes: int) -> list[Message]:
+        self._num_cuts += 1
+        requests = [handle.request for handle in handles]
+        return [
+            _message(numbers, [requests[number] for number in numbers], (self._num_cuts, place))
+            for place, numbers in enumerate(runs(requests, fusion_bytes))
+        ]
+
+
+def _message(numbers: list[int], together: Sequence[Request], key: object) -> Message:
+    if len(numbers) == 1 or any(len(each.tensors) != 1 for each in together):
+        return Message(
+            pick=lambda handles: [handles[number] for number in numbers], key=None, is_flat=False
+        )
+    is_flat = all(len(each.signature.shapes[0]) == 1 for each in together)
+    return Message(itemgetter(*numbers), key, is_flat)
+
+
+class Phases:
+    """The operations that are carried out together, from their start to their end."""
+
+    def __init__(
+        self,
+        timeline: "Timeline",
+        handles: Sequence["Handle"],
+        traffic: "Callable[[], Traffic]",
+    ) -> None:
+        self._timeline = timeline
+        self._traffic = traffic
+        self._names = [handle.name for handle in handles]
+        self._before: Traffic | None = None
+        for handle in handles:
+            request = handle.request
+            num_bytes = sum(tensor.nbytes for tensor in request.tensors)
+            timeline.start(handle.name, request.kind.name, num_bytes)
+        timeline.flush()  # it may be the last that this process does
+
+    def enter(self, phase: str) -> None:
+        """Leave the phase before, if there was one, for this one."""
+        self._leave()
+        for name in self._names:
+            self._timeline.phase_start(name, phase)
+        self._before = self._traffic()
+
+    def end(self) -> None:
+        """Say that it is over."""
+        self._leave()
+        for name in self._names:
+            self._timeline.end(name)
+        self._timeline.flush()  # before anybody hears of the result
+
+    def _leave(self) -> None:
+        if self._before is not None:
+            moved = self._traffic().since(self._before)
+            for name in self._names:
+                self._timeline.phase_end(name, moved)
+        self._before = None
+
 
 __all__ = ["Executor", "stand_in"]
 
@@ -259,3 +373,62 @@ def _portions(
         portions[-1].append(number)
         filled += num_bytes
     return portions
+
+
+def stand_in(signature: Signature, rank: int, size: int) -> Request:  # noqa: ARG001 - interface
+    """Return a request that changes nothing for the other ranks.
+
+    Args:
+        signature: of the operation; not of a broadcast from this rank, which nobody can replace.
+        rank: of this process in the set.
+        size: number of ranks of the set.
+
+    Returns:
+        To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast.
+        Its signature is the one given.
+    """
+    kind, dtypes, shapes, op, prescale, postscale, root, _ = signature
+    tensors = []
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        if signature.is_free:
+            tensors.append(torch.empty((0, *shape), dtype=dtype, device="cpu"))
+        elif op is None:
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        else:
+            tensors.append(_neutral(shape, dtype, op, prescale))
+    return Request(
+        kind,
+        None,
+        tensors,
+        in_place=True,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        root=root,
+        splits=[0] * size if kind is Kind.ALLTOALL else None,
+    )
+
+
+def _neutral(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, prescale: float) -> Tensor:
+    """Return elements that are neutral once they are multiplied by ``prescale``."""
+    value: float = 0
+    if op is ReduceOp.PRODUCT:
+        value = 1 / (prescale or 1)
+    elif op in (ReduceOp.MIN, ReduceOp.MAX):
+        value = _range(dtype)[(op is ReduceOp.MIN) == (prescale >= 0)]
+    if dtype.is_floating_point or dtype.is_complex:
+        element = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+    else:
+        element = torch.tensor(round(value), dtype=dtype, device="cpu")
+    return element.expand(shape).clone(memory_format=torch.contiguous_format)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype is torch.bool:
+        return 0, 1
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    infinity = torch.tensor(torch.inf, device="cpu")
+    if infinity.to(dtype).to(torch.float32).isinf():  # not all of those with 8 bits
+        return -torch.inf, torch.inf
+    return torch.finfo(dtype).min, torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Which all-reduces of a batch travel as one message."""
+"""Fusing of a batch's all-reduces into messages."""
 
 from collections.abc import Hashable, Sequence
 

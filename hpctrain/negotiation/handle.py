@@ -1,4 +1,4 @@
-"""What a caller keeps of an operation that may still be under way."""
+"""Handle of an operation that may still be under way."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the negotiators of neighbouring ranks send each other, and how it becomes bytes.
+"""Messages between the negotiators of neighbouring ranks, as bytes.
 
 The steady state has two messages, both without a pickle: up the tree a vector with a bit for each
 operation that is ready below, down the tree the numbers of the operations to carry out.

@@ -1,4 +1,4 @@
-"""Which operation of this rank has which name."""
+"""Names of this rank's operations under way."""
 
 import threading
 from collections import defaultdict, deque

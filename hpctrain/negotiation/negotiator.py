@@ -1,20 +1,24 @@
-"""Who has announced which operation, and what is carried out when: the same on every rank."""
+"""The negotiator: announcements in, decisions out, the same on every rank."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import CommError
 from hpctrain.negotiation import messages
-from hpctrain.negotiation.batch import Batch, Entry
 from hpctrain.negotiation.messages import Decision, KnownEntry, NewEntry, Report
-from hpctrain.negotiation.pending_table import OWN, Tally
-from hpctrain.negotiation.ready import Ready
+from hpctrain.negotiation.operation_batch import Entry, OperationBatch
+from hpctrain.negotiation.pending_table import OWN, PendingTable
 from hpctrain.negotiation.request import Signature
-from hpctrain.negotiation.response_cache import NUM_SLOTS, Slots, bits_of
+from hpctrain.negotiation.response_cache import NUM_SLOTS, ResponseCache, bits_of
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.tree import Tree
+    from hpctrain.comm.control_channel.message_tree import Tree
     from hpctrain.negotiation.handle import Handle
+from collections.abc import Iterable, Mapping
+
+from hpctrain.core.units import format_ranks
+from hpctrain.negotiation.messages import Part
+from hpctrain.negotiation.request import Kind
 
 _SILENT_DROPS = 1024
 """A rank that has nothing else to say tells its parent after so many which slots it knows."""
@@ -25,8 +29,8 @@ class Negotiator:
 
     A rank reports an operation to its parent once it and all ranks below have announced it. What
     reaches the root so is ready; the root decides, and tells everybody downwards. Operations that
-    were decided before have numbers (``Slots``), so that any number of them are one vector of
-    bits. A rank that has joined counts as having announced everything.
+    were decided before have numbers (``ResponseCache``), so that any number of them are one vector
+    of bits. A rank that has joined counts as having announced everything.
 
     Messages between two ranks must arrive in the order in which they were sent. Not thread-safe.
     """
@@ -41,12 +45,12 @@ class Negotiator:
         self._tree = tree
         self._is_root = tree.parent is None
         self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
-        self._slots = Slots(num_slots)
-        self._tally = Tally(tree.rank, len(tree.children), self._slots)
+        self._slots = ResponseCache(num_slots)
+        self._tally = PendingTable(tree.rank, len(tree.children), self._slots)
         self._announced: dict[str, int] = {}  # in order; the number, or -1
         self._is_changed = False
         self._out: list[tuple[int, bytes]] = []
-        self._batches: list[Batch] = []
+        self._batches: list[OperationBatch] = []
         self._joins: list[int] = []  # at the root all so far, elsewhere those not yet reported
         self._is_join_reported = False
         self._is_introduced = False
@@ -113,7 +117,7 @@ class Negotiator:
         """Bring a (picklable) answer to the root."""
         self._answers.append((self._tree.rank, answer))
 
-    def decided(self) -> list[Batch]:
+    def decided(self) -> list[OperationBatch]:
         """Return the batches to carry out now, each once."""
         batches, self._batches = self._batches, []
         return batches
@@ -275,7 +279,7 @@ class Negotiator:
             self._announced.pop(name, None)
         numbers = self._slots.numbers
         self._tally.clear(bits_of([numbers[name] for name in names if name in numbers]), names)
-        self._batches.append(Batch(tuple(entries), decision.join_over))
+        self._batches.append(OperationBatch(tuple(entries), decision.join_over))
         if decision.join_over is not None:
             self._joins, self._is_join_reported = [], False
             self._tally.unjoin()
@@ -298,3 +302,125 @@ class Negotiator:
             self._tally.rename(dropped)
             if dropped.entry.name in self._announced:
                 self._announced[dropped.entry.name] = -1
+
+
+class Ready:
+    """Operations that every rank has announced or, having joined, goes without."""
+
+    def __init__(self, num_ranks: int, slots: ResponseCache) -> None:
+        """Start empty."""
+        self._num_ranks = num_ranks
+        self._slots = slots
+        self._bits = 0
+        self._names: dict[str, list[Part]] = {}
+
+    def add(self, bits: int, names: Iterable[tuple[str, list[Part]]]) -> None:
+        """Take what ``PendingTable.take`` returns."""
+        self._bits |= bits
+        self._names.update(names)
+
+    def __len__(self) -> int:
+        return self._bits.bit_count() + len(self._names)
+
+    def take(
+        self, announced: Mapping[str, int], join_over: int | None
+    ) -> list[int] | Decision | None:
+        """Return everything as one decision; None if there is nothing to decide.
+
+        Args:
+            announced: what the root has announced, with the number or -1, in its order, which is
+                the order of the decision.
+            join_over: the rank that joined last, if all have joined.
+
+        Returns:
+            Numbers, if all operations have one and all ranks take part in them.
+        """
+        bits, names = self._bits, self._names
+        if not (bits or names or join_over is not None):
+            return None
+        self._bits, self._names = 0, {}
+        if not names and join_over is None:
+            if bits.bit_count() == len(announced):  # all of it, as a rule
+                return list(announced.values())
+            return [slot for slot in announced.values() if slot >= 0 and bits >> slot & 1]
+        items: list[NewEntry | KnownEntry] = []
+        for name, slot in announced.items():
+            if name in names:
+                items.append(self._item(name, names.pop(name)))
+            elif slot >= 0 and bits >> slot & 1:
+                items.append(KnownEntry(slot, joined=False))
+        items += [self._item(name, parts) for name, parts in names.items()]
+        return Decision(tuple(items), join_over)
+
+    def _item(self, name: str, parts: list[Part]) -> NewEntry | KnownEntry:
+        signature, everywhere = parts[0]
+        error, joined = None, False
+        if everywhere is not None:
+            given = [(some, ranks or []) for some, ranks in parts]
+            joined = sum(len(ranks) for _, ranks in given) < self._num_ranks
+            if len(given) > 1:
+                error = disagreement(name, given)
+            else:
+                error = missing_root(name, signature, everywhere)
+        slot = self._slots.numbers.get(name)
+        if error or slot is None or self._slots.entries[slot].signature != signature:
+            return NewEntry(name, signature, error, joined)
+        return KnownEntry(slot, joined)
+
+
+_NUM_SHOWN = 3
+"""Tensors of a group that are described: the first ones that differ."""
+
+Given = Sequence[tuple[Signature, Sequence[int]]]
+"""Each description and the ranks that gave it."""
+
+
+def disagreement(name: str, given: Given) -> str:
+    """Say who gave what for ``name``."""
+    signatures, note = _differing([signature for signature, _ in given])
+    texts = [signature.describe() for signature in signatures]
+    if len(set(texts)) < len(texts):
+        texts = [str(tuple(signature)) for signature in signatures]
+    sides = " and ".join(
+        f"{text} on {format_ranks(ranks)}"
+        for text, (_, ranks) in zip(texts, given, strict=True)
+    )  # fmt: skip
+    return (
+        f'operation "{name}" must be the same on all ranks, got {sides}{note}; submit it with the '
+        f"same kind, dtype, shape, op, factors, root rank and device on every rank, or give "
+        f"different operations different names"
+    )
+
+
+def missing_root(name: str, signature: Signature, given: Sequence[int]) -> str | None:
+    """Say that the root of a broadcast has joined, if ``given`` lacks it."""
+    if signature.kind is not Kind.BROADCAST or signature.root in given:
+        return None
+    return (
+        f'the root of a broadcast must take part in it, "{name}" is to come from rank '
+        f"{signature.root}, which has joined; let that rank join after its last broadcast, or "
+        f"choose another root rank"
+    )
+
+
+def _differing(signatures: list[Signature]) -> tuple[list[Signature], str]:
+    """Leave out of large groups the tensors on which all agree; say which are left."""
+    counts = {len(signature.dtypes) for signature in signatures}
+    total = max(counts)
+    if total <= _NUM_SHOWN or len(counts) > 1:
+        return signatures, ""
+    kept = [
+        index
+        for index in range(total)
+        if len({(s.dtypes[index], s.shapes[index], s.devices[index]) for s in signatures}) > 1
+    ][:_NUM_SHOWN]
+    shown = [
+        signature._replace(
+            dtypes=tuple(signature.dtypes[index] for index in kept),
+            shapes=tuple(signature.shapes[index] for index in kept),
+            devices=tuple(signature.devices[index] for index in kept),
+        )
+        for signature in signatures
+    ]
+    places = ", ".join(str(index + 1) for index in kept)
+    return shown, f" (tensors {places} of a group of {total})" if kept else f" ({total} tensors)"

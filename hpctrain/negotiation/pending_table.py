@@ -1,15 +1,15 @@
-"""Which operations this rank and all ranks below it have announced."""
+"""Operations that this rank and all ranks below it have announced."""
 
 from collections.abc import Sequence
 
 from hpctrain.negotiation.messages import Part
-from hpctrain.negotiation.response_cache import Drop, Slots, slots_of
+from hpctrain.negotiation.response_cache import Drop, ResponseCache, slots_of
 
 OWN = 0
 """The source that is this rank; its children are sources 1, 2, ..."""
 
 
-class Tally:
+class PendingTable:
     """Counts by source: the announcements of this rank, and of each child's whole subtree.
 
     Operations that have a number, and are announced as all know them, are bits; the others are
@@ -17,7 +17,7 @@ class Tally:
     soon as every source has announced it or has joined.
     """
 
-    def __init__(self, rank: int, num_children: int, slots: Slots) -> None:
+    def __init__(self, rank: int, num_children: int, slots: ResponseCache) -> None:
         """Take the numbers, which somebody else keeps up to date."""
         self.bits = [0] * (1 + num_children)
         """By source, the operations it has announced that are not decided."""

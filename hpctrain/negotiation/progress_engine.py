@@ -1,4 +1,4 @@
-"""What carrying out named operations takes, one turn after another; one thread at a time."""
+"""Progress engine of named operations, one turn after another; one thread at a time."""
 
 import time
 from collections import deque
@@ -10,16 +10,16 @@ from hpctrain.core.errors import (
     OperationMismatchError,
     RankLostError,
 )
-from hpctrain.negotiation.batch import Batch, Entry
 from hpctrain.negotiation.execution import Executor, stand_in
 from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.names import Names
 from hpctrain.negotiation.negotiator import Negotiator
+from hpctrain.negotiation.operation_batch import Entry, OperationBatch
 from hpctrain.negotiation.stalls import Stalls
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Post
+    from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.timeline.timelines import Timelines
 
 JOIN = "<join>"
@@ -35,7 +35,7 @@ class BreakOff(NamedTuple):
     reason: str
 
 
-class Progress:
+class ProgressEngine:
     """This rank's operations from their announcement to their end.
 
     ``news``, ``to_ask`` and ``names`` may be used by any thread; ``turn`` by one at a time.
@@ -44,7 +44,7 @@ class Progress:
     def __init__(
         self,
         comm: "Communicator",
-        post: "Post",
+        post: "Mailbox",
         *,
         fusion_bytes: int,
         timelines: "Timelines | None",
@@ -197,7 +197,7 @@ class Progress:
         others = self._negotiator.announce_known(many[:end])
         news.extendleft(reversed(others + many[end:]))
 
-    def _carry_out(self, batch: Batch) -> None:
+    def _carry_out(self, batch: OperationBatch) -> None:
         timeline = self._timelines.current if self._timelines is not None else None
         if timeline is not None:
             timeline.cycle()
@@ -219,7 +219,7 @@ class Progress:
         if self.closing is not None and self.closing.is_done:
             self.shut_down()
 
-    def _of_this_rank(self, batch: Batch) -> list[Handle]:
+    def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
         """Return what this rank has of a batch, without what has failed."""
         entries = batch.entries
         if len(entries) > _MANY and not any(entry.error for entry in entries):

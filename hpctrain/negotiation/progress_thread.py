@@ -1,4 +1,4 @@
-"""Who drives: a caller who waits for something, or else a thread that sleeps in between."""
+"""Progress thread: a waiting caller polls, else a thread that sleeps in between."""
 
 import threading
 import time
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.mailbox import Post
-    from hpctrain.negotiation.progress_engine import Progress
+    from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0
 """Between two looks for what has lasted too long, and for questions of other ranks."""
@@ -19,14 +19,16 @@ EVICT_S = 10.0
 """Longest wait at the end for a caller whose operation does not come back."""
 
 
-class Driver:
-    """Lets one thread at a time drive a ``Progress``.
+class ProgressThread:
+    """Lets one thread at a time drive a ``ProgressEngine``.
 
     A caller who waits drives on his own thread: no other has to wake up for it. The driver's
     thread takes over what nobody waits for, and lets go as soon as a caller comes.
     """
 
-    def __init__(self, progress: "Progress", post: "Post", *, cycle_s: float, has_thread: bool):
+    def __init__(
+        self, progress: "ProgressEngine", post: "Mailbox", *, cycle_s: float, has_thread: bool
+    ):
         """Start the thread.
 
         Args:

@@ -1,4 +1,4 @@
-"""What is the same each time a tensor is reduced in place under one name: checked once."""
+"""Facts about a tensor that is reduced in place again under one name: checked once."""
 
 import torch
 from torch import Tensor

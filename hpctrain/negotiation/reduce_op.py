@@ -1,4 +1,4 @@
-"""How the values of all ranks become one, with Horovod's names."""
+"""Reduction operators, with Horovod's names."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""How values become one over all ranks, with the factors and the averages of Horovod."""
+"""Reduction of values over all ranks, with the factors and the averages of Horovod."""
 
 from collections.abc import Sequence
 from functools import lru_cache

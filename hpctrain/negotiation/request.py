@@ -1,4 +1,4 @@
-"""What one rank asks for, and what of it all ranks must have in common."""
+"""Request of one rank, and the part of it that all ranks must have in common."""
 
 import enum
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.negotiation.batch import Batch, Entry
+from hpctrain.negotiation.operation_batch import Entry, OperationBatch
 from hpctrain.negotiation.request import Signature
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class LookUp(NamedTuple):
 class KnownBatch(NamedTuple):
     """A batch of operations that all have a number."""
 
-    batch: Batch
+    batch: OperationBatch
     bits: int
 
 
@@ -42,7 +42,7 @@ class Drop(NamedTuple):
     entry: Entry
 
 
-class Slots:
+class ResponseCache:
     """A cache of operations; the least recently decided one leaves when it is full.
 
     It changes by decisions alone, so after the same decisions it is the same on every rank. What
@@ -80,7 +80,7 @@ class Slots:
         """Return the operations of these numbers, which a message said: the same object again."""
         known = self._batches.get(decision)
         if known is None:
-            batch = Batch(tuple([self.entries[slot] for slot in slots]), None)
+            batch = OperationBatch(tuple([self.entries[slot] for slot in slots]), None)
             known = self._batches[decision] = KnownBatch(batch, bits_of(slots))
             if len(self._batches) > _MOST_BATCHES:
                 self._batches.popitem(last=False)

@@ -12,8 +12,8 @@ from hpctrain.core.config import Settings
 from hpctrain.negotiation.stall_report import (
     Answer,
     Inquiry,
-    Member,
     Question,
+    SetMember,
     describe,
     unanswered,
 )
@@ -47,7 +47,7 @@ class StallWatch:
         self,
         settings: Settings,
         number: int,
-        members: Sequence[Member],
+        members: Sequence[SetMember],
         last_call: LastCall,
     ) -> None:
         """Take what is needed to speak of ranks.

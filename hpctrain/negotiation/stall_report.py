@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     """Where its main thread is; empty if it lacks nothing."""
 
 
-class Member(NamedTuple):
+class SetMember(NamedTuple):
     """A rank of a process set."""
 
     rank: int
@@ -61,7 +61,7 @@ class Inquiry:
     answers: "dict[int, Answer]" = field(default_factory=dict)
 
 
-def describe(inquiry: Inquiry, members: Sequence[Member]) -> str:
+def describe(inquiry: Inquiry, members: Sequence[SetMember]) -> str:
     """Return the report: which operations, which ranks lack them, and what these do.
 
     Empty if everything has turned out well meanwhile.
@@ -85,7 +85,7 @@ def describe(inquiry: Inquiry, members: Sequence[Member]) -> str:
     return "\n".join(lines)
 
 
-def unanswered(question: "Question", number: int, members: Sequence[Member]) -> str:
+def unanswered(question: "Question", number: int, members: Sequence[SetMember]) -> str:
     """Return the report of a rank whose question the root has not passed on."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
@@ -104,7 +104,7 @@ def _outlook(*, is_final: bool) -> str:
     )
 
 
-def _operations(inquiry: Inquiry, members: Sequence[Member], silent: list[int]) -> list[str]:
+def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
     """A line for each operation that somebody waits for and somebody lacks."""
     lines = []
     for name, age_s in inquiry.ages_s.items():
@@ -121,7 +121,7 @@ def _operations(inquiry: Inquiry, members: Sequence[Member], silent: list[int]) 
 
 
 def _doing(
-    numbers: Sequence[int], answers: "Mapping[int, Answer]", members: Sequence[Member]
+    numbers: Sequence[int], answers: "Mapping[int, Answer]", members: Sequence[SetMember]
 ) -> list[str]:
     """Lines about ranks that are at the same place."""
     answer = answers[numbers[0]]
@@ -136,11 +136,11 @@ def _doing(
     ]
 
 
-def _ranks(numbers: Iterable[int], members: Sequence[Member]) -> str:
+def _ranks(numbers: Iterable[int], members: Sequence[SetMember]) -> str:
     return format_ranks(sorted(members[number].rank for number in numbers))
 
 
-def _who(numbers: Sequence[int], members: Sequence[Member]) -> str:
+def _who(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     hosts = sorted({members[number].host for number in numbers})
     where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
     return f"{_ranks(numbers, members)} on {where}"

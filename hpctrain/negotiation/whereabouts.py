@@ -1,4 +1,4 @@
-"""What this process is at: its last collective, and where in the program its main thread is."""
+"""Whereabouts of this process: its last collective, and the line of its main thread."""
 
 import sys
 import sysconfig

@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from hpctrain.core.errors import RankLostError
-from hpctrain.runtime.crash import CrashReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+import shutil
+import subprocess
 
 FAILED = 1
 RANK_LOST = 87
@@ -28,7 +29,7 @@ STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
-class World(Protocol):
+class Abortable(Protocol):
     """All ranks, as far as ending them goes: an MPI communicator."""
 
     @property
@@ -39,7 +40,7 @@ class World(Protocol):
         """End all ranks at once."""
 
 
-def install(world: World, log_dir: Path | None) -> "FailureHooks":
+def install(world: Abortable, log_dir: Path | None) -> "FailureHooks":
     """Let an exception that nobody catches end all ranks from now on.
 
     In a thread that neither computes nor communicates, such as that of a progress bar, it is only
@@ -63,7 +64,7 @@ def install(world: World, log_dir: Path | None) -> "FailureHooks":
 class FailureHooks:
     """The hooks of one process for exceptions that nobody catches, and for crashes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Abortable) -> None:
         self._world = world
         self._owner = os.getpid()
         self._log: Path | None = None
@@ -192,3 +193,64 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if isinstance(error, RankLostError):
         return RANK_LOST, f"{error}; all ranks end"
     return FAILED, ""
+
+
+FAREWELL_S = 1.0
+"""Time for the tagger to end once nobody can write to it any more."""
+
+
+class CrashReport:
+    """Sends what ``faulthandler`` writes to stderr and the rank's log, each line with its rank.
+
+    ``faulthandler`` writes to one file and knows no ranks, and a crashed process can do nothing
+    more: so it writes into a pipe, and a sleeping ``sed`` on the other end does the rest. It
+    ends with this process, however that ends. Without ``sed`` the stack is on stderr, untagged.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._tag = f"[rank {rank}] "
+        self._tagger: subprocess.Popen[bytes] | None = None
+        self._enabled = False
+
+    def start(self, log: Path | None) -> None:
+        """Catch crashes from now on, unless the user has enabled ``faulthandler`` himself."""
+        if self._enabled or faulthandler.is_enabled():
+            return
+        self._enabled = True
+        with contextlib.suppress(OSError):
+            self._tagger = _start_tagger(self._tag, log)
+        if self._tagger and self._tagger.stdin:
+            faulthandler.enable(self._tagger.stdin.fileno())
+        elif sys.__stderr__:
+            faulthandler.enable(sys.__stderr__.fileno())
+
+    def stop(self) -> None:
+        """Stop catching crashes."""
+        if not self._enabled:
+            return
+        self._enabled = False
+        faulthandler.disable()
+        if self._tagger and self._tagger.stdin:
+            self._tagger.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # A forked child of ours may still hold the pipe: then the tagger outlives us.
+                self._tagger.wait(FAREWELL_S)
+        self._tagger = None
+
+
+def _start_tagger(tag: str, log: Path | None) -> subprocess.Popen[bytes] | None:
+    sed = shutil.which("sed")
+    if sed is None:
+        return None
+    # stdout appends to the log; sed's own "w" would truncate it.
+    out = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        return subprocess.Popen(  # noqa: S603 - nothing of it comes from a user
+            [sed, "-u", "-e", f"s/^/{tag}/", "-e", "w /dev/stderr"],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            # Not in our process group: a Ctrl-C or the launcher's kill must not silence it.
+            start_new_session=True,
+        )
+    finally:
+        os.close(out)

@@ -1,4 +1,4 @@
-"""What this package can do, in Horovod's questions."""
+"""Abilities of this package, in Horovod's questions."""
 
 import importlib.util
 import sys

@@ -10,7 +10,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.stall import StallWatch
-from hpctrain.negotiation.stall_report import Member
+from hpctrain.negotiation.stall_report import SetMember
 from hpctrain.negotiation.stalls import Stalls
 from hpctrain.negotiation.timeline.timelines import Timelines
 from hpctrain.negotiation.whereabouts import LastCall
@@ -40,7 +40,7 @@ class Controllers:
         settings, plan = self.settings, self.plan
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         hosts = {rank: host for members, host in nodes for rank in members}
-        members = [Member(rank, hosts[rank]) for rank in ranks]
+        members = [SetMember(rank, hosts[rank]) for rank in ranks]
         watch = StallWatch(settings, comm.rank, members, self.last_call)
         return Controller(
             comm,

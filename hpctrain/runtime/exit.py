@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from hpctrain.runtime.abort import FailureHooks
 
 if TYPE_CHECKING:
-    from hpctrain.comm.liveness import Presence
+    from hpctrain.comm.liveness import Liveness
 
 
-def leave(presence: "Presence", hooks: FailureHooks) -> None:
+def leave(presence: "Liveness", hooks: FailureHooks) -> None:
     """Wait until every rank has come to its end; end all ranks if one of them never will.
 
     Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.

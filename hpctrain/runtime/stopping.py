@@ -1,4 +1,4 @@
-"""Who asks a run to stop: signals, a budget of time, a file. Nothing here stops anything."""
+"""Requests to stop a run: signals, a budget of time, a file. Nothing here stops anything."""
 
 import os
 import signal

@@ -33,7 +33,7 @@ from hpctrain.runtime.wanted_sets import Wanted
 
 if TYPE_CHECKING:
     from hpctrain.comm.finalize import BeforeFinalize
-    from hpctrain.comm.liveness import Presence
+    from hpctrain.comm.liveness import Liveness
     from hpctrain.comm.mpi_world import MpiComm
     from hpctrain.runtime.process_sets import ProcessSet
 
@@ -65,7 +65,7 @@ class World:
     plan_origin: str
     """What the plan was chosen by, for people."""
     settings: Settings
-    presence: "Presence | None"
+    presence: "Liveness | None"
     """Who is still there; None in a world of one."""
     statistics: Statistics | None
     """What the collectives cost, where that is wanted."""

@@ -1,30 +1,74 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from hpctrain.checkpoint.manager import Manager
+from hpctrain.cluster.env import job_id
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
+from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.agreed import agreed
-from hpctrain.train.attempt import Part
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.progress import Progress
 from hpctrain.train.run_directory import RunDirectory, environment
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 from hpctrain.train.sync_method import figures, summary
 from hpctrain.train.task import Task
+
+KILLED = "killed"
+"""How a part has ended that left no word: a crash, a lost node, a limit that came too early."""
+
+FAILED = "an error of all ranks"
+"""How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What the first record of a part says about it."""
+
+    part: int = 1
+    """Counted from 1, over all jobs of the run; also those that came to no checkpoint."""
+    ended_by: str | None = None
+    """Why the part before has ended: who stopped it, or ``killed``; None for the first."""
+    job: str = ""
+    """What the scheduler calls the job; empty outside of one."""
+    restarts: int = 0
+    """How often Slurm has started this job again."""
+
+    @classmethod
+    def after(cls, records: Sequence[dict[str, Any]]) -> "Attempt":
+        """Return the part that follows on all records of a run, in this process's job."""
+        job, restarts = job_id(), restart_count()
+        parts = [r.get("part", 1) for r in records if r["event"] in ("started", "resumed")]
+        if not parts:
+            return cls(job=job, restarts=restarts)
+        last = records[-1]
+        known = {"stopped": last.get("reason", KILLED), "failed": FAILED}
+        ended_by = known.get(last["event"], KILLED)
+        return cls(part=parts[-1] + 1, ended_by=ended_by, job=job, restarts=restarts)
+
+    def describe(self) -> str:
+        """Say it in one line, for people."""
+        job = f" in job {self.job}" if self.job else ""
+        again = f", restart {self.restarts}" if self.restarts else ""
+        ended = (
+            "was ended without a word"
+            if self.ended_by == KILLED
+            else f"was stopped by {self.ended_by}"
+        )
+        return f"part {self.part} of the run{job}{again}: the part before {ended}"
 
 
 class RunInDirectory:
@@ -69,7 +113,7 @@ class RunInDirectory:
         if continues:
             with agreed(comm):
                 self._load(manager)
-        part = Part()
+        part = Attempt()
         with agreed(comm):
             if comm.rank == 0:
                 self._check_lease()
@@ -98,7 +142,7 @@ class RunInDirectory:
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
 
-    def _tell_beginning(self, metrics: Metrics, part: Part) -> None:
+    def _tell_beginning(self, metrics: Metrics, part: Attempt) -> None:
         facts = {**asdict(part), **self._facts()}
         if self._state.num_records:
             state, here = self._state, environment()
@@ -130,10 +174,10 @@ class RunInDirectory:
         if self._lease is not None:
             self._lease.check()
 
-    def _part(self) -> Part:
+    def _part(self) -> Attempt:
         """Return which part of the run this is; read before its last records are cut off."""
         path = self._directory.metrics
-        part = Part.after(read(path) if path.exists() else ())
+        part = Attempt.after(read(path) if path.exists() else ())
         if part.ended_by:
             self._console.print(part.describe())
         return part

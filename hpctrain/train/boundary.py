@@ -1,4 +1,4 @@
-"""What happens between two steps: checkpoints are written, and a run that should stop stops."""
+"""Work between two steps: checkpoints are written, and a run that should stop stops."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.replicas import require_finite_weights
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 
 STOP, SAVE, NOT_FINITE = 1, 2, 4
 """Bits that ride in the opening message of a step."""

@@ -1,4 +1,4 @@
-"""When a run saves its state and when it stops: two tables of its configuration."""
+"""Configuration of checkpoints and of stopping: two tables."""
 
 from dataclasses import dataclass
 

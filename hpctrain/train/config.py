@@ -1,4 +1,4 @@
-"""What a run is: one frozen dataclass per table of the TOML file, a sentence per key."""
+"""Configuration of a run: one frozen dataclass per table of the TOML file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

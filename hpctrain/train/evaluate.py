@@ -1,4 +1,4 @@
-"""How good the model is, exactly, on any number of ranks."""
+"""Evaluation of the model, exactly, on any number of ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

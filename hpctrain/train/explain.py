@@ -1,12 +1,12 @@
-"""What a key of the configuration means, what it is and who said so."""
+"""Explanation of a configuration key: its meaning, value and source."""
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.keys import all_keys, all_tables, value_of
-from hpctrain.train.load import Loaded, unknown_key
+from hpctrain.train.load import LoadedData, unknown_key
 from hpctrain.train.toml import dumps
 
 
-def explain(name: str, loaded: Loaded) -> list[tuple[str, str]]:
+def explain(name: str, loaded: LoadedData) -> list[tuple[str, str]]:
     """Rows about one key, or one row per key of a table.
 
     Raises:

@@ -23,7 +23,7 @@ _MOST_SAMPLES, _MOST_RANKS = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class NotFiniteFinding:
     """What a rank saw in a step that must not be taken."""
 
     step: int
@@ -70,7 +70,7 @@ class StepGuard:
         self._mode = task.config.train.on_non_finite
         self._flags, self._lr, self._step = 0, 0.0, 0
         self._buffers: BufferStates | None = None
-        self._finding: Finding | None = None
+        self._finding: NotFiniteFinding | None = None
         self._told_of_test = False
 
     def begin(self, step: int, lr: float, flags: int) -> None:
@@ -109,7 +109,7 @@ class StepGuard:
         if not flagged and (norm is None or math.isfinite(norm)):
             return True
         if self._finding is None:
-            self._finding = Finding(
+            self._finding = NotFiniteFinding(
                 step=self._step,
                 epoch=self._task.train.epoch + 1,
                 lr=self._lr,
@@ -194,7 +194,7 @@ class StepGuard:
         raise NotFiniteError(_told(shown))
 
 
-def _told(shown: Mapping[int, Finding]) -> str:
+def _told(shown: Mapping[int, NotFiniteFinding]) -> str:
     """Say what ranks have found, a line for each of the first."""
     lines = [f"  rank {rank}: {finding.describe()}" for rank, finding in shown.items()]
     if more := lines[_MOST_RANKS:]:

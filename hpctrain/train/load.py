@@ -26,7 +26,7 @@ _UNITS = {"bucket_bytes": "B", "budget": "s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
+class LoadedData:
     """A configuration and where each of its values came from."""
 
     config: RunConfig
@@ -49,7 +49,7 @@ def load(
     path: Path | None,
     overrides: Sequence[str] = (),
     environment: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> LoadedData:
     """Read ``path``, then let the environment and after it ``overrides`` replace its values.
 
     Args:
@@ -75,7 +75,7 @@ def load(
         config = _build(values)
     except ConfigError as error:
         raise ConfigError(f"{_blame(str(error), origins)}{error}") from None
-    return Loaded(config=config, path=path, origins=origins)
+    return LoadedData(config=config, path=path, origins=origins)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
 from hpctrain.train.replicas import check_replicas
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 from hpctrain.train.step_meter import Interval
 from hpctrain.train.sync_method import figures, has_decided
 from hpctrain.train.task import Task

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, a line per epoch elsewhere."""
+"""Progress of a training run: a bar on a terminal, a line per epoch elsewhere."""
 
 from collections.abc import Mapping
 from typing import Any

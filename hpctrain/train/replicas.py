@@ -1,4 +1,4 @@
-"""What checkpoints hold of a model and its optimizer, also where each rank has its own."""
+"""Checkpoint state of a model and its optimizer, also where each rank has its own."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

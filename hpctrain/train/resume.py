@@ -1,4 +1,4 @@
-"""Whether a run goes on where an earlier one stopped, and whether it is the same run."""
+"""Resuming a run where an earlier one stopped, once it is known to be the same."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,17 +1,19 @@
 """A run from its configuration to the last line."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_seconds
 from hpctrain.launch.slurm.scheduler import job_end
@@ -21,14 +23,14 @@ from hpctrain.train.agreed import agreed
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.held import held
-from hpctrain.train.lease import Lease
-from hpctrain.train.load import Loaded
+from hpctrain.train.lease import TIMES, Holder, Lease
+from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import result
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
@@ -49,7 +51,7 @@ class How:
     """Take the run also from another job that is at work."""
 
 
-def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> int:
+def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
     """Train as ``loaded`` says, from the start or from the last checkpoint.
 
     Collective over all ranks that were started together.
@@ -86,7 +88,7 @@ def run(loaded: Loaded, environment_settings: Mapping[str, Any], how: How) -> in
 
 
 def _carry_out(
-    loaded: Loaded,
+    loaded: LoadedData,
     directory: RunDirectory,
     console: Console,
     how: How,
@@ -205,7 +207,7 @@ def _check_directory(
 
 
 def _settings(
-    loaded: Loaded, given: Mapping[str, Any], directory: RunDirectory, *, dry_run: bool
+    loaded: LoadedData, given: Mapping[str, Any], directory: RunDirectory, *, dry_run: bool
 ) -> Settings:
     """All settings of this process: the configuration has the last word on what it covers."""
     comm = loaded.config.comm
@@ -262,3 +264,63 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+@contextmanager
+def held(
+    directory: RunDirectory, comm: Communicator, console: Console, *, force: bool
+) -> Iterator[Lease | None]:
+    """Hold the lease of a run directory while the block lasts. Collective at its begin.
+
+    Waits for a job that is about to end, or takes over from a dead one.
+
+    Args:
+        directory: of the run, which is there.
+        comm: all ranks.
+        console: tells of the wait, on rank 0.
+        force: take over also from a job that lives.
+
+    Yields:
+        The lease on rank 0, None elsewhere.
+
+    Raises:
+        MismatchError: another job holds it and goes on, or the directory cannot be written; on
+            all ranks.
+    """
+    lease = Lease(directory.path) if comm.rank == 0 else None
+    told = ""
+    try:
+        if lease is not None and force and (holder := Holder.read(directory.path)):
+            console.print(_losses(directory, holder))
+        while True:
+            waits_for = ""
+            with agreed(comm):
+                if lease is not None:
+                    with directory.explained():
+                        waits_for = lease.attempt(force=force)
+            waits_for = comm.broadcast_object(waits_for)
+            if not waits_for:
+                break
+            if waits_for != told:
+                console.print(waits_for)
+                told = waits_for
+            time.sleep(TIMES.look_s)
+        yield lease
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _losses(directory: RunDirectory, holder: Holder) -> str:
+    """Say what a job loses from which the run is taken."""
+    newest, last = None, 0
+    with suppress(CheckpointError):
+        newest, _ = CheckpointDirectory(directory.checkpoints).newest()
+    with suppress(OSError, ValueError):
+        last = last_record(directory.metrics).get("step", 0)
+    start = f"the checkpoint of step {newest}" if newest is not None else "the start"
+    return (
+        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
+        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
+        f"step {last}"
+    )

@@ -1,4 +1,4 @@
-"""What the last record of a run says: finished, stopped and waiting to go on, or neither."""
+"""Status of a run by its last record: finished, stopped and waiting to go on, or neither."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What happened since the last record: sums over steps, then over ranks."""
+"""Meter of steps since the last record: sums over steps, then over ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ def _mean(total: float, number: float) -> float:
     return total / number if number else math.nan
 
 
-class Tally:
+class StepMeter:
     """Adds up this rank's steps until ``take`` sums them over all ranks."""
 
     def __init__(self) -> None:

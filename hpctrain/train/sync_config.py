@@ -1,4 +1,4 @@
-"""When the ranks of a run agree: a table of its configuration."""
+"""Configuration of the ranks' agreement: a table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,19 +1,27 @@
-"""What a configuration names, built: all that one rank needs to train."""
+"""The task that a configuration names, built: all that one rank needs to train."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.data.batch import Batch
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
+from hpctrain.data.loading.steps import share
+from hpctrain.data.order.stream_partition import lane_blocks, rank_lanes
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Indices
+from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.gradients.reproducible import Reproducible
@@ -21,11 +29,14 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.runtime import world
 from hpctrain.train.agreed import agreed
-from hpctrain.train.config import DataConfig, LossConfig, OptimizerConfig, RunConfig
-from hpctrain.train.labels import check_label, checking, dtype_of
+from hpctrain.train.config import (
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from hpctrain.train.random_states import seed_all
-from hpctrain.train.schedule import make_schedule
-from hpctrain.train.staged import stage_for
 from hpctrain.train.sync_method import make_sync
 from hpctrain.train.targets import call, check, member, resolve
 
@@ -302,3 +313,133 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
     function, takes_random = resolve(name, key), config.random and is_training
     check(function, 2 if takes_random else 1, {}, key)
     return PerSample(function, random=takes_random) if config.per_sample else function
+
+
+_OF_CLASSES = ("cross_entropy", "nll_loss")
+"""Losses of torch.nn.functional whose whole-numbered labels are numbers of classes."""
+
+
+def checking(loss: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``function`` with labels that are looked at first, where ``loss`` is choosy."""
+    if loss not in _OF_CLASSES:
+        return function
+
+    def checked(output: Tensor, label: Tensor, **args: object) -> Tensor:
+        check_label(loss, label.dtype)
+        return function(output, label, **args)
+
+    return checked
+
+
+def check_label(loss: str, dtype: torch.dtype) -> None:
+    """Raise a ``DataError`` if the loss does not take labels of this type."""
+    is_taken = dtype.is_floating_point or dtype in (torch.int64, torch.uint8)
+    if loss in _OF_CLASSES and not is_taken:
+        raise DataError(
+            f'loss.target = "{loss}" takes numbers of classes as int64 or uint8, got labels of '
+            f"type {str(dtype).removeprefix('torch.')}; write them so, or convert them in "
+            f"data.transform"
+        )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's type for numpy's name of it."""
+    return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
+
+
+Factor = Callable[[float], float]
+"""From progress after the warm-up, 0 to 1, to the rate over its peak."""
+
+
+def constant() -> Factor:
+    """The peak, always."""
+    return lambda _: 1.0
+
+
+def linear(final: float = 0.0) -> Factor:
+    """A straight line from the peak down to ``final``."""
+    return lambda progress: 1 + (final - 1) * progress
+
+
+def cosine(final: float = 0.0) -> Factor:
+    """Half a cosine from the peak down to ``final``.
+
+    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, section 3, without restarts.
+    """
+    return lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+_SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+
+
+def make_schedule(
+    config: ScheduleConfig, steps_per_epoch: int, num_steps: int
+) -> Callable[[int], float]:
+    """The factor of the learning rate at each step, counted from zero.
+
+    Raises:
+        ConfigError: there is no such schedule, or it does not take these arguments.
+    """
+    if config.name not in _SCHEDULES:
+        raise ConfigError(f"schedule.name is one of {', '.join(_SCHEDULES)}, got {config.name!r}")
+    factor: Factor = call(_SCHEDULES[config.name], (), config.args, "schedule.args")
+    warmup = config.warmup_epochs * steps_per_epoch
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return factor((step - warmup) / max(num_steps - warmup, 1))
+
+    return at
+
+
+def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:
+    """Let ``loader`` read from a copy that the ranks of each node share. Collective.
+
+    Args:
+        loader: over a ``ShardedDataset``.
+        to: a folder, or ``auto``.
+        comm: all ranks.
+        topology: of the same ranks.
+
+    Raises:
+        ConfigError: what the loader reads is no data set on disk.
+        MismatchError: the folder cannot be used, or the data is damaged; on all ranks.
+    """
+    dataset = loader.dataset
+    if not isinstance(dataset, ShardedDataset):
+        raise ConfigError(
+            f"data.stage copies a ShardedDataset, got {type(dataset).__name__}; "
+            f"stage its parts in data.target, or leave data.stage out"
+        )
+    groups = [comm.group(ranks) for ranks in topology.nodes]
+    node = groups[topology.node]
+    assert node is not None
+    with agreed(comm):
+        loader.dataset = stage(dataset, node, to, blocks_of_node(loader, topology))
+    node.close()
+
+
+def blocks_of_node(loader: Loader, topology: Topology) -> Indices | None:
+    """Return the blocks of the data set that this node's ranks read in every epoch.
+
+    None where an order has no lanes: there any rank may read any sample.
+    """
+    shape = loader.window_shape
+    if shape is None:
+        return None
+    num_samples, block_size = len(loader.dataset), loader.dataset.block_size
+    num_parts = loader.micro_shards or topology.size
+    parts = [share(0, num_parts, rank, topology.size) for rank in topology.node_ranks]
+    lanes = {
+        lane
+        for own in parts
+        for lane in rank_lanes(own.start, own.stop, size=num_parts, lanes=shape.lanes)
+    }
+    blocks = [
+        lane_blocks(num_samples, loader.seed, lane, block=shape.block, lanes=shape.lanes)
+        for lane in sorted(lanes)
+    ]
+    per_block = shape.block // block_size
+    finest = np.concatenate(blocks)[:, None] * per_block + np.arange(per_block)
+    return finest[finest < -(-num_samples // block_size)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpctrain.checkpoint.format.manifest import VERSION, Manifest
+from hpctrain.checkpoint.format.manifest import VERSION, CheckpointManifest
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.checkpoint.store import Piece, Shard, check, load
 from hpctrain.comm.mpi import MpiCommunicator
@@ -47,7 +47,7 @@ def golden_private(rank):
 
 
 def test_it_has_the_version_that_is_still_written():
-    manifest = Manifest.read(GOLDEN)
+    manifest = CheckpointManifest.read(GOLDEN)
     assert VERSION == 1
     assert (manifest.step, manifest.world, manifest.facts) == (1200, 2, FACTS)
     assert sorted(path.name for path in GOLDEN.iterdir()) == [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.format.manifest import NAME, Manifest, file_name
+from hpctrain.checkpoint.format.manifest import NAME, CheckpointManifest, file_name
 from hpctrain.checkpoint.store import Shard, check, load, save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
@@ -92,7 +92,7 @@ def test_damage_that_one_rank_finds_is_told_on_every_rank(world, tmp_path):
     last = comm.size - 1
     wanted = {"w": Shard((30, 20), (0, 0), (30 if comm.rank == last else 0, 20))}
     wanted["b"] = Shard((7,), (0,), (0,))
-    spoilt = Manifest.read(folder).tensors["w"].parts[0].rank
+    spoilt = CheckpointManifest.read(folder).tensors["w"].parts[0].rank
     if comm.rank == 0:
         path = folder / file_name(spoilt)
         change(path, path.read_bytes().index(STATE["w"].numpy().tobytes()), 1)

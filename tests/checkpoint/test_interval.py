@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.interval import daly, young
-from hpctrain.checkpoint.schedule import Schedule
+from hpctrain.checkpoint.schedule import Schedule, daly, young
 from hpctrain.core.errors import ConfigError
 
 

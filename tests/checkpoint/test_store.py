@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format import tensor_file
-from hpctrain.checkpoint.store import Manifest, Piece, Shard, check, load, save
+from hpctrain.checkpoint.store import CheckpointManifest, Piece, Shard, check, load, save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
@@ -37,7 +37,7 @@ def folder(world, tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Let small tensors have many blocks and be cut."""
-    for module in ("tensor_file", "manifest", "loading"):
+    for module in ("format.tensor_file", "format.manifest", "loading"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr("hpctrain.checkpoint.write_partition.WHOLE_BYTES", 512)
 
@@ -149,7 +149,7 @@ def test_other_programs_read_the_files(comm, folder):
     read = load_file(folder / "a" / "rank-00000.safetensors")
     assert same(read["dtypes/bfloat16"], state["dtypes"]["bfloat16"])
     assert same(read["keys/a%2Fb"], state["keys"]["a/b"])
-    assert read.keys() == Manifest.read(folder / "a").tensors.keys() | {"%private"}
+    assert read.keys() == CheckpointManifest.read(folder / "a").tensors.keys() | {"%private"}
 
 
 def refused(comm, folder, match, state, **more):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format.manifest import PRIVATE
-from hpctrain.checkpoint.format.tree import MAX_DEPTH, flatten, lines, unflatten
+from hpctrain.checkpoint.format.state_tree import MAX_DEPTH, flatten, lines, unflatten
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import PLAIN, of_every_kind, same
 

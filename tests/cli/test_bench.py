@@ -13,11 +13,17 @@ from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.doctor.benchmarks import operations, show
+from hpctrain.doctor.benchmarks import benchmark_run, operations
+from hpctrain.doctor.benchmarks.benchmark_request import UNCHECKABLE, BenchmarkRequest
+from hpctrain.doctor.benchmarks.benchmark_values import (
+    PERIOD,
+    combined,
+    num_wrong,
+    values_of,
+    write,
+)
 from hpctrain.doctor.benchmarks.measure import Effort, measure
 from hpctrain.doctor.benchmarks.operations import OPERATIONS, Setup
-from hpctrain.doctor.benchmarks.request import UNCHECKABLE, Request
-from hpctrain.doctor.benchmarks.values import PERIOD, combined, num_wrong, values_of, write
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
 
@@ -93,7 +99,7 @@ def test_the_library_is_measured_on_the_same_memory(comm):
     row = measure(comm, "allreduce", setup, Effort(iterations=5, peers=True))
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
-    assert len(show.line(row, "float32", "sum")) == len(show.head(peers=True))
+    assert len(benchmark_run.line(row, "float32", "sum")) == len(benchmark_run.head(peers=True))
 
 
 @pytest.mark.ranks(3)
@@ -103,7 +109,9 @@ def test_a_wrong_value_on_one_rank_is_counted_on_all(comm, monkeypatch):
             self.flat[self._comm.rank :: 100] += self._comm.rank == 1
             return super().num_wrong()
 
-    monkeypatch.setitem(OPERATIONS, "allreduce", operations.Operation(Wrong, lambda _: 1.0))
+    monkeypatch.setitem(
+        OPERATIONS, "allreduce", operations.MeasuredOperation(Wrong, lambda _: 1.0)
+    )
     setup = Setup(num_bytes=4000, dtype=torch.float32)
     assert measure(comm, "allreduce", setup, ONCE).num_wrong == 10
 
@@ -117,9 +125,9 @@ def test_bus_factors_are_those_of_nccl_tests(size, factors):
 
 
 def test_sizes_grow_by_the_factor_and_end_at_the_last_one():
-    request = Request(operation="allreduce", min_bytes=8, max_bytes=100, factor=3)
+    request = BenchmarkRequest(operation="allreduce", min_bytes=8, max_bytes=100, factor=3)
     assert [setup.num_bytes for setup in request.setups()] == [8, 24, 72, 100]
-    assert [setup.num_bytes for setup in Request(operation="barrier").setups()] == [0]
+    assert [setup.num_bytes for setup in BenchmarkRequest(operation="barrier").setups()] == [0]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,7 @@ def test_sizes_grow_by_the_factor_and_end_at_the_last_one():
 )
 def test_what_has_no_meaning_is_refused_before_it_starts(options, text):
     with pytest.raises(ConfigError) as caught:
-        Request(**{"operation": "allreduce"} | options)
+        BenchmarkRequest(**{"operation": "allreduce"} | options)
     assert text in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from hpctrain.cli.horovod_progress import Show
 from hpctrain.cli.main import app
 from hpctrain.launch.horovod import build as building
 from hpctrain.launch.horovod.build import Built
-from hpctrain.launch.horovod.missing import Plan
+from hpctrain.launch.horovod.missing import BuildPlan
 
 
 def invoke(*words):
@@ -37,8 +37,8 @@ def test_options_reach_the_build(monkeypatch, tmp_path):
     assert f"uses {tmp_path / 'libmpi.so'}" in result.output
     assert invoke("build", "--no-install", "--force").exit_code == 0
     assert asked == [
-        (Plan(jobs=3, gpu="nccl"), tmp_path, False),
-        (Plan(install=False), None, True),
+        (BuildPlan(jobs=3, gpu="nccl"), tmp_path, False),
+        (BuildPlan(install=False), None, True),
     ]
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.core.errors import ConfigError, LaunchError
-from hpctrain.launch.slurm import batch
+from hpctrain.launch.slurm import batch_script
 
 CONFIG = """\
 name = "digits"
@@ -43,7 +43,7 @@ def machine(tmp_path, monkeypatch):
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.delenv("MPI_TYPE", raising=False)
-    monkeypatch.setattr("hpctrain.launch.slurm.lint.facts.needed_pmi", lambda: "pmix")
+    monkeypatch.setattr("hpctrain.launch.slurm.lint.script_facts.needed_pmi", lambda: "pmix")
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text(CONFIG)
     Path("waiting").touch()
@@ -94,18 +94,18 @@ def test_it_writes_checks_and_submits_a_script_and_says_how_to_watch():
 )
 def test_the_template_follows_from_the_options(words, template):
     script = run("my.toml", "--print", *words).stdout
-    assert script.splitlines()[1] == batch.text(template).splitlines()[1]
+    assert script.splitlines()[1] == batch_script.text(template).splitlines()[1]
 
 
-@pytest.mark.parametrize("name", batch.names())
+@pytest.mark.parametrize("name", batch_script.names())
 def test_a_template_is_printed_byte_for_byte(name):
-    assert run("--template", name, "--print").stdout_bytes == batch.text(name).encode()
+    assert run("--template", name, "--print").stdout_bytes == batch_script.text(name).encode()
 
 
 @pytest.mark.parametrize("words", [["--template"], ["my.toml", "--template", "--print"]])
 def test_template_without_a_name_lists_them(words):
     lines = [line for line in run(*words).stdout.splitlines() if line[0] != " "]
-    assert [line.split()[0] for line in lines] == batch.names()
+    assert [line.split()[0] for line in lines] == batch_script.names()
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -165,8 +165,8 @@ def test_a_warning_of_the_checks_is_said(monkeypatch):
 
 
 def test_an_error_of_the_checks_stops_the_submission(monkeypatch):
-    text = batch.text("multi_node").replace("hpctrain train", "mpirun -n 4 hpctrain train")
-    monkeypatch.setattr(batch, "text", lambda _: text)
+    text = batch_script.text("multi_node").replace("hpctrain train", "mpirun -n 4 hpctrain train")
+    monkeypatch.setattr(batch_script, "text", lambda _: text)
     result = run("my.toml")
     assert result.exit_code == 1
     assert "error: nested launchers" in result.stderr

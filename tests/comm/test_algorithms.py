@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.rail import double_tree, ring
+from hpctrain.comm.rail import double_tree, rail
 from hpctrain.comm.rail.double_tree import double_tree_allreduce_, two_trees
 from hpctrain.comm.rail.doubling import doubling_allreduce_
 from hpctrain.comm.rail.halving import halving_allreduce_
-from hpctrain.comm.rail.ring import ring_allreduce_
+from hpctrain.comm.rail.rail import ring_allreduce_
 from hpctrain.comm.rail.wire import Wire
-from hpctrain.comm.tree import tree_allreduce_
+from hpctrain.comm.rank_tree import tree_allreduce_
 from tests.comm.simulated import run_ranks
 
 ALGORITHMS = {
@@ -46,7 +46,7 @@ def allreduce_(request):
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    monkeypatch.setattr(ring, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(rail, "SEGMENT_BYTES", 256)
     monkeypatch.setattr(double_tree, "SEGMENT_BYTES", 256)
 
 

@@ -7,14 +7,14 @@ import time
 import pytest
 from mpi4py import MPI
 
-from hpctrain.comm.liveness import Presence
+from hpctrain.comm.liveness import Liveness
 from hpctrain.core.errors import RankLostError
 
 
-def presence_of(world: MPI.Intracomm, pids: dict[int, int] | None = None) -> Presence:
+def presence_of(world: MPI.Intracomm, pids: dict[int, int] | None = None) -> Liveness:
     if pids is None:
         pids = dict(enumerate(world.allgather(os.getpid())))
-    return Presence(world.Dup(), pids)
+    return Liveness(world.Dup(), pids)
 
 
 def cpu_s() -> float:

@@ -14,7 +14,7 @@ import pytest
 from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
 from hpctrain.comm.node import descriptors
 from hpctrain.comm.node.mapping import map_shared, take_pages
-from hpctrain.comm.node.memory import SHM, Memfd, Window
+from hpctrain.comm.node.node_memory import SHM, Memfd, Window
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.units import MIB
 from tests.comm.test_node_memory_jobs import launch
@@ -92,7 +92,7 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
         next(Path(f"/proc/{peer}/fd").iterdir())
     calls = []
     monkeypatch.setattr(
-        "hpctrain.comm.node.memory.exchange",
+        "hpctrain.comm.node.node_memory.exchange",
         lambda *args: calls.append(args) or descriptors.exchange(*args),
     )
     before = descriptors_open()

@@ -15,7 +15,7 @@ pytestmark = [
 PROGRAM = """
 import torch, hpctrain as hvd
 from mpi4py import MPI
-from hpctrain.comm.node.memory import Window
+from hpctrain.comm.node.node_memory import Window
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 hvd.init()

@@ -28,17 +28,17 @@ def quiet_logger():
 
 
 def test_each_line_carries_the_rank():
-    code = "from hpctrain import logs; logs.setup(3, 4); logs.logger.warning('one\\ntwo')"
+    code = "from hpctrain.core import logs; logs.setup(3, 4); logs.logger.warning('one\\ntwo')"
     assert run_alone(code) == "[rank 3] hpctrain: one\n[rank 3] two\n"
 
 
 def test_a_world_of_one_has_no_tag():
-    code = "from hpctrain import logs; logs.setup(0, 1); logs.logger.warning('slow disk')"
+    code = "from hpctrain.core import logs; logs.setup(0, 1); logs.logger.warning('slow disk')"
     assert run_alone(code) == "hpctrain: slow disk\n"
 
 
 def test_a_second_setup_replaces_the_first():
-    code = "from hpctrain import logs; logs.setup(0, 2); logs.setup(1, 2); logs.logger.error('x')"
+    code = "from hpctrain.core import logs; logs.setup(0, 2); logs.setup(1, 2); logs.logger.error('x')"
     assert run_alone(code) == "[rank 1] hpctrain: x\n"
 
 
@@ -47,7 +47,7 @@ def test_a_second_setup_replaces_the_first():
 )
 def test_what_is_printed_begins_at_a_level(level, printed):
     code = f"""
-from hpctrain import logs
+from hpctrain.core import logs
 logs.setup(0, 1, level={level!r})
 logs.logger.debug("d"), logs.logger.info("i"), logs.logger.warning("w")
 """
@@ -57,7 +57,7 @@ logs.logger.debug("d"), logs.logger.info("i"), logs.logger.warning("w")
 def test_handlers_of_the_program_win():
     code = """
 import logging
-from hpctrain import logs
+from hpctrain.core import logs
 logging.basicConfig(format="mine %(message)s")
 logs.setup(1, 2)
 logs.logger.warning("x")
@@ -68,7 +68,7 @@ logs.logger.warning("x")
 def test_information_goes_to_the_file_of_the_rank_alone(tmp_path):
     code = f"""
 from pathlib import Path
-from hpctrain import logs
+from hpctrain.core import logs
 logs.setup(2, 4, Path({str(tmp_path / "log")!r}))
 logs.logger.getChild("comm").info("plan made")
 """
@@ -77,7 +77,7 @@ logs.logger.getChild("comm").info("plan made")
 
 
 def test_merged_warnings_do_not_carry_the_tag_of_the_rank_that_prints_them():
-    code = "from hpctrain import logs; logs.setup(0, 2); logs.warn_merged([['x'], ['x', 'y']])"
+    code = "from hpctrain.core import logs; logs.setup(0, 2); logs.warn_merged([['x'], ['x', 'y']])"
     assert run_alone(code) == "hpctrain: x [all 2 ranks]\nhpctrain: y [rank 1]\n"
 
 

@@ -7,7 +7,7 @@ import h5py
 import hdf5plugin  # noqa: F401 - registers its filters
 import numpy as np
 
-from hpctrain.data.format.layout import Field, Manifest, Shard
+from hpctrain.data.format.layout import Field, Manifest, ShardEntry
 from hpctrain.data.writer import ShardWriter
 
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -48,7 +48,7 @@ def write_mixed(
     return writer.manifest
 
 
-def shard(directory: Path, index: int = 1) -> tuple[Path, Shard]:
+def shard(directory: Path, index: int = 1) -> tuple[Path, ShardEntry]:
     """Return the file of a shard, and what the manifest says of it."""
     found = Manifest.read(directory).shards[index]
     return directory / found.file, found

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.open_shard import OpenShard
 from hpctrain.data.io.shardfile import ShardFile
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays

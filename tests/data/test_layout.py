@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, Shard
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, ShardEntry
 
 
 def manifest(**changes):
@@ -17,7 +17,7 @@ def manifest(**changes):
         "block_size": 16,
         "fields": {"x": Field(shape=(8, 8), dtype="<f4"), "y": Field(shape=(), dtype="|u1")},
         "shards": (
-            Shard(
+            ShardEntry(
                 file="train-01234567-00000-of-00001.h5",
                 num_samples=20,
                 num_bytes=8192,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.read_depth import Pace
+from hpctrain.data.loading.read_depth import ReadDepth
 from hpctrain.data.loading.steps import share
 from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.ragged import Ragged
@@ -151,7 +151,7 @@ def test_what_is_read_was_asked_for_once():
         asked = np.concatenate(dataset.asked).tolist()
         assert len(set(asked)) == len(asked)
         # What comes first of single samples is read at once, four of each step.
-        first = 4 * Pace.of(4 * sample_bytes, threads=4, prefetch=4).together
+        first = 4 * ReadDepth.of(4 * sample_bytes, threads=4, prefetch=4).together
         assert len(taken - set(asked)) <= (first if "order" in order else 0)
 
 

@@ -11,10 +11,9 @@ import torch
 from hpctrain.core.errors import CorruptError
 from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io import handles
+from hpctrain.data.io import open_files
 from hpctrain.data.io.mapped import PAGE_BYTES, Space
-from hpctrain.data.io.overlapped_copy import EarlyCopies
-from hpctrain.data.io.parted import PartedArray
+from hpctrain.data.io.overlapped_copy import EarlyCopies, PartedArray
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading import read_depth
 from hpctrain.data.order.window_shape import WindowShape
@@ -202,7 +201,7 @@ def test_nothing_is_copied_early_that_must_be_checked_otherwise(directory, verif
 def test_nothing_is_copied_early_without_room_for_it_twice(directory, monkeypatch):
     num_bytes = ShardedDataset(directory).manifest.num_bytes
     for times, copies in ((2.9, False), (3.1, True)):
-        monkeypatch.setattr(handles, "available_bytes", lambda times=times: times * num_bytes)
+        monkeypatch.setattr(open_files, "available_bytes", lambda times=times: times * num_bytes)
         dataset = ShardedDataset(directory)
         assert dataset.best_read_whole
         assert (dataset.will_need(EVERY, parts_of_all) is not None) == copies

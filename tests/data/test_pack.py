@@ -16,7 +16,7 @@ from hpctrain.data.format import alone
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
-from hpctrain.data.tools.repair import Plan, repair
+from hpctrain.data.tools.repair import RepairPlan, repair
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.packing.conftest import read
@@ -51,7 +51,7 @@ class Watcher:
     def advance(self, num_samples): print(num_samples, flush=True)
 
 config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
-import hpctrain.data.packing.samples as samples
+import hpctrain.data.packing.sample_batches as samples
 import hpctrain.data.packing.share as share
 samples._BATCH_SAMPLES = share._BATCH_SAMPLES = 4
 samples.NUM_EXAMINED = 10
@@ -151,7 +151,7 @@ def test_repairing_waits_for_no_writer_and_takes_nothing_from_it(tmp_path):
     ) as writer:
         writer.append({"x": ROWS[:5]})
         with pytest.raises(DataError, match="one writer at a time"):
-            repair(tmp_path / "set", Plan())
+            repair(tmp_path / "set", RepairPlan())
     assert read(tmp_path / "set")["x"] == list(range(5))
 
 

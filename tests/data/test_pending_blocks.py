@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.open_shard import OpenShard
 from tests.data.mixed_set import flip
 
 
@@ -26,8 +26,8 @@ def on_disk(directory):
 
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(on_disk, monkeypatch, at_once):
-    monkeypatch.setattr("hpctrain.data.io.read_ahead_tasks.READ_BYTES", at_once)
-    monkeypatch.setattr("hpctrain.data.io.read_ahead_tasks._APART_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.io.open_shard.READ_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.io.open_shard._APART_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.io.plain_blocks.READ_BYTES", at_once)
     for piece in on_disk.coming(np.array([39, 3, 20])):
         piece.read()

@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 
 from hpctrain.data.io import read_ahead_queue as line_module
-from hpctrain.data.io.read_ahead_queue import Line, Piece
+from hpctrain.data.io.read_ahead_queue import Line, ReadPiece
 
 
 @pytest.mark.parametrize("lots", [[1], [20], [3, 0, 1, 16]])
@@ -19,10 +19,10 @@ def test_each_piece_is_asked_for_and_then_read_in_order(monkeypatch, lots):
             if last:
                 done.set()
 
-        return Piece(read, lambda: told.append(("ask", number)))
+        return ReadPiece(read, lambda: told.append(("ask", number)))
 
     line, count = Line(), sum(lots)
-    line.join([Piece(held.wait)])
+    line.join([ReadPiece(held.wait)])
     pieces = [piece(number, number == count - 1) for number in range(count)]
     for size in lots:
         line.join(pieces[:size])
@@ -47,15 +47,15 @@ def test_a_disk_that_cannot_be_asked_is_read_all_the_same():
         raise OSError("no")
 
     line = Line()
-    line.join([Piece(lambda: None), Piece(lambda: None, fail), Piece(done.set, fail)])
+    line.join([ReadPiece(lambda: None), ReadPiece(lambda: None, fail), ReadPiece(done.set, fail)])
     assert done.wait(10)
 
 
 def test_sweeps_wait_for_no_other_pieces():
     swept, held, done = Event(), Event(), Event()
     line = Line()
-    line.join([Piece(held.wait)] * 4)
-    line.join([Piece(swept.set, is_sweep=True), Piece(done.set)])
+    line.join([ReadPiece(held.wait)] * 4)
+    line.join([ReadPiece(swept.set, is_sweep=True), ReadPiece(done.set)])
     assert swept.wait(10)
     assert not done.is_set()
     held.set()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.open_shard import OpenShard
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.stage import directory as stage_directory
-from hpctrain.data.stage.directory import LOCK, PREFIX, StageDirectory, sweep
+from hpctrain.data.io.staging import staging_directory as stage_directory
+from hpctrain.data.io.staging.staging_directory import LOCK, PREFIX, StageDirectory, sweep
 from tests.runtime.victims import wait_until
 
 LIMIT_S = 20.0
@@ -18,12 +18,12 @@ LIMIT_S = 20.0
 JOB = """
 import os, sys, time
 from pathlib import Path
-from hpctrain.data.stage import directory as stage_directory
+from hpctrain.data.io.staging import staging_directory
 def refuse(path):
     raise OSError
 if sys.argv[2] == "alone":
-    stage_directory._keep = refuse
-held = stage_directory.StageDirectory.create(Path(sys.argv[1]), "test")
+    staging_directory._keep = refuse
+held = staging_directory.StageDirectory.create(Path(sys.argv[1]), "test")
 (held.path / "file").write_text("content")
 if not os.fork():
     sys.exit()  # with all exit handlers
@@ -117,8 +117,8 @@ def test_it_goes_with_the_process_on_nfs(tmp_path, nfs):
 
 @pytest.mark.requires("compiler")
 def test_what_a_killed_job_leaves_on_nfs_is_swept(tmp_path, nfs):
-    code = "import sys; from pathlib import Path; from hpctrain.data.stage.directory import sweep;"
-    code += "print(*sweep(Path(sys.argv[1])))"
+    code = "from hpctrain.data.io.staging.staging_directory import sweep; import sys, pathlib"
+    code += "; print(*sweep(pathlib.Path(sys.argv[1])))"
 
     def swept():
         line = [sys.executable, "-c", code, str(tmp_path)]

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hpctrain.data.stage import place as stage_place
-from hpctrain.data.stage.place import MEMORY, filesystem_of, sites
+from hpctrain.data.io.staging import place as stage_place
+from hpctrain.data.io.staging.place import MEMORY, filesystem_of, sites
 
 MOUNTS = """\
 21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -13,11 +13,11 @@ import torch
 import hpctrain
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data import staging
+from hpctrain.data.io.staging import node_copy as stage_copy
+from hpctrain.data.io.staging.place import Site
+from hpctrain.data.io.staging.staged_shard import StagedOpener
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.stage import copy as stage_copy
-from hpctrain.data.stage.place import Site
-from hpctrain.data.stage.shard import StagedOpener
 from hpctrain.data.staging import stage
 from hpctrain.data.writer import write_arrays
 from hpctrain.runtime.world import current

@@ -5,9 +5,9 @@ import pytest
 
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io import handles
+from hpctrain.data.io import open_files
 from hpctrain.data.io.mapped import PAGE_BYTES, Space
-from hpctrain.data.io.shard import OpenShard
+from hpctrain.data.io.open_shard import OpenShard
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.reader import ShardedDataset
@@ -18,7 +18,7 @@ from tests.data.mixed_set import flip
 @pytest.fixture(autouse=True)
 def not_in_memory(monkeypatch):
     """Let no file seem to lie in the page cache, where writing has left them."""
-    for module in ("shardfile", "stitched"):
+    for module in ("shardfile", "joined_map"):
         monkeypatch.setattr(f"hpctrain.data.io.{module}.in_memory", lambda *_: False)
 
 
@@ -84,7 +84,7 @@ def test_a_shard_truncated_while_open_is_told(directory):
 
 def test_a_set_is_not_read_whole_where_there_is_no_room_or_another_wish(directory, monkeypatch):
     assert not ShardedDataset(directory, io="read").best_read_whole
-    monkeypatch.setattr(handles, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(open_files, "available_bytes", lambda: 1000)
     assert not ShardedDataset(directory).best_read_whole
 
 

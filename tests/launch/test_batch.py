@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.launch.slurm import batch
-from hpctrain.launch.slurm.batch import BatchSettings
+from hpctrain.launch.slurm import batch_script
+from hpctrain.launch.slurm.batch_script import BatchSettings
 
 ROOT = Path(__file__).parents[2]
 PACKAGED, CHECKOUT = ROOT / "hpctrain/launch/templates", ROOT / "slurm"
@@ -80,32 +80,34 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_the_package_and_the_checkout_have_the_same_files():
     assert files(PACKAGED) == files(CHECKOUT)
-    assert batch.names() == NAMES
+    assert batch_script.names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_is_given_byte_for_byte(name):
-    assert batch.text(name).encode() == (CHECKOUT / f"{name}.sbatch").read_bytes()
-    assert batch.script(name, BatchSettings()) == batch.text(name)
+    assert batch_script.text(name).encode() == (CHECKOUT / f"{name}.sbatch").read_bytes()
+    assert batch_script.script(name, BatchSettings()) == batch_script.text(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_keeps_what_every_job_needs(name):
-    options = options_of(batch.text(name))
+    options = options_of(batch_script.text(name))
     assert options["--open-mode"] == "append"
     assert {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time"} <= options.keys()
     assert options["--signal"].removeprefix("B:").startswith("USR1@")
-    assert "hpctrain status" in batch.text(name) or 'status "$directory"' in batch.text(name)
-    by_srun = re.search(r"^ *srun --mpi=", batch.text(name), re.MULTILINE) is not None
+    assert "hpctrain status" in batch_script.text(
+        name
+    ) or 'status "$directory"' in batch_script.text(name)
+    by_srun = re.search(r"^ *srun --mpi=", batch_script.text(name), re.MULTILINE) is not None
     assert by_srun == (name != "mpirun")
     assert ("--no-kill" in options) == (name == "restart")
-    assert ("--kill-on-bad-exit=1" in batch.text(name)) == (by_srun and name != "restart")
+    assert ("--kill-on-bad-exit=1" in batch_script.text(name)) == (by_srun and name != "restart")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_replace_the_lines_of_a_template(name):
-    text = batch.script(name, SETTINGS)
-    assert options_of(batch.text(name)) | {
+    text = batch_script.script(name, SETTINGS)
+    assert options_of(batch_script.text(name)) | {
         "--job-name": "big run",
         "--partition": "a,b",
         "--account": "me",
@@ -133,7 +135,7 @@ def test_every_setting_is_in_the_test_above():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_reaches_the_script_with_the_variables_of_its_job(name):
-    said = ours(batch.script(name, SETTINGS))
+    said = ours(batch_script.script(name, SETTINGS))
     show = '\nprintf "%s\\n" "$config" "$directory" "$@"'
     done = subprocess.run(
         ["bash", "-u", "-c", said + show, "script", "--force"],
@@ -153,7 +155,7 @@ def test_what_is_trained_reaches_the_script_with_the_variables_of_its_job(name):
 
 @pytest.mark.parametrize("requeue", [True, False])
 def test_requeue_and_no_requeue_exclude_each_other(requeue):
-    options = options_of(batch.script("requeue", BatchSettings(requeue=requeue)))
+    options = options_of(batch_script.script("requeue", BatchSettings(requeue=requeue)))
     assert ("--requeue" in options, "--no-requeue" in options) == (requeue, not requeue)
 
 
@@ -169,18 +171,18 @@ def test_requeue_and_no_requeue_exclude_each_other(requeue):
 )
 def test_what_sbatch_could_not_read_is_refused(settings):
     with pytest.raises(ConfigError, match="sbatch"):
-        batch.script("multi_node", settings)
+        batch_script.script("multi_node", settings)
 
 
 def test_an_unknown_template_is_answered_with_the_known_ones():
     with pytest.raises(ConfigError, match=r'no template "multi"; there are apptainer, chain'):
-        batch.text("multi")
+        batch_script.text("multi")
 
 
 @pytest.mark.requires("shellcheck")
 def test_shellcheck_finds_nothing(tmp_path):
     for name in NAMES:
-        (tmp_path / f"{name}.sbatch").write_text(batch.script(name, SETTINGS))
+        (tmp_path / f"{name}.sbatch").write_text(batch_script.script(name, SETTINGS))
     line = ["shellcheck", *tmp_path.iterdir(), *PACKAGED.rglob("*.s*")]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert not done.stdout, done.stdout

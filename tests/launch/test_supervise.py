@@ -10,8 +10,7 @@ import pytest
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
-from hpctrain.launch.processes import descendants
-from hpctrain.launch.supervise import TIMED_OUT, supervise
+from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
 from tests.launch.started import line, ranks_are_gone, start, wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]

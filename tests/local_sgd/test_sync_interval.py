@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.sync_interval import Pace
+from hpctrain.local_sgd.sync_interval import SyncInterval
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import train
 
@@ -12,7 +12,7 @@ from tests.local_sgd.local_methods import train
 @pytest.mark.parametrize("round_s", [1e-4, 0.03, 5.0])
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 def test_auto_takes_the_fewest_steps_that_keep_the_share(step_s, round_s, share):
-    pace = Pace("auto", share=share, most=10**6)
+    pace = SyncInterval("auto", share=share, most=10**6)
     for _ in range(3):
         assert pace.steps_of(0) == 1
         pace.learn(step_s, round_s)
@@ -27,23 +27,23 @@ def test_auto_takes_the_fewest_steps_that_keep_the_share(step_s, round_s, share)
 
 
 def test_auto_stays_within_bounds_and_decides_once():
-    pace = Pace("auto", least=4, most=16)
+    pace = SyncInterval("auto", least=4, most=16)
     for _ in range(3):
         pace.learn(1.0, 1e-6)
     assert pace.steps_of(3) == 4
     for _ in range(9):
         pace.learn(1e-6, 1.0)
     assert pace.steps_of(12) == 4
-    slow = Pace("auto", most=16)
+    slow = SyncInterval("auto", most=16)
     for _ in range(3):
         slow.learn(1e-6, 1.0)
     assert slow.steps_of(3) == 16
 
 
 def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
-    pace = Pace("auto")
+    pace = SyncInterval("auto")
     pace.learn(1e-3, 100.0)
-    again = Pace("auto")
+    again = SyncInterval("auto")
     again.load_state_dict(pace.state_dict())
     for one in (pace, again):
         one.learn(1e-3, 1e-3)
@@ -52,10 +52,10 @@ def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
 
 
 def test_a_schedule_gives_the_steps_of_each_round():
-    pace = Pace(lambda number: 2**number)
+    pace = SyncInterval(lambda number: 2**number)
     assert [pace.steps_of(number) for number in range(4)] == [1, 2, 4, 8]
     with pytest.raises(ConfigError, match=r"steps\(0\)"):
-        Pace(lambda _: 0).steps_of(0)
+        SyncInterval(lambda _: 0).steps_of(0)
 
 
 @pytest.mark.ranks(2, 4)

@@ -6,8 +6,8 @@ from random import Random
 
 import torch
 
-from hpctrain.comm.control_channel.tree import Tree
-from hpctrain.negotiation.negotiator import Batch, Negotiator
+from hpctrain.comm.control_channel.message_tree import Tree
+from hpctrain.negotiation.negotiator import Negotiator, OperationBatch
 from hpctrain.negotiation.reduce_op import ReduceOp
 from hpctrain.negotiation.request import Kind, Signature
 
@@ -51,7 +51,7 @@ class Ranks:
 
     def __init__(self, trees: Sequence[Tree], **options: int) -> None:
         self.negotiators = [Negotiator(tree, **options) for tree in trees]
-        self.batches: list[list[Batch]] = [[] for _ in trees]
+        self.batches: list[list[OperationBatch]] = [[] for _ in trees]
         self.queues: dict[tuple[int, int], deque[bytes]] = {}
         self.messages: list[tuple[int, int, bytes]] = []
 
@@ -70,7 +70,7 @@ class Ranks:
         source, dest = edge
         self.negotiators[dest].receive(source, self.queues[edge].popleft())
 
-    def settle(self) -> list[Batch]:
+    def settle(self) -> list[OperationBatch]:
         """Deliver everything; return what all ranks have decided since the last call."""
         for rank in range(len(self.negotiators)):
             self.post(rank)

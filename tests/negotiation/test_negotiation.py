@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.units import format_ranks
-from hpctrain.negotiation.negotiator import Batch, Entry
+from hpctrain.negotiation.negotiator import Entry, OperationBatch
 from hpctrain.negotiation.request import Signature
 from tests.negotiation.negotiating import Ranks, random_trees, signature_of
 
@@ -119,7 +119,7 @@ def expected(script: Script, size: int) -> list[list[dict[str, dict[Signature, l
     return result
 
 
-def by_name(batches: list[Batch], name: str) -> list[list[Entry]]:
+def by_name(batches: list[OperationBatch], name: str) -> list[list[Entry]]:
     """The decisions on one name, by epoch."""
     result: list[list[Entry]] = [[]]
     for batch in batches:

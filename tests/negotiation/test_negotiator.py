@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.core.errors import CommError
 from hpctrain.negotiation.messages import BITS, REPORT, SLOTS, VECTOR, pack_slots, unpack_slots
-from hpctrain.negotiation.negotiator import Batch, Entry
+from hpctrain.negotiation.negotiator import Entry, OperationBatch
 from hpctrain.negotiation.request import Kind
 from tests.negotiation.negotiating import Ranks, chain, signature_of, star
 
@@ -12,7 +12,7 @@ FOUR, FIVE = signature_of([4]), signature_of([5])
 FROM_1 = signature_of([4], Kind.BROADCAST, root=1)
 
 
-def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[Batch]:
+def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[OperationBatch]:
     """Let all ranks announce all names."""
     for negotiator in ranks.negotiators:
         for name in names:
@@ -33,7 +33,7 @@ def test_nothing_is_decided_before_the_last_rank_has_announced():
     assert list(first.pending()) == list(second.pending()) == ["a"]
     assert not third.pending()
     third.announce("a", FOUR)
-    assert ranks.settle() == [Batch(plain("a"), None)]
+    assert ranks.settle() == [OperationBatch(plain("a"), None)]
     assert not any(negotiator.pending() for negotiator in ranks.negotiators)
 
 
@@ -48,7 +48,7 @@ def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
         ranks.post(1)
         ranks.deliver((1, 0))
         assert root.outbox(decide=False) == []
-        assert ranks.settle() == [Batch(plain("c", "a", "b"), None)], again
+        assert ranks.settle() == [OperationBatch(plain("c", "a", "b"), None)], again
 
 
 def test_a_thousand_known_names_travel_as_one_vector_of_bits_each_way():
@@ -56,7 +56,7 @@ def test_a_thousand_known_names_travel_as_one_vector_of_bits_each_way():
     ranks = Ranks(star(3))
     announced(ranks, *names)
     ranks.messages.clear()
-    assert announced(ranks, *names) == [Batch(plain(*names), None)]
+    assert announced(ranks, *names) == [OperationBatch(plain(*names), None)]
     kinds = [(source, dest, message[0]) for source, dest, message in ranks.messages]
     assert kinds == [(1, 0, BITS), (2, 0, BITS), (0, 1, VECTOR), (0, 2, VECTOR)]
     assert max(len(message) for _, _, message in ranks.messages) < 140
@@ -93,7 +93,7 @@ def test_a_mismatch_names_every_rank_and_leaves_no_trace():
         "operations different names"
     )
     assert announced(ranks, "a", signature=FIVE) == [
-        Batch((Entry("a", FIVE, None, joined=False),), None)
+        OperationBatch((Entry("a", FIVE, None, joined=False),), None)
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_name_that_lost_its_number_while_some_ranks_had_announced_it_is_still_
     announced(ranks, "d")
     for rank in (0, 2):
         ranks.negotiators[rank].announce("a", FOUR)
-    assert ranks.settle() == [Batch(plain("a"), None)]
+    assert ranks.settle() == [OperationBatch(plain("a"), None)]
 
 
 def test_a_bit_is_read_as_its_sender_meant_it():
@@ -169,7 +169,7 @@ def test_a_bit_is_read_as_its_sender_meant_it():
     ranks.post(1)
     ranks.deliver((1, 0))
     ranks.negotiators[0].announce("a", FOUR)
-    assert ranks.settle() == [Batch(plain("b"), None), Batch(plain("a"), None)]
+    assert ranks.settle() == [OperationBatch(plain("b"), None), OperationBatch(plain("a"), None)]
 
 
 def test_a_silent_rank_tells_what_it_knows_so_that_records_stay_short():
@@ -190,14 +190,14 @@ def test_a_rank_that_has_joined_counts_for_everything_after_its_own_operations()
     for negotiator in ranks.negotiators[:2]:
         negotiator.announce("a", FOUR)
         negotiator.announce("b", FOUR)
-    assert ranks.settle() == [Batch(plain("a") + plain("b", joined=True), None)]
+    assert ranks.settle() == [OperationBatch(plain("a") + plain("b", joined=True), None)]
     with pytest.raises(CommError, match="rank 2; submit it before"):
         last.announce("c", FOUR)
     ranks.negotiators[1].join()
     ranks.settle()
     ranks.negotiators[0].join()
-    assert ranks.settle() == [Batch((), 0)]
-    assert announced(ranks, "a", "b") == [Batch(plain("a", "b"), None)]
+    assert ranks.settle() == [OperationBatch((), 0)]
+    assert announced(ranks, "a", "b") == [OperationBatch(plain("a", "b"), None)]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]])
@@ -210,7 +210,7 @@ def test_the_last_to_join_is_named_again_and_again(order, shape):
             assert batches == []
             ranks.negotiators[rank].join()
             batches = ranks.settle()
-        assert batches == [Batch((), order[-1])]
+        assert batches == [OperationBatch((), order[-1])]
 
 
 def test_what_only_a_joined_rank_has_announced_is_decided_with_the_join():
@@ -219,7 +219,7 @@ def test_what_only_a_joined_rank_has_announced_is_decided_with_the_join():
     for rank in (1, 2, 0):
         ranks.negotiators[rank].join()
         batches = ranks.settle()
-    assert batches == [Batch(plain("a", joined=True), 0)]
+    assert batches == [OperationBatch(plain("a", joined=True), 0)]
 
 
 def test_a_broadcast_needs_its_root_among_those_that_announced_it():
@@ -258,9 +258,9 @@ def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
 
 def test_a_rank_by_itself_sends_nothing():
     ranks = Ranks(star(1))
-    assert announced(ranks, "a", "b") == [Batch(plain("a", "b"), None)]
+    assert announced(ranks, "a", "b") == [OperationBatch(plain("a", "b"), None)]
     ranks.negotiators[0].ask("who?")
     ranks.negotiators[0].join()
-    assert ranks.settle() == [Batch((), 0)]
+    assert ranks.settle() == [OperationBatch((), 0)]
     assert ranks.negotiators[0].questions() == ["who?"]
     assert ranks.messages == []

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.stall import MAX_NAMES, StallWatch
-from hpctrain.negotiation.stall_report import MAX_LINES, Member
+from hpctrain.negotiation.stall_report import MAX_LINES, SetMember
 from hpctrain.negotiation.whereabouts import MAX_FRAMES, LastCall, main_stack
 
 SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
@@ -21,7 +21,7 @@ class Ranks:
     """Watches of all ranks of a set, with everything they say to each other delivered at once."""
 
     def __init__(self, size, settings=SETTINGS, first=0):
-        members = [Member(first + number, f"node{number // 2}") for number in range(size)]
+        members = [SetMember(first + number, f"node{number // 2}") for number in range(size)]
         self.last = [LastCall() for _ in range(size)]
         self.watches = [StallWatch(settings, n, members, self.last[n]) for n in range(size)]
         self.pending = [{} for _ in range(size)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.train.attempt import KILLED, Part
+from hpctrain.train.attempts import KILLED, Attempt
 from hpctrain.train.config import RunConfig
 from hpctrain.train.run import _requests
 from hpctrain.train.run_directory import RunDirectory
@@ -21,8 +21,8 @@ def job(monkeypatch):
 
 
 def test_the_first_part_follows_on_nothing():
-    part = Part.after([])
-    assert part == Part(part=1, ended_by=None, job="17", restarts=2)
+    part = Attempt.after([])
+    assert part == Attempt(part=1, ended_by=None, job="17", restarts=2)
 
 
 @pytest.mark.parametrize(
@@ -34,26 +34,26 @@ def test_the_first_part_follows_on_nothing():
     ],
 )
 def test_the_next_part_knows_why_the_one_before_has_ended(records, ended_by):
-    assert Part.after(records) == Part(part=2, ended_by=ended_by, job="17", restarts=2)
+    assert Attempt.after(records) == Attempt(part=2, ended_by=ended_by, job="17", restarts=2)
 
 
 def test_parts_are_counted_over_all_jobs(monkeypatch):
     records = [STARTED, STOP, {"event": "resumed", "part": 2}, STEP]
     monkeypatch.delenv("SLURM_JOB_ID")
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert Part.after(records) == Part(part=3, ended_by=KILLED, job="", restarts=0)
+    assert Attempt.after(records) == Attempt(part=3, ended_by=KILLED, job="", restarts=0)
 
 
 def test_runs_from_before_parts_were_counted_go_on():
-    assert Part.after([{"event": "started"}, STOP]).part == 2
+    assert Attempt.after([{"event": "started"}, STOP]).part == 2
 
 
 def test_it_is_told_in_one_line():
-    text = Part.after([STARTED, STOP]).describe()
+    text = Attempt.after([STARTED, STOP]).describe()
     assert text == (
         "part 2 of the run in job 17, restart 2: the part before was stopped by SIGUSR1, budget"
     )
-    assert "without a word" in Part.after([STARTED, STEP]).describe()
+    assert "without a word" in Attempt.after([STARTED, STEP]).describe()
 
 
 def stop_of(tmp_path, rank):

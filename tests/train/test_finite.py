@@ -6,8 +6,8 @@ import pytest
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import ConfigError, NotFiniteError
-from hpctrain.train.attempt import Part
-from hpctrain.train.finite import Finding, _told
+from hpctrain.train.attempts import Attempt
+from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same
@@ -80,7 +80,7 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     assert_finite(kept.state["model"])
     found = status(job.directory.path)
     assert (found.state, found.code) == ("failed", 1)
-    assert Part.after(told).ended_by == "an error of all ranks"
+    assert Attempt.after(told).ended_by == "an error of all ranks"
 
 
 @ANY
@@ -192,7 +192,7 @@ def test_who_does_not_look_trains_on(here, configure, shared):
 
 def test_a_message_names_a_few_samples_of_a_few_ranks():
     place = {"step": 7, "epoch": 1, "lr": 0.1, "loss": float("nan"), "norm": 1.0}
-    found = {rank: Finding(samples=[*range(64)], **place) for rank in range(100)}
+    found = {rank: NotFiniteFinding(samples=[*range(64)], **place) for rank in range(100)}
     lines = _told(found).splitlines()
     assert lines[0].startswith("loss and gradients must be finite, those of ranks 0-99 are not")
     assert sum("samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more" in line for line in lines) == 4

@@ -14,7 +14,7 @@ from hpctrain.train.config import RunConfig
 from hpctrain.train.loop import ends_interval, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.progress import Progress
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task, build
 from tests.train.problem import NUM_SAMPLES, model
 

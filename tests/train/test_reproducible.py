@@ -15,8 +15,7 @@ from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import settled
-from hpctrain.train.schedule import make_schedule
-from hpctrain.train.task import build
+from hpctrain.train.task import build, make_schedule
 from tests.train.job import Job, assert_same_bits, assert_same_run
 from tests.train.problem import model
 

@@ -17,7 +17,7 @@ from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
 from hpctrain.train.template import render
 from tests.train.job import WAYS, Job, assert_same_run

@@ -4,7 +4,7 @@ import pytest
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import ScheduleConfig
-from hpctrain.train.schedule import make_schedule
+from hpctrain.train.task import make_schedule
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])

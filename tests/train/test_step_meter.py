@@ -1,12 +1,12 @@
 import pytest
 
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.train.step_meter import Tally
+from hpctrain.train.step_meter import StepMeter
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_the_loss_is_the_mean_over_all_samples_of_all_ranks(world):
-    tally = Tally()
+    tally = StepMeter()
     rows = [(rank, step, rank + step) for rank in range(world.size) for step in (1, 2)]
     for rank, step, num_samples in rows:
         if rank == world.rank:
@@ -26,7 +26,7 @@ def test_the_loss_is_the_mean_over_all_samples_of_all_ranks(world):
 
 
 def test_each_interval_begins_empty(world):
-    tally = Tally()
+    tally = StepMeter()
     for loss in (1.0, 2.0):
         tally.add(loss=loss, num_samples=1, work_s=1.0, communication_s=0.0)
         assert tally.take(MpiCommunicator(world)).loss == loss
@@ -34,7 +34,7 @@ def test_each_interval_begins_empty(world):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_what_other_ranks_had_added_is_in_the_next_record(world):
-    comm, tally, later = MpiCommunicator(world), Tally(), Tally()
+    comm, tally, later = MpiCommunicator(world), StepMeter(), StepMeter()
     tally.add(loss=world.rank, num_samples=2, work_s=3.0, communication_s=1.0)
     later.load_shared(tally.shared(comm), world.rank)
     later.add(loss=4.0, num_samples=2, work_s=3.0, communication_s=1.0)
@@ -45,7 +45,7 @@ def test_what_other_ranks_had_added_is_in_the_next_record(world):
 
 
 def test_inputs_are_passed_on_and_their_wait_is_counted(world):
-    tally = Tally()
+    tally = StepMeter()
     for batch in tally.inputs([1, 2, 3]):
         tally.add(loss=float(batch), num_samples=1, work_s=1.0, communication_s=0.0)
     interval = tally.take(MpiCommunicator(world))

@@ -16,7 +16,7 @@ from hpctrain.local_sgd.sync_interval import TRIAL_ROUNDS
 from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
-from hpctrain.train.state import RunState
+from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_run
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: the file that is written last, and checked before use."""
+"""The manifest of a checkpoint: its tensors and files; written last, checked before use."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A box of a tensor that one rank wrote: in which file, and the crc32 of its blocks."""
 
     rank: int
@@ -40,7 +40,7 @@ class Record:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint holds and where."""
 
     step: int
@@ -69,7 +69,7 @@ class Manifest:
         return sum(record.num_bytes for record in (*self.tensors.values(), *own))
 
     @classmethod
-    def read(cls, directory: Path | str) -> "Manifest":
+    def read(cls, directory: Path | str) -> "CheckpointManifest":
         """Read the manifest of a checkpoint.
 
         Raises:
@@ -78,7 +78,7 @@ class Manifest:
         return cls.parse(read_bytes(directory), directory)
 
     @classmethod
-    def parse(cls, data: bytes, directory: Path | str) -> "Manifest":
+    def parse(cls, data: bytes, directory: Path | str) -> "CheckpointManifest":
         """Read a manifest from its bytes; ``directory`` is for messages.
 
         Raises:
@@ -171,7 +171,7 @@ def _told(record: Record) -> dict[str, Any]:
     return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
 
 
-def _manifest(told: Any) -> Manifest:
+def _manifest(told: Any) -> CheckpointManifest:
     world = _natural(told["world"])
     if world < 1:
         raise ValueError("no rank wrote it")
@@ -185,7 +185,7 @@ def _manifest(told: Any) -> Manifest:
         raise ValueError(f"{foreign[0]} is not the path of a tensor")
     if not isinstance(told["facts"], dict):
         raise TypeError("facts must be a table")
-    return Manifest(
+    return CheckpointManifest(
         step=_natural(told["step"]),
         world=world,
         facts=told["facts"],
@@ -213,7 +213,7 @@ def _record(path: str, told: Mapping[str, Any], world: int) -> Record:
     return Record(dtype, shape, parts)
 
 
-def _part(told: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> Part:
+def _part(told: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> StoredPart:
     box = [tuple(map(_natural, told[name])) for name in ("offset", "shape")]
     try:
         shard = Shard(shape, *box)
@@ -222,7 +222,7 @@ def _part(told: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> Par
     crcs = tuple(map(_natural, told["crc32"]))
     if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
         raise ValueError(f"{len(crcs)} checksums for {shard.numel * itemsize} bytes")
-    return Part(_natural(told["rank"]), shard, crcs)
+    return StoredPart(_natural(told["rank"]), shard, crcs)
 
 
 def _natural(value: Any) -> int:

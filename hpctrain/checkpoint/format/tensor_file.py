@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import flat_of, name_of
+from hpctrain.comm.tensor_arguments import flat_of, name_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB

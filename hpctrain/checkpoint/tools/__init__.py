@@ -1,1 +1,1 @@
-"""What is done to checkpoints: verify, compare, convert, export, prune."""
+"""Tools for checkpoints: verify, compare, convert, export, prune."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.format.tree import flatten
+from hpctrain.checkpoint.format.state_tree import flatten
 from hpctrain.checkpoint.tools.convert import read_foreign
 from hpctrain.checkpoint.tools.describe import checkpoints_in
 from hpctrain.checkpoint.tools.diff import Difference, differences, plain_differences, plain_values

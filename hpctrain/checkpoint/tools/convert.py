@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint import store
 from hpctrain.checkpoint.format import manifest, plain
-from hpctrain.checkpoint.format.tree import unflatten
+from hpctrain.checkpoint.format.state_tree import unflatten
 from hpctrain.checkpoint.tools.export import DCP_INDEX, SKELETON
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CheckpointError

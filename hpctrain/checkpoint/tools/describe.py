@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its manifest and the sizes of its files."""
+"""Description of a checkpoint, from its manifest and the sizes of its files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format import manifest
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.retention import ASIDE, step_of
 from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.errors import CheckpointError
@@ -101,7 +101,7 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
         CheckpointError: there is none, or its manifest is damaged.
     """
     directory = Path(directory)
-    told = Manifest.read(directory)
+    told = CheckpointManifest.read(directory)
     held = [
         Held(path, record.dtype, record.shape, record.num_bytes, len(record.parts))
         for path, record in told.tensors.items()
@@ -126,7 +126,7 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
     )
 
 
-def files_of(told: Manifest) -> list[str]:
+def files_of(told: CheckpointManifest) -> list[str]:
     """Return the names of the files that hold the tensors of a checkpoint, by rank."""
     records = [*told.tensors.values()]
     records += [record for own in told.private.values() for record in own.values()]

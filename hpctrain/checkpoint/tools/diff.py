@@ -1,4 +1,4 @@
-"""Where two states differ, and by how much: the bits decide, not a tolerance."""
+"""Differences of two states, bit by bit, and their size."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format.tree import component
+from hpctrain.checkpoint.format.state_tree import component
 
 _PIECE = 1 << 20
 """Elements that are compared at once: memory stays small next to a large tensor."""

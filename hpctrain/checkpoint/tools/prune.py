@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.directory import SCORE
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.checkpoint_directory import SCORE
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.retention import Kept, check_keep, expendable, step_of
 from hpctrain.checkpoint.tools.describe import checkpoints_in
 from hpctrain.core.atomic import PART, reason_of, sync
@@ -74,7 +74,7 @@ def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = Fa
 
 def _kept(step: int, place: Path) -> Kept:
     try:
-        score = Manifest.read(place).facts.get(SCORE)
+        score = CheckpointManifest.read(place).facts.get(SCORE)
     except CheckpointError:
         return Kept(step, whole=False)
     return Kept(step, score=score if isinstance(score, float) else None)

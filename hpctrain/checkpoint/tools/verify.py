@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.tools.describe import checkpoints_in, files_of
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
@@ -69,7 +69,7 @@ def verify(path: Path | str) -> Iterator[Checked]:
 
 def _check(directory: Path) -> Checked:
     try:
-        told = Manifest.read(directory)
+        told = CheckpointManifest.read(directory)
     except CheckpointError as error:
         return Checked(directory=str(directory), faults=(str(error),))
     records = [*told.tensors.values()]

@@ -1,11 +1,11 @@
-"""What mailboxes can do."""
+"""The protocol of mailboxes."""
 
 from typing import Protocol
 
-from hpctrain.comm.control_channel.tree import Tree
+from hpctrain.comm.control_channel.message_tree import Tree
 
 
-class Post(Protocol):
+class Mailbox(Protocol):
     """This rank's mailboxes to its parent and its children.
 
     One thread at a time sends, receives and sleeps; any thread rings.

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpctrain.comm.control_channel.message_tree import Tree, tree_of
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.control_channel.tree import Tree, tree_of
-from hpctrain.comm.control_channel.tree_mailbox import Edge, TreePost
+from hpctrain.comm.control_channel.tree_mailbox import Edge, TreeMailbox
 from hpctrain.comm.node.mapping import Segment
 from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
 from hpctrain.comm.watch import Watch
@@ -15,7 +15,7 @@ from hpctrain.comm.watch import Watch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.control_channel.network import Network
+    from hpctrain.comm.control_channel.message_network import Network
     from hpctrain.comm.node.shared_memory import SharedMemory
 
 _WAY_BYTES = HEAD_BYTES + RING_BYTES
@@ -26,13 +26,13 @@ BOX_BYTES = _DOWN + _WAY_BYTES
 its parent."""
 
 
-def alone() -> TreePost:
+def alone() -> TreeMailbox:
     """Make the mailboxes of a single rank, which only ever rings."""
     bell = _private_bell()
-    return TreePost(tree_of([[0]], 0), {}, bell, watch=Watch(), spin=False)
+    return TreeMailbox(tree_of([[0]], 0), {}, bell, watch=Watch(), spin=False)
 
 
-def flat(comm: "MPI.Intracomm", watch: Watch) -> TreePost:
+def flat(comm: "MPI.Intracomm", watch: Watch) -> TreeMailbox:
     """Make mailboxes between ranks that share no memory. Collective.
 
     Args:
@@ -41,10 +41,10 @@ def flat(comm: "MPI.Intracomm", watch: Watch) -> TreePost:
     """
     bell = _private_bell()
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
-    return TreePost(tree, {}, bell, network=_network(comm), watch=watch, spin=True)
+    return TreeMailbox(tree, {}, bell, network=_network(comm), watch=watch, spin=True)
 
 
-def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> TreePost:
+def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> TreeMailbox:
     """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
 
     Args:
@@ -67,7 +67,7 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> TreePo
     bell.initialise()
     spare.initialise()
     node.barrier()  # nobody rings a bell that is not there yet
-    return TreePost(
+    return TreeMailbox(
         tree,
         _edges(tree, boxes, spare),
         bell,
@@ -113,6 +113,6 @@ def _private_bell() -> Semaphore:
 
 
 def _network(comm: "MPI.Intracomm") -> "Network":
-    from hpctrain.comm.control_channel.network import Network  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.control_channel.message_network import Network  # noqa: PLC0415 - needs MPI
 
     return Network(comm.Dup())

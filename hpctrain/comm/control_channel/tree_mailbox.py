@@ -4,14 +4,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.comm.control_channel.message_tree import Tree
 from hpctrain.comm.control_channel.ring import Inlet, Outlet
-from hpctrain.comm.control_channel.tree import Tree
 from hpctrain.comm.node.semaphore import Semaphore
 from hpctrain.comm.waiting import NAP_S, NAP_SHARE, SLICE_S, SPIN_S
 from hpctrain.comm.watch import Watch
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.network import Network
+    from hpctrain.comm.control_channel.message_network import Network
 
 _IDLE_NAP_S = 20e-3
 """Between two looks at the network where nobody waits: they take a thousandth of the time."""
@@ -28,7 +28,7 @@ class Edge(NamedTuple):
     inlet: Inlet
 
 
-class TreePost:
+class TreeMailbox:
     """See ``Post``."""
 
     def __init__(

@@ -8,20 +8,22 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.arguments import name_of, part_numels
-from hpctrain.comm.engines.horovod_place import WORLD, Place
-from hpctrain.comm.engines.horovod_values import MOST_LANES, as_lanes, operation, wire_dtype
+from hpctrain.comm.engines.horovod_place import WORLD, HorovodPlace
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.plan.size_table import SizeTable
 from hpctrain.comm.rail.wire import CHUNK_ELEMENTS
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.tensor_arguments import name_of, part_numels
 from hpctrain.comm.watch import Watch
 from hpctrain.comm.work import Work
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+from typing import NamedTuple
+
+from hpctrain.comm.tensor_arguments import flat_of
 
 
 class HorovodCommunicator(MpiCommunicator):
@@ -35,7 +37,9 @@ class HorovodCommunicator(MpiCommunicator):
     rail = None
     """There are no rails: Horovod decides what goes where."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Place, *, plan: Plan, watch: Watch) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, place: HorovodPlace, *, plan: Plan, watch: Watch
+    ) -> None:
         """Take the ranks.
 
         Args:
@@ -185,7 +189,7 @@ class HorovodCommunicator(MpiCommunicator):
         split = comm.Split(0 if mine else MPI.UNDEFINED, ranks.index(self.rank) if mine else 0)
         if not mine:
             return None
-        place = Place(
+        place = HorovodPlace(
             self._session,
             process_set,
             members,
@@ -226,3 +230,54 @@ class HorovodCommunicator(MpiCommunicator):
 def by_two_levels(plan: Plan) -> bool:
     """Say whether the plan wants two levels for any size."""
     return any(way == "two-level" for _, way in plan.tensors.steps)
+
+
+MOST_LANES = (1 << 31) - 1
+"""Elements of all ranks together in one operation: Horovod's offsets have 32 bits."""
+
+_WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}
+_WIRE |= dict.fromkeys(
+    (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8), torch.int32
+)
+"""Small integers are summed in 32 bits, whose low ones are their sum that wraps around: Horovod's
+torch has no operations for some of them, and the MPI library below it saturates others."""
+_LOGICAL = {torch.bitwise_or: "Max", torch.bitwise_and: "Min"}
+_ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
+_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class HorovodLanes(NamedTuple):
+    """The bytes of a tensor as numbers that Horovod moves, whatever they mean."""
+
+    values: Tensor
+    lanes: int
+    """Numbers for each element of the tensor."""
+
+
+def as_lanes(tensor: Tensor) -> HorovodLanes:
+    """Return the elements of a tensor of any dtype and layout; the same memory if possible."""
+    lane = _LANES[tensor.itemsize]
+    return HorovodLanes(flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize)
+
+
+def operation(how: Combination) -> str | None:
+    """Return the name of Horovod's operation with the same result for values in ``how.wide``.
+
+    Returns:
+        None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod
+        knows nothing.
+    """
+    if how.wide is torch.bool:
+        return _LOGICAL.get(how.function)
+    if how.wide not in _WIRE:
+        return None
+    if how.op is Op.SUM:
+        return "Sum"
+    if how.op is Op.PRODUCT:
+        return "Product"
+    return None if how.wide.is_floating_point else _ORDER.get(how.function)
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype values of ``dtype`` travel."""
+    return _WIRE[dtype]

@@ -6,7 +6,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.engines import horovod_session
 from hpctrain.comm.engines.horovod import HorovodCommunicator, by_two_levels
 from hpctrain.comm.engines.horovod_levels import Levels
-from hpctrain.comm.engines.horovod_place import WORLD, Place
+from hpctrain.comm.engines.horovod_place import WORLD, HorovodPlace
 from hpctrain.comm.plan.plan import Plan, has_equal_nodes
 from hpctrain.comm.watch import Watch
 from hpctrain.core.config import Settings
@@ -38,7 +38,7 @@ def join(
     levels = None
     if has_equal_nodes(topology) and (measures or by_two_levels(plan)):
         levels = Levels(session, topology.nodes)
-    place = Place(
+    place = HorovodPlace(
         session, session.torch.global_process_set, tuple(range(world.size)), levels, WORLD
     )
     return HorovodCommunicator(world, place, plan=plan, watch=watch)

@@ -1,4 +1,4 @@
-"""What Horovod knows some ranks by."""
+"""Horovod's name of a group of ranks."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ WORLD = "hpctrain"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HorovodPlace:
     """Some ranks of a world that Horovod serves."""
 
     session: "Session"

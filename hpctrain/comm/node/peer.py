@@ -4,8 +4,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.arguments import name_of
 from hpctrain.comm.ops import Op
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
 
 _TYPES = {

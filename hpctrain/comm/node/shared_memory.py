@@ -16,7 +16,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import disagreement
 from hpctrain.comm.calls import bucket_call, describe_call
 from hpctrain.comm.node.mapping import Segment
-from hpctrain.comm.node.memory import NodeMemory
+from hpctrain.comm.node.node_memory import NodeMemory
 from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
 from hpctrain.comm.node.slices import chunks_of, combine, spread
 from hpctrain.comm.ops import Combination

@@ -1,4 +1,4 @@
-"""How a node's ranks share the work of a sum: a slice each, in pieces that stay in the cache."""
+"""The sum of a node: a slice for each of its ranks, in pieces that stay in the cache."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""Which algorithm for which size: probed, chosen, kept in a file."""
+"""The plan: an algorithm for each size; probed, chosen, kept in a file."""

@@ -1,4 +1,4 @@
-"""Where the plan of a world comes from: a file, an earlier measurement, a new one, or the rule."""
+"""The source of a world's plan: a file, an earlier measurement, a new one, or the rule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ _CPU = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class PlanDecision:
     """A plan, and where it comes from; the same on every rank."""
 
     plan: Plan
@@ -103,7 +103,7 @@ def decide(
     stored: StoredPlan | None,
     rule: Plan,
     machines: Sequence[str] = (),
-) -> Decision:
+) -> PlanDecision:
     """Take the pinned plan, else what an earlier run has measured, else the rule. Collective.
 
     Args:
@@ -123,8 +123,8 @@ def decide(
                 f"the plan of {settings.plan} does not fit: {problem}; start the ranks that it "
                 f"is for, or leave HPCTRAIN_PLAN out"
             )
-        return Decision(plan=stored.plan, origin=str(settings.plan))
-    by_rule = Decision(plan=rule, origin="rule")
+        return PlanDecision(plan=stored.plan, origin=str(settings.plan))
+    by_rule = PlanDecision(plan=rule, origin="rule")
     if world is None or settings.probe == "off" or not _has_choice(topology, settings, rule):
         return by_rule
     key = key_of(
@@ -145,17 +145,17 @@ def decide(
         if found is not None and misfit(found, topology, rule.node_memory, rule.engine):
             found = None
         if (found := world.bcast(found)) is not None:
-            return Decision(plan=found.plan, origin="a measurement in an earlier run")
+            return PlanDecision(plan=found.plan, origin="a measurement in an earlier run")
     return replace(by_rule, key=key)
 
 
 def measured(
-    decision: Decision,
+    decision: PlanDecision,
     comm: "Communicator",
     world: "MPI.Intracomm",
     topology: Topology,
     watch: "Watch",
-) -> Decision:
+) -> PlanDecision:
     """Measure where that is wanted, use what is fastest, and remember it. Collective.
 
     Args:
@@ -173,7 +173,7 @@ def measured(
     plan = measure(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))
-    return Decision(plan=plan, origin="measurement")
+    return PlanDecision(plan=plan, origin="measurement")
 
 
 def _has_choice(topology: Topology, settings: Settings, rule: Plan) -> bool:

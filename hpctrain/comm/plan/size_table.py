@@ -1,4 +1,4 @@
-"""Which algorithm moves a message of which size."""
+"""Table of algorithms by message size."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field

@@ -17,7 +17,7 @@ SEGMENT_BYTES = 256 * KIB
 """Small enough to fill the tree quickly, large enough to hide the latency of a message."""
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """Where a rank stands in a tree."""
 
     parent: int | None
@@ -54,7 +54,7 @@ def double_tree_allreduce_(wire: Wire, tensor: Tensor, combination: Combination)
     _broadcast(wire, schedule)
 
 
-_Schedule = list[tuple[Tensor, Place, int]]
+_Schedule = list[tuple[Tensor, TreePlace, int]]
 """Segment, place of this rank in the tree which it travels, tag."""
 
 
@@ -98,7 +98,7 @@ def _broadcast(wire: Wire, schedule: _Schedule) -> None:
 
 
 @cache
-def two_trees(size: int) -> tuple[tuple[Place, Place], ...]:
+def two_trees(size: int) -> tuple[tuple[TreePlace, TreePlace], ...]:
     """Return the places of each rank in the two trees.
 
     The first tree is in order: with ranks counted from 1, odd ones are leaves. The second is its
@@ -125,9 +125,9 @@ def _parent(number: int, size: int) -> int | None:
     return above - 1 if above else None
 
 
-def _places(parents: list[int | None]) -> list[Place]:
+def _places(parents: list[int | None]) -> list[TreePlace]:
     children: list[list[int]] = [[] for _ in parents]
     for rank, parent in enumerate(parents):
         if parent is not None:
             children[parent].append(rank)
-    return [Place(*place) for place in zip(parents, map(tuple, children), strict=True)]
+    return [TreePlace(*place) for place in zip(parents, map(tuple, children), strict=True)]

@@ -1,24 +1,77 @@
 """The rail level: ranks that own the same slice on every node reduce it over the slow link."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.dtypes import buffer_of, library_sums
+from hpctrain.comm.node.pipelining import Arrival, cut, num_segments, received
 from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.size_table import SizeTable
 from hpctrain.comm.rail.by_messages import DOUBLING_BYTES, allreduce_by_messages_
 from hpctrain.comm.rail.double_tree import double_tree_allreduce_
 from hpctrain.comm.rail.doubling import doubling_allreduce_
 from hpctrain.comm.rail.halving import halving_allreduce_
-from hpctrain.comm.rail.ring import ring_allreduce_
 from hpctrain.comm.rail.wire import CHUNK_ELEMENTS, Wire
-from hpctrain.comm.tree import tree_allreduce_
+from hpctrain.comm.rank_tree import tree_allreduce_
 from hpctrain.comm.waiting import wait_request
 from hpctrain.comm.watch import Watch
-from hpctrain.core.units import KIB
+from hpctrain.core.units import KIB, MIB
+
+SEGMENT_BYTES = MIB
+"""Large parts travel in segments: one is combined while the next one is on its way."""
+
+
+def ring_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
+    """Replace a flat, contiguous ``tensor`` by its reduction over the ranks of ``wire``.
+
+    Collective. Part p of N travels the ring from rank p on and is combined in that order (it
+    ends complete on rank p-1), then travels once more to be copied. 2(N-1) rounds; the time is
+    about 2(N-1) a + 2(N-1)/N m b for a message of m bytes, a seconds of latency and b seconds
+    per byte. 16-bit floats are rounded at each of the N-1 combinations.
+
+    Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", the ring for all-reduce.
+    Differs: a rank passes each segment of a part on as soon as it is combined.
+    """
+    size, rank, numel = wire.size, wire.rank, tensor.numel()
+    if size == 1 or numel == 0:
+        return
+    num_each = num_segments(-(-numel // size) * tensor.itemsize, SEGMENT_BYTES)
+    pieces = cut(tensor, size * num_each)
+    ahead = min(2, num_each)
+    inboxes = torch.empty(ahead, -(-numel // len(pieces)), dtype=tensor.dtype)
+
+    def segments_of(part: int) -> list[Tensor]:
+        return pieces[part % size * num_each :][:num_each]
+
+    # What arrives in turn: parts rank-1, rank-2, ..., rank+1 to be combined with those here,
+    # then rank, rank-1, ..., rank+2, complete. Each is passed on, but for the last part.
+    incoming = [
+        segment for step in range(2 * size - 2) for segment in segments_of(rank - 1 - step)
+    ]
+    num_combined = (size - 1) * num_each
+
+    def expected() -> Iterator[Arrival]:
+        for turn, segment in enumerate(incoming):
+            combined = turn < num_combined
+            target = inboxes[turn % ahead, : segment.numel()] if combined else segment
+            yield Arrival(target, (rank - 1) % size)
+
+    leaving = deque(wire.start_send(segment, (rank + 1) % size) for segment in segments_of(rank))
+    for turn, arrived in enumerate(received(wire, expected(), ahead)):
+        segment = incoming[turn]
+        if turn < num_combined:
+            combination.into(segment, arrived)
+        if turn < len(incoming) - num_each:
+            leaving.append(wire.start_send(segment, (rank + 1) % size))
+        # The receive that is posted next may overwrite what this send has read.
+        wire.finish(leaving.popleft())
+
 
 STEP_BYTES = 64 * KIB
 """A step of a ring that carries less costs mostly its latency."""

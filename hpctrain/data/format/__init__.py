@@ -1,1 +1,1 @@
-"""What a data set looks like on disk, and how it comes there."""
+"""The format of data sets on disk, and how it is written."""

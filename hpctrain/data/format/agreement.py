@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all of them, with the same words."""
+"""Failures agreed on: what fails on one rank fails on all of them, with the same words."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

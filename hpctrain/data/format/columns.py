@@ -1,4 +1,4 @@
-"""How the values of one field get into a shard while it grows: three ways, one shape.
+"""Columns of a growing shard: three ways to keep the values of a field, one shape.
 
 A field that lies in the file as plain bytes needs its full size at once: known for samples of
 one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered

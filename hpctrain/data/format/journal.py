@@ -1,4 +1,4 @@
-"""What a writer has finished, kept beside the shards: the next one can go on from there."""
+"""Journal of a writer, kept beside the shards: the next one can go on from there."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.atomic import publishing
-from hpctrain.data.format.layout import Manifest, Shard, shard_of, shard_record
+from hpctrain.data.format.layout import Manifest, ShardEntry, shard_of, shard_record
 from hpctrain.data.format.numbering import number
 
 _FORMAT = 1
@@ -41,7 +41,7 @@ class Journal:
         record = self._read()
         return None if record is None else str(record["uuid"])
 
-    def recover(self, uuid: str) -> list[Shard]:
+    def recover(self, uuid: str) -> list[ShardEntry]:
         """Return the finished shards, whose files are there, as they were before publication.
 
         Raises:
@@ -50,7 +50,7 @@ class Journal:
         record = self._read()
         if record is None or record["uuid"] != uuid:
             return []
-        kept: list[Shard] = []
+        kept: list[ShardEntry] = []
         shards = [shard_of(one) for one in record["shards"]]
         for index, shard in enumerate(shards):
             path = self._directory / shard.file
@@ -66,7 +66,9 @@ class Journal:
             kept.append(shard)
         return kept
 
-    def write(self, uuid: str, shards: Sequence[Shard], published_as: Sequence[str] = ()) -> None:
+    def write(
+        self, uuid: str, shards: Sequence[ShardEntry], published_as: Sequence[str] = ()
+    ) -> None:
         """Replace the journal.
 
         Args:

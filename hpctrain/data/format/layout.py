@@ -1,4 +1,4 @@
-"""What a data set looks like on disk: names, and the manifest that describes all shards.
+"""Layout of a data set on disk: names, and the manifest that describes all shards.
 
 A data set is a directory of HDF5 shards and ``manifest.json``, which is written last: without it
 there is no data set. A shard holds ``/data/<field>`` with shape ``(n, ...)``, ``/crc/<field>``
@@ -20,8 +20,7 @@ import numpy as np
 from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.names import PLAIN_NAME, check_names
-from hpctrain.data.format.record import check_record
+from hpctrain.data.format.valid_names import PLAIN_NAME, check_names
 
 FORMAT = "hpctrain-h5"
 VERSION = 1
@@ -103,7 +102,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
+class ShardEntry:
     """One HDF5 file of a data set."""
 
     file: str
@@ -123,7 +122,7 @@ class Manifest:
     block_size: int
     """Samples per crc32, counted from the start of each shard."""
     fields: Mapping[str, Field]
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardEntry, ...]
     classes: tuple[str, ...] = ()
     """Names of the labels 0, 1, ...; ``classes.txt`` is a copy for people."""
 
@@ -145,7 +144,7 @@ class Manifest:
         """Bytes of all files."""
         return sum(shard.num_bytes for shard in self.shards)
 
-    def num_blocks(self, shard: Shard) -> int:
+    def num_blocks(self, shard: ShardEntry) -> int:
         """Blocks of a shard; the last one may be short."""
         return -(-shard.num_samples // self.block_size)
 
@@ -228,7 +227,7 @@ class Manifest:
             classes=tuple(map(str, record.get("classes", ()))),
         )
 
-    def _check_shard(self, shard: Shard) -> None:
+    def _check_shard(self, shard: ShardEntry) -> None:
         if not PLAIN_NAME.fullmatch(shard.file):
             raise DataError(f"a shard is a plain file name, got {shard.file!r}")
         if shard.num_samples < 1:
@@ -272,9 +271,9 @@ def _field(record: dict[str, Any]) -> Field:
     )
 
 
-def shard_of(record: dict[str, Any]) -> Shard:
+def shard_of(record: dict[str, Any]) -> ShardEntry:
     """Return a shard from what JSON has of it."""
-    return Shard(
+    return ShardEntry(
         file=record["file"],
         num_samples=record["n"],
         num_bytes=record["bytes"],
@@ -283,7 +282,7 @@ def shard_of(record: dict[str, Any]) -> Shard:
     )
 
 
-def shard_record(shard: Shard) -> dict[str, Any]:
+def shard_record(shard: ShardEntry) -> dict[str, Any]:
     """Return a shard as JSON has it."""
     return {
         "file": shard.file,
@@ -301,3 +300,28 @@ def _place_record(place: Place) -> dict[str, Any]:
         for key in ("index_offset", "index_crc32", "num_rows"):
             del record[key]
     return record
+
+
+_MOST = 2**62
+
+
+def check_record(record: dict[str, Any]) -> None:
+    """Check that there are shards, and that every number is whole and counts something.
+
+    Raises:
+        DataError: it is not so.
+    """
+    if not record["shards"]:
+        raise DataError("it names no shard")
+    _check_numbers(record)
+
+
+def _check_numbers(value: object) -> None:
+    if isinstance(value, dict):
+        for one in value.values():
+            _check_numbers(one)
+    elif isinstance(value, list):
+        for one in value:
+            _check_numbers(one)
+    elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
+        raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")

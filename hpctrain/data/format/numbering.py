@@ -10,13 +10,13 @@ from hpctrain.core.atomic import sync
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB
 from hpctrain.data.format.crc import combine
-from hpctrain.data.format.layout import Shard
+from hpctrain.data.format.layout import ShardEntry
 from hpctrain.data.format.storage import PartFile
 
 _HEAD_BYTES = 64 * KIB
 
 
-def number(path: Path, shard: Shard, *, index: int, first_index: int) -> Shard:
+def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
     """Write the place of a shard into its attributes, which lie in its first bytes.
 
     Args:

@@ -11,14 +11,15 @@ import numpy as np
 from hpctrain import __version__
 from hpctrain.core.atomic import PART, crc32_of, sync
 from hpctrain.core.checksum import crc32
-from hpctrain.data.format.checksums import BlockCrcs
 from hpctrain.data.format.columns import new_column
-from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, Shard
+from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.format.storage import PartFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+from numpy.typing import NDArray
 
 _PAGE_BYTES = 4096
 
@@ -70,7 +71,7 @@ class ShardPart:
         self.num_samples += count(rows)
         self._storage.check()
 
-    def finish(self) -> Shard:
+    def finish(self) -> ShardEntry:
         """Complete the file, put it on disk and tell what is in it."""
         if self.num_free and any(column.capacity for column in self._columns.values()):
             self._shorten()
@@ -82,7 +83,7 @@ class ShardPart:
         self._close()
         self._storage.check()
         sync(self.path)
-        return Shard(
+        return ShardEntry(
             file=self.path.name,
             num_samples=self.num_samples,
             num_bytes=self.path.stat().st_size,
@@ -186,3 +187,35 @@ def raw_offset(dataset: Any, file_bytes: int) -> int | None:
     if not plain or offset is None or offset + dataset.nbytes > file_bytes:
         return None
     return int(offset)
+
+
+class BlockCrcs:
+    """Checksums of one field of a shard."""
+
+    def __init__(self, block_size: int) -> None:
+        """Start with no samples; ``block_size`` samples share a crc32."""
+        self._block_size = block_size
+        self._num_samples = 0
+        self._crcs: list[int] = []
+
+    def extend(self, rows: NDArray[Any] | RaggedRows) -> None:
+        """Add samples."""
+        stop = len(rows.offsets) - 1 if isinstance(rows, RaggedRows) else len(rows)
+        done = 0
+        while done < stop:
+            inside = self._num_samples % self._block_size
+            if not inside:
+                self._crcs.append(0)
+            end = min(stop, done + self._block_size - inside)
+            if isinstance(rows, RaggedRows):
+                piece = rows.values[rows.offsets[done] : rows.offsets[end]]
+            else:
+                piece = rows[done:end]
+            self._crcs[-1] = crc32(np.ascontiguousarray(piece).data, self._crcs[-1])
+            self._num_samples += end - done
+            done = end
+
+    @property
+    def table(self) -> NDArray[np.uint32]:
+        """Return ``(num_blocks,)``, as ``/crc/<field>`` has it."""
+        return np.array(self._crcs, "<u4")

@@ -10,9 +10,9 @@ from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.agreement import explained, together
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import Manifest, Shard
-from hpctrain.data.format.names import SHARD_FILE, shard_file
+from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.format.numbering import number
+from hpctrain.data.format.valid_names import SHARD_FILE, shard_file
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -66,10 +66,10 @@ class Publication:
 
     def _rename(
         self, draft: Manifest, names: list[str], first: int, first_index: int
-    ) -> list[Shard]:
+    ) -> list[ShardEntry]:
         if self._journal:
             self._journal.write(draft.uuid, draft.shards, published_as=names)
-        shards: list[Shard] = []
+        shards: list[ShardEntry] = []
         for index, (shard, name) in enumerate(zip(draft.shards, names, strict=True)):
             path = self._directory / shard.file
             # The shards of the first ranks have their place from the start.

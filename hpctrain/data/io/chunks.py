@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
-from hpctrain.data.io.values import Array, Source, as_bytes, row_bytes
+from hpctrain.data.io.values import Array, ValueSource, as_bytes, row_bytes
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
@@ -65,7 +65,9 @@ class ChunkCache:
 class CachedValues:
     """Values that are read chunk by chunk: by HDF5, or of so few bytes that chunks are kept."""
 
-    def __init__(self, source: Source, num_rows: int, chunk_rows: int, cache: ChunkCache) -> None:
+    def __init__(
+        self, source: ValueSource, num_rows: int, chunk_rows: int, cache: ChunkCache
+    ) -> None:
         """Take what reads a chunk, and how many rows it has."""
         self._source = source
         self._cache = cache

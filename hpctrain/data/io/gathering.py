@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.data.io.handles import ReadableShard
+from hpctrain.data.io.open_files import ReadableShard
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Ragged
 

@@ -3,9 +3,11 @@
 Reading waits for the disk, copying for memory: at the same time, both take as long as one of them.
 """
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from math import prod
 from threading import Condition, Lock
 from typing import Any, NamedTuple
 
@@ -15,10 +17,54 @@ from numpy.typing import NDArray
 
 from hpctrain.data.format.layout import Field
 from hpctrain.data.io.ahead import runs_of
-from hpctrain.data.io.parted import PartedArray
+from hpctrain.data.io.largepages import first_large_page, large_pages
+from hpctrain.data.io.mapped import PAGE_BYTES, View
 from hpctrain.data.io.shardfile import ShardFile
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Values
+
+
+class PartedArray:
+    """To be filled as one array, and then handed out in parts."""
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Reserve memory, in large pages where the system has them; it is taken when filled."""
+        num_bytes = prod(shape) * dtype.itemsize
+        self._memory = large_pages(num_bytes)
+        every = np.frombuffer(self._memory, np.uint8)
+        self._begin = first_large_page(every)
+        self.values: NDArray[Any] = (
+            every[self._begin : self._begin + num_bytes].view(dtype).reshape(shape)
+        )
+        """All of it."""
+
+    def part(self, start: int, stop: int) -> NDArray[Any]:
+        """Return ``values[start:stop]``, which may be done once.
+
+        What ``values`` shows there is lost with the last view of the part.
+        """
+        some = self.values[start:stop]
+        if not some.nbytes:
+            return some
+        begin = self._begin + start * some.strides[0]
+        owner = _Part(self._memory, begin, begin + some.nbytes)
+        return np.asarray(
+            View(owner, some.ctypes.data, some.shape, some.dtype.str, is_readonly=False)
+        )
+
+
+class _Part:
+    """The bytes ``[begin, end)`` of some memory, while somebody uses them."""
+
+    def __init__(self, memory: mmap.mmap, begin: int, end: int) -> None:
+        self._memory, self._begin, self._end = memory, begin, end
+
+    def __del__(self) -> None:
+        """Give back the pages that hold nothing of other parts."""
+        begin = -(-self._begin // PAGE_BYTES) * PAGE_BYTES
+        if (num_bytes := self._end // PAGE_BYTES * PAGE_BYTES - begin) > 0:
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
+
 
 Parts = Callable[[], Sequence[Array]]
 """Gives the samples of each part of an epoch, in the order in which the parts will be taken."""

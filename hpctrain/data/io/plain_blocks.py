@@ -1,4 +1,4 @@
-"""Whether blocks of a field are as they were written, where its bytes lie plainly in the file."""
+"""Checks of blocks whose bytes lie plainly in the file."""
 
 import os
 import threading

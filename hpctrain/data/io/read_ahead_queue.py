@@ -15,7 +15,7 @@ _SOON = 3
 """Pieces that the disk is asked for before they are read: enough to keep it busy meanwhile."""
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """Some bytes of a file."""
 
     read: Callable[[], None]
@@ -34,14 +34,14 @@ class Line:
 
     def __init__(self) -> None:
         """Start no thread yet."""
-        self._waiting: deque[Piece] = deque()
+        self._waiting: deque[ReadPiece] = deque()
         self._num_asked = 0
         """Of the first ones that wait."""
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "hpctrain-ahead")
         self._sweeping = ThreadPoolExecutor(1, "hpctrain-sweep")
 
-    def join(self, pieces: Iterable[Piece]) -> None:
+    def join(self, pieces: Iterable[ReadPiece]) -> None:
         """Add pieces at the end, and return at once; all of them will be read."""
         for piece in pieces:
             threads, work = self._sweeping, piece.read

@@ -1,4 +1,4 @@
-"""Whether a file lies in memory, so that mapping it costs no wait for a disk."""
+"""Residency of a file in memory, so that mapping it costs no wait for a disk."""
 
 import ctypes
 import os

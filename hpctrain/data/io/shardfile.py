@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Literal
 
 import h5py
@@ -18,9 +18,7 @@ from hpctrain.data.format.layout import Field, Manifest, Place
 from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.io.chunks import CachedValues, ChunkCache, chunk_rows_for
 from hpctrain.data.io.direct import read_at
-from hpctrain.data.io.hdf5 import HDF5Values, open_hdf5
 from hpctrain.data.io.mapped import Space
-from hpctrain.data.io.pending_blocks import Arrivals
 from hpctrain.data.io.plain_blocks import MappedBlocks, PlainBlocks, Read, from_file, from_map
 from hpctrain.data.io.residency import in_memory, on_local_disk
 from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values
@@ -296,3 +294,98 @@ class ShardFile:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a file for reading whatever locks it has; HDF5 keeps no values of it in memory.
+
+    Raises:
+        OSError: it is missing, or not HDF5.
+    """
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_file_locking(False, ignore_when_disabled=False)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    # Chunks are kept by us, and what is read again must come from the file.
+    access.set_sieve_buf_size(0)
+    access.set_cache(0, 0, 0, 0.0)
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+
+
+class HDF5Values:
+    """A dataset, filtered or of any other kind that has no plain bytes in the file."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Take the open dataset ``(num_rows, *shape)``."""
+        self._dataset = dataset
+        self.chunk_rows = (
+            int(dataset.chunks[0])
+            if dataset.chunks
+            else chunk_rows_for(dataset.shape[1:], dataset.dtype)
+        )
+        self._stored: tuple[Array, Array] | None = None
+
+    def between(self, start: int, stop: int) -> NDArray[Any]:
+        """Return rows [start, stop), decoded."""
+        return np.ascontiguousarray(self._dataset[start:stop])
+
+    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
+        """Return the bytes of the stored chunks that hold the rows ``[starts[i], stops[i])``."""
+        if self._stored is None:
+            self._stored = self._stored_chunks()
+        begins, ends = self._stored
+        homes = [
+            np.arange(start // self.chunk_rows, -(-stop // self.chunk_rows))
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+        wanted = np.unique(np.concatenate([np.empty(0, np.int64), *homes]))
+        wanted = wanted[wanted < len(begins)]
+        return begins[wanted], ends[wanted]
+
+    def _stored_chunks(self) -> tuple[Array, Array]:
+        num_chunks = -(-len(self._dataset) // self.chunk_rows) if self._dataset.chunks else 0
+        begins, ends = np.zeros((2, num_chunks), np.int64)
+
+        def note(chunk: Any) -> None:
+            home = chunk.chunk_offset[0] // self.chunk_rows
+            if home < num_chunks:  # else the file is damaged, which reading will tell
+                begins[home], ends[home] = chunk.byte_offset, chunk.byte_offset + chunk.size
+
+        if num_chunks:
+            self._dataset.id.chunk_iter(note)
+        return begins, ends
+
+
+class Arrivals:
+    """Of the blocks of one file. Several threads may use it at once."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Expect nothing yet."""
+        self._is_coming = np.zeros(num_blocks, bool)
+        self._awaited: dict[int, Event] = {}
+        """Set when the block has come."""
+        self._lock = Lock()
+
+    def expect(self, blocks: Array) -> None:
+        """Promise that ``arrived`` will be called for these blocks, whatever happens."""
+        with self._lock:
+            self._is_coming[blocks] = True
+
+    def arrived(self, blocks: Array) -> None:
+        """Keep the promise: somebody has tried to read these blocks."""
+        with self._lock:
+            self._is_coming[blocks] = False
+            here = [block for block in self._awaited if not self._is_coming[block]]
+            events = [self._awaited.pop(block) for block in here]
+        for event in events:
+            event.set()
+
+    def wait_for(self, blocks: Array) -> None:
+        """Return when none of these blocks is on its way."""
+        while (coming := blocks[self._is_coming[blocks]]).size:
+            # Blocks come in about this order: the last one of them is worth waking up for.
+            last = int(coming[-1])
+            with self._lock:
+                if not self._is_coming[last]:
+                    continue
+                event = self._awaited.setdefault(last, Event())
+            event.wait()

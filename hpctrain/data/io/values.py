@@ -39,7 +39,7 @@ class Values(Protocol):
         """Return where the rows ``[starts[i], stops[i])`` lie in the file: from byte, to byte."""
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Where whole chunks of a field come from."""
 
     def between(self, start: int, stop: int) -> NDArray[Any]:

@@ -1,1 +1,1 @@
-"""What a loader does between an order and a batch."""
+"""The way from an order to a batch."""

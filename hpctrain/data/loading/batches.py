@@ -9,7 +9,7 @@ import torch
 from hpctrain.data.batch import Batch, padded, pinned
 from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.loading.skipped import Skipped
-from hpctrain.data.loading.steps import Part, Steps
+from hpctrain.data.loading.steps import StepPart, Steps
 from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Samples, Values
@@ -69,7 +69,7 @@ class Reading:
             return self._early.take(number, lambda gaps: self.dataset.take(indices[gaps]))
         return None
 
-    def _alone(self, part: Part, columns: Columns | None = None) -> Batch | Exception:
+    def _alone(self, part: StepPart, columns: Columns | None = None) -> Batch | Exception:
         try:
             if self.pool is None:
                 columns = columns or self.dataset.take(part.indices)
@@ -81,7 +81,7 @@ class Reading:
         except Exception as error:  # raised when its step is delivered
             return error
 
-    def _batches(self, part: Part, columns: Columns) -> list[Batch | Exception]:
+    def _batches(self, part: StepPart, columns: Columns) -> list[Batch | Exception]:
         """Cut what was read together into batches, which share its memory."""
         assert self.transform is None  # it would have a thread for each step
         cuts = zip(*(_cuts(values, part.sizes) for values in columns.values()), strict=True)

@@ -1,4 +1,4 @@
-"""What failed on one rank fails on all of them, at the same step."""
+"""Delivery of batches: what failed on one rank fails on all of them, at the same step."""
 
 import pickle
 from typing import Any

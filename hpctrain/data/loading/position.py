@@ -1,4 +1,4 @@
-"""Where a training is in its data: what a checkpoint keeps of a loader."""
+"""Position of a training in its data, as checkpoints keep it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Self

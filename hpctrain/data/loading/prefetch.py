@@ -1,4 +1,4 @@
-"""Do numbered work ahead of its consumer, several pieces at once, and hand it on in order."""
+"""Prefetching: numbered work ahead of its consumer, handed on in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

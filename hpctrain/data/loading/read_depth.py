@@ -1,4 +1,4 @@
-"""How many steps are read together, by how many threads, and how far ahead."""
+"""Read depth: steps that are read together, threads, and the lead."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ _PART_BYTES_OF_THREAD = 16 * MIB
 _MOST_TOGETHER = 128
 
 
-class Pace(NamedTuple):
+class ReadDepth(NamedTuple):
     """What a rank reads at once, and what at the same time."""
 
     together: int
@@ -29,7 +29,7 @@ class Pace(NamedTuple):
         workers: int = 0,
         is_copy: bool = False,
         has_transform: bool = False,
-    ) -> "Pace":
+    ) -> "ReadDepth":
         """Choose.
 
         Args:
@@ -55,7 +55,7 @@ class Pace(NamedTuple):
         depth = prefetch if together == 1 else max(threads, -(-prefetch // together))
         return cls(together, threads, depth)
 
-    def of_copies(self) -> "Pace":
+    def of_copies(self) -> "ReadDepth":
         """Return the same where others bring all into memory, and threads have but to copy.
 
         More of them than cores only wait for each other.

@@ -1,4 +1,4 @@
-"""Which samples a rank reads at each step of an epoch, and which it will read soon."""
+"""Samples of each step of an epoch on a rank, and those it will read soon."""
 
 import threading
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ each other that they are best read together with all others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """What one rank reads at once: its samples of one or several steps."""
 
     indices: Indices
@@ -41,17 +41,17 @@ class Part:
     num_repeated: list[int]
     """How many of the samples of each step, the last ones, came before in this epoch."""
 
-    def singles(self) -> "list[Part]":
+    def singles(self) -> "list[StepPart]":
         """Return the same with each step alone."""
         if len(self.sizes) == 1:
             return [self]
         pieces = np.split(self.indices, np.cumsum(self.sizes)[:-1])
         return [
-            Part(piece, [size], [repeated])
+            StepPart(piece, [size], [repeated])
             for piece, size, repeated in zip(pieces, self.sizes, self.num_repeated, strict=True)
         ]
 
-    def without(self, skipped: Skipped) -> "Part":
+    def without(self, skipped: Skipped) -> "StepPart":
         """Return the same without some samples."""
         kept = ~skipped.holds(self.indices)
         if kept.all():
@@ -61,7 +61,7 @@ class Part:
             end += size
             sizes.append(int(np.count_nonzero(kept[end - size : end])))
             repeated.append(int(np.count_nonzero(kept[end - old : end])))
-        return Part(self.indices[kept], sizes, repeated)
+        return StepPart(self.indices[kept], sizes, repeated)
 
 
 def share(start: int, stop: int, rank: int, size: int) -> range:
@@ -161,14 +161,14 @@ class Steps:
         planned = PLANNED_AT_ONCE if self.at_once else PLANNED
         self._group = max(1, planned // (cut.global_batch * together))
         self._num_kept = 2 + (num_ahead + self._ahead) // self._group
-        self._plans: dict[int, list[Part]] = {}
+        self._plans: dict[int, list[StepPart]] = {}
         self._planning = threading.Lock()
 
     def __len__(self) -> int:
         """Return the number of parts."""
         return ceil(self._num_steps / self._together)
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> StepPart:
         """Return what this rank reads at once."""
         group, place = divmod(number, self._group)
         with self._planning:
@@ -223,7 +223,7 @@ class Steps:
         start = first_part * self._together
         return range(start, min(start + num_parts * self._together, self._num_steps))
 
-    def _plan(self, group: int) -> list[Part]:
+    def _plan(self, group: int) -> list[StepPart]:
         steps = self._steps(group * self._group, self._group)
         num_full = min(len(steps), max(0, self._cut.num_full - steps.start))
         mine = [self._mine_of_full(steps[:num_full])]
@@ -239,7 +239,7 @@ class Steps:
         for first in range(0, len(steps), self._together):
             some = slice(first, first + self._together)
             stop = ends[some][-1]
-            parts.append(Part(samples[start:stop], sizes[some], repeated[some]))
+            parts.append(StepPart(samples[start:stop], sizes[some], repeated[some]))
             start = stop
         return parts
 

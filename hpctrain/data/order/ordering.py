@@ -1,4 +1,4 @@
-"""Which order the samples of every epoch come in."""
+"""The protocol of orders of an epoch's samples."""
 
 from dataclasses import dataclass
 from typing import Literal, Self

@@ -1,4 +1,4 @@
-"""Which blocks a lane of a window order consists of: the same in every epoch.
+"""Blocks of each stream of a window order: the same in every epoch.
 
 So a node reads the same part of the data in every epoch, and can keep it at hand.
 """
@@ -25,10 +25,10 @@ def lane_blocks(n: int, seed: int, lane: int, *, block: int, lanes: int) -> Indi
 
     The same in every epoch. Every block is in one lane, a short last one as well.
     """
-    return Lanes(n, seed, block, lanes).blocks(np.arange(lane, -(-n // block), lanes))
+    return StreamPartition(n, seed, block, lanes).blocks(np.arange(lane, -(-n // block), lanes))
 
 
-class Lanes:
+class StreamPartition:
     """The blocks of a data set dealt out to lanes: slot ``s`` belongs to lane ``s % lanes``."""
 
     def __init__(self, n: int, seed: int, block: int, lanes: int) -> None:

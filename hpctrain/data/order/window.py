@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
 from hpctrain.data.order.order import as_indices, as_words, check_order, global_order
-from hpctrain.data.order.stream_partition import Lanes
+from hpctrain.data.order.stream_partition import StreamPartition
 from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.samples import Indices
 
@@ -46,7 +46,7 @@ class WindowOrder:
 
     A position belongs to a lane or to the rest. In a lane, all but a few blocks have their turn,
     and turns are cut into windows: a permutation of the samples of a window, then one of the
-    turns, then the fixed one of ``Lanes`` lead to the sample.
+    turns, then the fixed one of ``StreamPartition`` lead to the sample.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
@@ -55,7 +55,7 @@ class WindowOrder:
         self._n = n
         self.shape = shape
         self._block, self._num_lanes = shape.block, shape.lanes
-        self._lanes = Lanes(n, seed, shape.block, shape.lanes)
+        self._lanes = StreamPartition(n, seed, shape.block, shape.lanes)
         self._num_turns = self._lanes.num_turns
         # The first windows have one turn more where they do not go into a lane.
         num_windows = max(1, self._num_turns // shape.window)

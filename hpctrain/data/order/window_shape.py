@@ -1,4 +1,4 @@
-"""How many blocks a window order mixes."""
+"""Shape of a window order: the number of blocks that it mixes."""
 
 from dataclasses import dataclass
 from math import ceil

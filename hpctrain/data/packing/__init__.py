@@ -1,1 +1,1 @@
-"""What data sets are packed from, one file per kind of source."""
+"""Sources that data sets are packed from, one file per kind."""

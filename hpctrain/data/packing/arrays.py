@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.files import check_file
-from hpctrain.data.packing.source import Array, Batch, Indexed, Wanted, chosen, field_of
+from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen, field_of
 
 _LOCAL_HEADER_BYTES = 30
 
@@ -41,7 +41,7 @@ class Arrays(Indexed):
         return {**self.__dict__, "_opened": {}}
 
 
-def open_arrays(path: Path, wanted: Wanted) -> Arrays:
+def open_arrays(path: Path, wanted: WantedFields) -> Arrays:
     """Examine arrays.
 
     Args:

@@ -14,8 +14,14 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.packing import images
 from hpctrain.data.packing.arrays import load_array
 from hpctrain.data.packing.files import Paths, ending_of, files_below
-from hpctrain.data.packing.samples import NUM_EXAMINED, Sample, check_shapes, fields_of, stacked
-from hpctrain.data.packing.source import Array, Batch, Indexed, Wanted, chosen
+from hpctrain.data.packing.sample_batches import (
+    NUM_EXAMINED,
+    Sample,
+    check_shapes,
+    fields_of,
+    stacked,
+)
+from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen
 
 LABEL = "label"
 _MAX_THREADS = 8
@@ -75,7 +81,7 @@ class Folder(Indexed):
         return images.pixels(data, str(path), self.resize)
 
 
-def open_folder(path: Path, wanted: Wanted) -> Folder:
+def open_folder(path: Path, wanted: WantedFields) -> Folder:
     """Examine a folder of images or arrays; with folders in it, each of them is a class.
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them
@@ -167,7 +173,7 @@ def _is_line(name: str) -> bool:
     return "\n" not in name and "\r" not in name
 
 
-def _examine(folder: Folder, path: Path, wanted: Wanted) -> None:
+def _examine(folder: Folder, path: Path, wanted: WantedFields) -> None:
     """Learn the fields from some files, evenly spread: classes differ."""
     some = np.unique(np.linspace(0, len(folder) - 1, NUM_EXAMINED).astype(np.int64))
     if folder.content == "image" and wanted.encoded:

@@ -16,7 +16,7 @@ from hpctrain.data.format.layout import Field
 from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.format.part import raw_offset
 from hpctrain.data.packing.images import raw
-from hpctrain.data.packing.source import Array, Batch, Indexed, Wanted, chosen, field_of
+from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen, field_of
 
 _NUM_EXAMINED = 64
 
@@ -77,7 +77,7 @@ def _plain_offset(dataset: Any, path: Path) -> int | None:
     return raw_offset(dataset, path.stat().st_size)
 
 
-def open_hdf5(path: Path, wanted: Wanted) -> Hdf5:
+def open_hdf5(path: Path, wanted: WantedFields) -> Hdf5:
     """Examine an HDF5 file. Strings and rows of different lengths become ragged fields.
 
     Args:

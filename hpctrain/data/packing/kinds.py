@@ -1,11 +1,14 @@
-"""Which kind of source a name means, and how each kind is opened."""
+"""Kinds of sources by name, and how each is opened."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST
@@ -14,13 +17,71 @@ from hpctrain.data.packing.arrays import open_arrays
 from hpctrain.data.packing.files import check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
 from hpctrain.data.packing.hdf5 import open_hdf5
-from hpctrain.data.packing.joined import open_joined
 from hpctrain.data.packing.named import NAME
 from hpctrain.data.packing.python import open_python
-from hpctrain.data.packing.source import Source, Wanted
+from hpctrain.data.packing.source import Batch, Indexed, Source, WantedFields
 from hpctrain.data.packing.table import open_csv, open_parquet
 from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
+
+
+@dataclass(kw_only=True)
+class Joined(Indexed):
+    """Sources, the samples of the first one first."""
+
+    parts: Sequence[Indexed]
+
+    def __len__(self) -> int:
+        """Return the number of samples of all."""
+        return sum(map(len, self.parts))
+
+    def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Gather samples from their sources."""
+        ends = np.cumsum([len(part) for part in self.parts])
+        homes = np.searchsorted(ends, indices, side="right")
+        order = np.argsort(homes, kind="stable")
+        pieces = []
+        for home in np.unique(homes):
+            part = self.parts[home]
+            inside = indices[homes == home] - (ends[home] - len(part))
+            pieces.append(part.take(inside))
+        back = np.argsort(order)
+        batch: Batch = {}
+        for name, one in self.fields.items():
+            if one.ragged:
+                rows = list(chain.from_iterable(piece[name] for piece in pieces))
+                batch[name] = [rows[index] for index in back]
+            else:
+                batch[name] = np.concatenate([piece[name] for piece in pieces])[back]
+        return batch
+
+
+def open_joined(
+    files: Sequence[Path], wanted: WantedFields, open_one: Callable[[Path, WantedFields], Indexed]
+) -> Indexed:
+    """Examine one file, or several of the same fields.
+
+    Raises:
+        DataError: their fields differ.
+    """
+    parts = [open_one(path, wanted) for path in files]
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for path, part in zip(files, parts, strict=True):
+        if part.fields != first.fields:
+            raise DataError(
+                f"files that are packed together have the same fields: {files[0]} has "
+                f"{dict(first.fields)}, {path} has {dict(part.fields)}; pack them one by one"
+            )
+    return Joined(
+        fields=first.fields,
+        files=sorted({file for part in parts for file in part.files}),
+        mean_lengths=first.mean_lengths,
+        notes=tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts))),
+        parts=parts,
+    )
+
 
 Files = Sequence[Path]
 
@@ -29,28 +90,30 @@ _NUM_LOOKED_AT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class SourceKind:
     """A kind of source that consists of files."""
 
     endings: tuple[str, ...]
-    open: Callable[[Files, Wanted], Source]
+    open: Callable[[Files, WantedFields], Source]
     options: frozenset[str] = frozenset()
-    """Of ``Wanted``, besides ``fields``: those that mean something here."""
+    """Of ``WantedFields``, besides ``fields``: those that mean something here."""
 
 
 KINDS = {
-    "arrays": Kind(endings=(".npy", ".npz"), open=partial(open_joined, open_one=open_arrays)),
-    "hdf5": Kind(
+    "arrays": SourceKind(
+        endings=(".npy", ".npz"), open=partial(open_joined, open_one=open_arrays)
+    ),
+    "hdf5": SourceKind(
         endings=(".h5", ".hdf5", ".hdf", ".he5"), open=partial(open_joined, open_one=open_hdf5)
     ),
-    "tar": Kind(
+    "tar": SourceKind(
         endings=(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
         open=open_tar,
         options=frozenset({"ragged", "resize", "encoded"}),
     ),
-    "csv": Kind(endings=(".csv", ".tsv"), open=open_csv),
-    "parquet": Kind(endings=(".parquet", ".pq"), open=open_parquet),
-    "text": Kind(
+    "csv": SourceKind(endings=(".csv", ".tsv"), open=open_csv),
+    "parquet": SourceKind(endings=(".parquet", ".pq"), open=open_parquet),
+    "text": SourceKind(
         endings=(".txt", ".text"),
         open=open_text,
         options=frozenset({"per", "length", "tokenizer"}),
@@ -62,7 +125,7 @@ ALL = (*KINDS, FOLDER, PYTHON)
 _OPTIONS = {FOLDER: frozenset({"ragged", "resize", "encoded"}), PYTHON: frozenset({"ragged"})}
 
 
-def open_source(source: object, kind: str | None, wanted: Wanted) -> Source:
+def open_source(source: object, kind: str | None, wanted: WantedFields) -> Source:
     """Examine what is to be packed.
 
     Args:
@@ -166,11 +229,11 @@ def _matching(path: Path) -> list[Path]:
     return found
 
 
-def _check_options(kind: str, wanted: Wanted) -> None:
+def _check_options(kind: str, wanted: WantedFields) -> None:
     """Refuse what would have no effect."""
     options = _OPTIONS[kind] if kind in _OPTIONS else KINDS[kind].options
-    for one in fields(Wanted):
-        given = getattr(wanted, one.name) != getattr(Wanted(), one.name)
+    for one in fields(WantedFields):
+        given = getattr(wanted, one.name) != getattr(WantedFields(), one.name)
         if given and one.name != "fields" and one.name not in options:
             takers = [
                 name

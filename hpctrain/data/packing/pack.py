@@ -17,7 +17,7 @@ from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import open_source
 from hpctrain.data.packing.share import Share, note_of, share_of
-from hpctrain.data.packing.source import Indexed, Source, Wanted
+from hpctrain.data.packing.source import Indexed, Source, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackConfig(Wanted):
+class PackConfig(WantedFields):
     """What is packed, and how it is written."""
 
     kind: str | None = None

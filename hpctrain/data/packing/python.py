@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.named import file_of, resolve
-from hpctrain.data.packing.samples import (
+from hpctrain.data.packing.sample_batches import (
     NUM_EXAMINED,
     Sample,
     batched,
@@ -20,7 +20,7 @@ from hpctrain.data.packing.samples import (
     fields_of,
     stacked,
 )
-from hpctrain.data.packing.source import Array, Batch, Indexed, Streamed, Wanted, chosen
+from hpctrain.data.packing.source import Array, Batch, Indexed, Streamed, WantedFields, chosen
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,7 @@ def samples_of(items: Items) -> Iterator[Sample]:
         yield items.sample(index, item)
 
 
-def open_python(source: Any, wanted: Wanted) -> PythonIndexed | PythonStreamed:
+def open_python(source: Any, wanted: WantedFields) -> PythonIndexed | PythonStreamed:
     """Examine an object, a function that makes it, or its name.
 
     Args:

@@ -1,4 +1,4 @@
-"""What one of several ranks packs of a source: a contiguous share, read in batches."""
+"""A rank's share of a source: contiguous, read in batches."""
 
 from collections.abc import Iterator
 from typing import Protocol

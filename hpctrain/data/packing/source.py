@@ -1,4 +1,4 @@
-"""What every source of samples is: one that is read at any place, or one that is read through."""
+"""The protocols of sources: read at any place, or read through."""
 
 import importlib
 import re
@@ -24,7 +24,7 @@ Per = Literal["line", "paragraph", "file"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class WantedFields:
     """What of a source is packed, and in what form."""
 
     fields: Mapping[str, str] = field(default_factory=dict)

@@ -16,15 +16,15 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.format.layout import Field
-from hpctrain.data.packing.columns import cast, check_numbers, side_by_side, values_of
 from hpctrain.data.packing.source import (
     Batch,
     Streamed,
-    Wanted,
+    WantedFields,
     chosen,
     field_of,
     needed,
 )
+from hpctrain.data.packing.source_columns import cast, check_numbers, side_by_side, values_of
 
 _WHAT = "a CSV or Parquet file"
 _ROWS_PER_BATCH = 4096
@@ -166,7 +166,7 @@ class Parquet(Table):
         return sorted({at for columns in self.columns.values() for at in columns})
 
 
-def open_csv(files: Sequence[Path], wanted: Wanted) -> Csv:
+def open_csv(files: Sequence[Path], wanted: WantedFields) -> Csv:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
 
     Raises:
@@ -235,7 +235,7 @@ def _is_cut(text: str, kind: type[int] | type[float]) -> bool:
     return kind is float and digits.isdigit() and int(float(digits)) != int(digits)
 
 
-def open_parquet(files: Sequence[Path], wanted: Wanted) -> Parquet:
+def open_parquet(files: Sequence[Path], wanted: WantedFields) -> Parquet:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
     Raises:
@@ -261,7 +261,7 @@ def open_parquet(files: Sequence[Path], wanted: Wanted) -> Parquet:
 
 
 def _columns(
-    names: Sequence[str], wanted: Wanted, path: Path
+    names: Sequence[str], wanted: WantedFields, path: Path
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the columns and the type of each field; ``a,b:f4`` puts two side by side."""
     columns, dtypes = {}, {}

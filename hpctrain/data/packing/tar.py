@@ -20,8 +20,8 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import GIB, MIB, format_bytes
 from hpctrain.data.packing import images
-from hpctrain.data.packing.samples import NUM_EXAMINED, Sample, batched, fields_of
-from hpctrain.data.packing.source import Array, Batch, Streamed, Wanted, chosen
+from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, batched, fields_of
+from hpctrain.data.packing.source import Array, Batch, Streamed, WantedFields, chosen
 
 Form = Literal["image", "array", "number", "bytes"]
 Files = tuple[str, dict[str, bytes]]
@@ -94,7 +94,7 @@ class Tar(Streamed):
         return where, arrays
 
 
-def open_tar(files: Sequence[Path], wanted: Wanted) -> Tar:
+def open_tar(files: Sequence[Path], wanted: WantedFields) -> Tar:
     """Examine archives.
 
     A field is named after an ending. Images become pixels if those of the first samples have one
@@ -305,7 +305,7 @@ def _size(content: bytes, ending: str) -> images.Size:
     return images.size_of(BytesIO(content), f"a .{ending}")
 
 
-def _form(ending: str, contents: Sequence[bytes], wanted: Wanted) -> Form:
+def _form(ending: str, contents: Sequence[bytes], wanted: WantedFields) -> Form:
     last = ending.rpartition(".")[2].lower()
     if _is_image(ending) and not wanted.encoded:
         if wanted.resize:

@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.images import raw
 from hpctrain.data.packing.named import file_of, resolve
-from hpctrain.data.packing.samples import NUM_EXAMINED, Sample, batched, fields_of
-from hpctrain.data.packing.source import Array, Batch, Indexed, Per, Streamed, Wanted, field_of
+from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, batched, fields_of
+from hpctrain.data.packing.source import (
+    Array,
+    Batch,
+    Indexed,
+    Per,
+    Streamed,
+    WantedFields,
+    field_of,
+)
 
 Cut = Callable[[bytes], Sequence[int]]
 
@@ -108,7 +116,7 @@ class Texts(Streamed):
         return array
 
 
-def open_text(files: Sequence[Path], wanted: Wanted) -> Windows | Texts:
+def open_text(files: Sequence[Path], wanted: WantedFields) -> Windows | Texts:
     """Examine text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
@@ -150,7 +158,7 @@ def open_text(files: Sequence[Path], wanted: Wanted) -> Windows | Texts:
     return found
 
 
-def _name(wanted: Wanted) -> str:
+def _name(wanted: WantedFields) -> str:
     default = "tokens" if wanted.tokenizer else "text"
     for what in wanted.fields.values():
         if what != default:

@@ -1,1 +1,1 @@
-"""What is wrong with a data set, and what can be saved of it."""
+"""Tools for data sets: faults, repair, description, new shapes."""

@@ -1,4 +1,4 @@
-"""What ``verify`` finds: faults, the samples they cost, and the way out."""
+"""Faults that ``verify`` finds, the samples they cost, and the way out."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class FaultReport:
     """The state of a data set."""
 
     directory: str

@@ -1,4 +1,4 @@
-"""What a data set holds, by its manifest."""
+"""Description of a data set, by its manifest."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import h5py
 
 from hpctrain.data.format.classes import read_classes
-from hpctrain.data.format.layout import Manifest, Shard
+from hpctrain.data.format.layout import Manifest, ShardEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def _field(manifest: Manifest, name: str) -> FieldInfo:
     )
 
 
-def _shard(directory: Path, shard: Shard) -> ShardInfo:
+def _shard(directory: Path, shard: ShardEntry) -> ShardInfo:
     try:
         num_bytes = (directory / shard.file).stat().st_size
         state = "here" if num_bytes == shard.num_bytes else "other size"

@@ -17,7 +17,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import FORMAT, Manifest
 from hpctrain.data.tools.faults import Fault, merged, name_blocks
-from hpctrain.data.tools.pieces import Piece, block_crc, cut, read_piece
+from hpctrain.data.tools.pieces import SavedPiece, block_crc, cut, read_piece
 from hpctrain.data.tools.salvage import UNREADABLE, ShardBlocks, runs
 
 Advance = Callable[[int], None]
@@ -78,7 +78,7 @@ class _Inspection:
             )
         return found or self._attributes()
 
-    def _read(self, pieces: list[Piece]) -> tuple[dict[str, list[int | None]], int | None]:
+    def _read(self, pieces: list[SavedPiece]) -> tuple[dict[str, list[int | None]], int | None]:
         """Return the crc32 of each block of the fields in plain bytes, and of the file."""
         work = partial(read_piece, self._blocks, threading.local())
         # A thread costs more than a small file.

@@ -16,7 +16,7 @@ _WORTH_COMBINING = 64 * KIB
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedPiece:
     """Bytes of a file that are read at once: some blocks of a field, or what lies between."""
 
     start: int
@@ -34,7 +34,7 @@ class Read:
     block_crcs: list[int | None]
 
 
-def read_piece(blocks: ShardBlocks, local: threading.local, piece: Piece) -> Read:
+def read_piece(blocks: ShardBlocks, local: threading.local, piece: SavedPiece) -> Read:
     """Read a piece once.
 
     Args:
@@ -71,7 +71,7 @@ def block_crc(blocks: ShardBlocks, name: str, block: int) -> int | None:
         return None
 
 
-def cut(blocks: ShardBlocks) -> Iterator[Piece]:
+def cut(blocks: ShardBlocks) -> Iterator[SavedPiece]:
     """Cut a file into pieces, in the order of its bytes, so that no block is in two of them."""
     regions = []
     for name in blocks.manifest.fields:
@@ -87,11 +87,11 @@ def cut(blocks: ShardBlocks) -> Iterator[Piece]:
     for edges, name in sorted(regions, key=lambda region: int(region[0][0])):
         yield from _gap(position, int(edges[0]))
         for run in runs(edges):
-            yield Piece(int(edges[run.start]), int(edges[run.stop]), name, run)
+            yield SavedPiece(int(edges[run.start]), int(edges[run.stop]), name, run)
         position = int(edges[-1])
     yield from _gap(position, blocks.num_bytes)
 
 
-def _gap(start: int, stop: int) -> Iterator[Piece]:
+def _gap(start: int, stop: int) -> Iterator[SavedPiece]:
     for first in range(start, stop, PIECE_BYTES):
-        yield Piece(first, min(first + PIECE_BYTES, stop))
+        yield SavedPiece(first, min(first + PIECE_BYTES, stop))

@@ -13,7 +13,7 @@ from hpctrain.core.atomic import crc32_of, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import format_numbers
-from hpctrain.data.format.layout import FORMAT, Field, Manifest, Place, Shard
+from hpctrain.data.format.layout import FORMAT, Field, Manifest, Place, ShardEntry
 from hpctrain.data.format.own import own_dataset
 from hpctrain.data.format.part import raw_offset
 from hpctrain.data.tools.salvage import UNREADABLE
@@ -109,7 +109,7 @@ def _manifest(directory: Path, found: Mapping[int, tuple[Path, Attributes]]) -> 
         ) from error
 
 
-def _shard(path: Path, attributes: Attributes, fields: Mapping[str, Field]) -> Shard:
+def _shard(path: Path, attributes: Attributes, fields: Mapping[str, Field]) -> ShardEntry:
     num_samples, num_bytes = int(attributes["n"]), path.stat().st_size
     num_blocks = -(-num_samples // int(attributes["block_size"]))
     places = {}
@@ -119,7 +119,7 @@ def _shard(path: Path, attributes: Attributes, fields: Mapping[str, Field]) -> S
                 places[name] = _place(file, name, field, num_samples, num_blocks)
     except UNREADABLE as error:
         raise DataError(f"shard {path.name}: {reason_of(error)}") from error
-    return Shard(
+    return ShardEntry(
         file=path.name,
         num_samples=num_samples,
         num_bytes=num_bytes,

@@ -15,18 +15,80 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.agreement import together
 from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.classes import carry_classes
-from hpctrain.data.format.layout import MANIFEST, Manifest, Shard
-from hpctrain.data.io.copying.copy import in_turns
-from hpctrain.data.tools.drop import drop
-from hpctrain.data.tools.faults import Report
+from hpctrain.data.format.layout import MANIFEST, Manifest, ShardEntry
+from hpctrain.data.format.rows import count
+from hpctrain.data.io.copying.copy import as_samples, in_turns, share, stream
+from hpctrain.data.tools.faults import FaultReport, Range
+from hpctrain.data.tools.inspection import Advance
 from hpctrain.data.tools.rebuild import rebuild
 from hpctrain.data.tools.verify import Start, check_directory, verify
+from hpctrain.data.writer import ShardWriter
+
+
+def drop(
+    directory: Path,
+    manifest: Manifest,
+    lost: tuple[Range, ...],
+    comm: Communicator,
+    advance: Advance,
+) -> Manifest:
+    """Replace a data set by its samples outside of ``lost``, in the same order.
+
+    Collective. Needs room for both until the end; until then the old one stays.
+
+    Args:
+        directory: of the data set.
+        manifest: of the data set.
+        lost: in growing order, none touching the next.
+        comm: ranks that share the work.
+        advance: told how many samples this rank has written.
+
+    Returns:
+        The manifest of the new data set.
+
+    Raises:
+        DataError: nothing is left, or it cannot be read or written; on every rank.
+    """
+    if sum(stop - start for start, stop in lost) == manifest.num_samples:
+        raise DataError(f"no sample of {directory} can be had, so nothing is changed")
+    start, stop = share(manifest.num_samples, comm, manifest.block_size)
+    writer = ShardWriter(
+        directory,
+        manifest.fields,
+        samples_per_shard=max(shard.num_samples for shard in manifest.shards),
+        split=manifest.split,
+        block_size=manifest.block_size,
+        comm=comm,
+        classes=manifest.classes,
+    )
+    with writer:
+
+        def copy() -> Iterator[None]:
+            for first, last in kept(lost, start, stop):
+                for _, rows in stream(directory, manifest, first, last, check=False):
+                    writer.append(as_samples(rows))
+                    advance(count(rows))
+                    yield
+
+        in_turns(comm, copy())
+    return writer.manifest
+
+
+def kept(lost: tuple[Range, ...], start: int, stop: int) -> Iterator[Range]:
+    """Return what is left of the samples ``[start, stop)``."""
+    for first, last in lost:
+        if start < min(first, stop):
+            yield start, min(first, stop)
+        start = max(start, last)
+    if start < stop:
+        yield start, stop
+
 
 _COPY_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RepairPlan:
     """What may be done to make a data set whole."""
 
     source: Path | None = None
@@ -40,22 +102,22 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RepairOutcome:
     """What became of a data set."""
 
     deeds: tuple[str, ...]
     """What was done, or would be."""
-    report: Report
+    report: FaultReport
     """Its state afterwards; in a dry run, what it would be."""
 
 
 def repair(
     directory: Path | str,
-    plan: Plan,
+    plan: RepairPlan,
     comm: Communicator | None = None,
     *,
     start: Start | None = None,
-) -> Outcome:
+) -> RepairOutcome:
     """Check a data set, then do what the plan allows, and remove leftovers.
 
     Collective with ``comm``. Each step is atomic: after a kill the data set is as before or as
@@ -78,7 +140,7 @@ def repair(
 
 class _Repair:
     def __init__(
-        self, directory: Path, plan: Plan, comm: Communicator, manifest: Manifest
+        self, directory: Path, plan: RepairPlan, comm: Communicator, manifest: Manifest
     ) -> None:
         self._directory = directory
         self._plan = plan
@@ -87,7 +149,7 @@ class _Repair:
         self._deeds: list[str] = []
 
     @classmethod
-    def begin(cls, directory: Path, plan: Plan, comm: Communicator) -> Self:
+    def begin(cls, directory: Path, plan: RepairPlan, comm: Communicator) -> Self:
         """Find the manifest, here, in the copy or by the shards."""
         found: tuple[Manifest, str] | None = None
         with together(comm):
@@ -104,7 +166,7 @@ class _Repair:
             repair._deeds.append(deed)
         return repair
 
-    def run(self, start: Start | None) -> Outcome:
+    def run(self, start: Start | None) -> RepairOutcome:
         """Do all of it."""
         report = verify(self._directory, self._comm, start=start, manifest=self._manifest)
         report = self._sweep(report)
@@ -112,16 +174,16 @@ class _Repair:
             report = self._take(self._plan.source, report)
         if self._plan.drop and not report.is_whole:
             report = self._drop(report, start)
-        return Outcome(tuple(self._deeds), report)
+        return RepairOutcome(tuple(self._deeds), report)
 
-    def _sweep(self, report: Report) -> Report:
+    def _sweep(self, report: FaultReport) -> FaultReport:
         with self._alone() as may_write:
             for name in report.leftovers if may_write else ():
                 (self._directory / name).unlink(missing_ok=True)
         self._deeds += [f"removed {name}" for name in report.leftovers]
         return replace(report, leftovers=())
 
-    def _take(self, source: Path, report: Report) -> Report:
+    def _take(self, source: Path, report: FaultReport) -> FaultReport:
         """Take shards from another copy; each rank some."""
         rank, size = self._comm.rank, self._comm.size
         mine: list[tuple[int, str]] = []
@@ -144,7 +206,7 @@ class _Repair:
         taken = {index for index, refusal in results if not refusal}
         return replace(report, faults=tuple(f for f in report.faults if f.shard not in taken))
 
-    def _drop(self, report: Report, start: Start | None) -> Report:
+    def _drop(self, report: FaultReport, start: Start | None) -> FaultReport:
         lost = report.lost
         self._deeds.append(
             f"wrote {report.num_samples - report.num_lost} samples anew, "
@@ -153,7 +215,7 @@ class _Repair:
         if not self._plan.dry_run:
             advance = start(report.num_samples // self._comm.size) if start else lambda _: None
             self._manifest = drop(self._directory, self._manifest, lost, self._comm, advance)
-            return Report.of(self._directory, self._manifest)
+            return FaultReport.of(self._directory, self._manifest)
         return replace(report, faults=(), num_samples=report.num_samples - report.num_lost)
 
     @contextmanager
@@ -172,7 +234,7 @@ class _Repair:
                 raise _refused(self._directory, error) from error
 
 
-def _find_manifest(directory: Path, plan: Plan) -> tuple[Manifest, str]:
+def _find_manifest(directory: Path, plan: RepairPlan) -> tuple[Manifest, str]:
     """Return the manifest, and how it was had if it is not in the directory."""
     check_directory(directory)
     copy = None if plan.source is None else _manifest_of_copy(directory, plan.source)
@@ -206,7 +268,7 @@ def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
         return None
 
 
-def _take_shard(source: Path, directory: Path, shard: Shard, *, dry: bool) -> str:
+def _take_shard(source: Path, directory: Path, shard: ShardEntry, *, dry: bool) -> str:
     """Replace the file of a shard by that of the copy, or say why that one is no better."""
     path = source / shard.file
     try:
@@ -222,7 +284,7 @@ def _take_shard(source: Path, directory: Path, shard: Shard, *, dry: bool) -> st
     return ""
 
 
-def _copy(source: Path, target: Path, shard: Shard) -> None:
+def _copy(source: Path, target: Path, shard: ShardEntry) -> None:
     with publishing(target) as part:
         crc = 0
         with source.open("rb") as old, part.open("wb") as new:

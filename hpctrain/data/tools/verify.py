@@ -11,12 +11,17 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.tools.faults import Fault, Report
+from hpctrain.data.tools.faults import Fault, FaultReport
 from hpctrain.data.tools.inspection import Advance, inspect
-from hpctrain.data.tools.leftovers import leftovers
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+import re
+from contextlib import suppress
+
+from hpctrain.core.atomic import PART
+from hpctrain.data.format.alone import LOCK
+from hpctrain.data.format.valid_names import SHARD_FILE
 
 Start = Callable[[int], Advance]
 """Is told how many bytes this rank reads; returns what is told of each piece of them."""
@@ -32,7 +37,7 @@ def verify(
     threads: int | None = None,
     start: Start | None = None,
     manifest: Manifest | None = None,
-) -> Report:
+) -> FaultReport:
     """Compare each byte of a data set with its manifest.
 
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
@@ -60,11 +65,11 @@ def verify(
         raise DataError(str(found))
     known, stray = found
     if isinstance(known, Fault):
-        return Report(directory=str(directory), faults=(known,), leftovers=stray)
+        return FaultReport(directory=str(directory), faults=(known,), leftovers=stray)
     _need_filters(known, comm)
     threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     faults = _share(directory, known, comm, threads, start)
-    return replace(Report.of(directory, known), faults=tuple(faults), leftovers=stray)
+    return replace(FaultReport.of(directory, known), faults=tuple(faults), leftovers=stray)
 
 
 def check_directory(directory: Path) -> None:
@@ -135,3 +140,32 @@ def _share(
     if comm is not None:
         faults = [fault for found in comm.allgather_object(faults) for fault in found]
     return sorted(faults, key=lambda fault: fault.shard or 0)
+
+
+_JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
+
+
+def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
+    """Name what killed writers have left, and shards that no manifest names.
+
+    Args:
+        directory: of the data set.
+        manifest: of the data set; None where there is none, then only unfinished files count,
+            as the shards may be all that is left of it.
+    """
+    named = {shard.file for shard in manifest.shards} if manifest else set()
+    with suppress(OSError):
+        return tuple(
+            sorted(
+                path.name
+                for path in directory.iterdir()
+                if path.name not in named and _is_ours(path.name, any_shard=manifest is not None)
+            )
+        )
+    return ()
+
+
+def _is_ours(name: str, *, any_shard: bool) -> bool:
+    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
+        return True
+    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))

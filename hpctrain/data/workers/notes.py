@@ -1,4 +1,4 @@
-"""What a decode worker leaves in memory that outlives it: the sample it is at, and its stack."""
+"""Notes of a decode worker in memory that outlives it: its sample, and its stack."""
 
 import contextlib
 import faulthandler

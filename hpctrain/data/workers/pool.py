@@ -25,7 +25,7 @@ from hpctrain.data.order.draws import begin_generators, refused_draws
 from hpctrain.data.samples import file_of
 from hpctrain.data.transform import OnSample, PerSample, Transform, apply
 from hpctrain.data.workers.processes import Processes
-from hpctrain.data.workers.shm_message import Inbox, Parcel
+from hpctrain.data.workers.shm_message import Inbox, ShmMessage
 
 if TYPE_CHECKING:
     from hpctrain.data.samples import Columns, Samples
@@ -197,7 +197,7 @@ class _Driver:
         offered, surplus = inbox.offer()
         worker.send((offered, surplus, request.indices, request.epoch, request.seed))
         answer = self._answer(self._timeout_s, lambda: self._work(request.indices))
-        if not isinstance(answer, Parcel):
+        if not isinstance(answer, ShmMessage):
             inbox.take_back(offered)
             raise _remote(*answer)
         descriptor = reduction.recv_handle(worker) if answer.new_bytes else None

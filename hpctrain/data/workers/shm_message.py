@@ -20,7 +20,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class ShmMessage:
     """What the sender says about a value: its tensors lie in a segment."""
 
     payload: bytes
@@ -40,7 +40,7 @@ class Outbox:
         self._segments: dict[int, mmap.mmap] = {}
         self._num_made = 0
 
-    def pack(self, value: object, offered: int | None) -> tuple[Parcel, int | None]:
+    def pack(self, value: object, offered: int | None) -> tuple[ShmMessage, int | None]:
         """Write a value to the offered segment, or to a new one where it does not fit.
 
         Args:
@@ -60,12 +60,12 @@ class Outbox:
             pieces.append((end, raw.nbytes))
             end += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not end:
-            return Parcel(file.getvalue(), tuple(pieces), offered, 0), None
+            return ShmMessage(file.getvalue(), tuple(pieces), offered, 0), None
         segment, new_bytes, descriptor = self._room(end, offered)
         target = self._segments[segment]
         for (start, num_bytes), raw in zip(pieces, raws, strict=True):
             target[start : start + num_bytes] = raw
-        return Parcel(file.getvalue(), tuple(pieces), segment, new_bytes), descriptor
+        return ShmMessage(file.getvalue(), tuple(pieces), segment, new_bytes), descriptor
 
     def forget(self, segments: tuple[int, ...]) -> None:
         """Unmap segments that the receiver has dropped."""
@@ -107,7 +107,7 @@ class Inbox:
         if offered is not None:
             self._free.append(offered)
 
-    def unpack(self, parcel: Parcel, offered: int | None, descriptor: int | None) -> Any:
+    def unpack(self, parcel: ShmMessage, offered: int | None, descriptor: int | None) -> Any:
         """Return the value; its tensors lie in the segment, which stays until they are gone.
 
         Args:
@@ -151,5 +151,5 @@ def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _empty(parcel: Parcel) -> list[bytearray]:
+def _empty(parcel: ShmMessage) -> list[bytearray]:
     return [bytearray() for _ in parcel.pieces]

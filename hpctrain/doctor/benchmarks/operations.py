@@ -1,4 +1,4 @@
-"""What is measured: one class per operation, all of the same shape.
+"""Measured operations: one class each, all of the same shape.
 
 ``Case(comm, setup)`` makes tensors for one message size; ``fill()`` writes the values, calling the
 case carries the operation out once, ``num_wrong()`` counts what is wrong on this rank after that.
@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.doctor.benchmarks.values import combined, num_wrong, values_of, write
+from hpctrain.doctor.benchmarks.benchmark_values import combined, num_wrong, values_of, write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +226,7 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class MeasuredOperation:
     """What a benchmark knows of an operation."""
 
     case: Callable[[Communicator, Setup], Case]
@@ -250,13 +250,13 @@ def _once(size: int) -> float:
 
 
 OPERATIONS = {
-    "allreduce": Operation(Allreduce, _reduced_and_spread),
-    "reduce_scatter": Operation(ReduceScatter, _all_but_mine),
-    "all_gather": Operation(AllGather, _all_but_mine),
-    "alltoall": Operation(AllToAll, _all_but_mine),
-    "broadcast": Operation(Broadcast, _once),
-    "barrier": Operation(Barrier, _once),
-    "send": Operation(Send, _once, ways=2),
+    "allreduce": MeasuredOperation(Allreduce, _reduced_and_spread),
+    "reduce_scatter": MeasuredOperation(ReduceScatter, _all_but_mine),
+    "all_gather": MeasuredOperation(AllGather, _all_but_mine),
+    "alltoall": MeasuredOperation(AllToAll, _all_but_mine),
+    "broadcast": MeasuredOperation(Broadcast, _once),
+    "barrier": MeasuredOperation(Barrier, _once),
+    "send": MeasuredOperation(Send, _once, ways=2),
 }
 """By the names of the command line."""
 

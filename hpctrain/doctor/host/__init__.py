@@ -1,4 +1,4 @@
-"""What ``hpctrain doctor`` looks at in one process, without MPI and torch.
+"""Checks of ``hpctrain doctor`` in one process, without MPI and torch.
 
 ``gather`` collects facts, every other module judges some of them: facts go in, findings come out.
 """

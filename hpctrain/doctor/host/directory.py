@@ -1,8 +1,8 @@
-"""Can data sets and checkpoints live in a directory?"""
+"""Check of a directory: data sets and checkpoints can live there."""
 
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes
-from hpctrain.doctor.host.facts import DirectoryFacts, Facts, Step
+from hpctrain.doctor.host.facts import DirectoryFacts, Facts, JobStep
 
 CHECK = "directory"
 
@@ -45,7 +45,7 @@ def _hung(where: str, step: str) -> Finding:
     return Finding(CHECK, "error", what, "ask the site, and use another file system meanwhile")
 
 
-def _failed(where: str, step: Step) -> Finding:
+def _failed(where: str, step: JobStep) -> Finding:
     if step.name == "list":
         do = "check the path; make it with `mkdir -p`, or get the right to read it"
         return Finding(CHECK, "error", f"{where} cannot be read: {step.error}", do)

@@ -1,9 +1,9 @@
-"""Which engines reduce gradients here, and does Horovod fit to the torch and MPI of today?"""
+"""Check of engines: Horovod fits to the torch and MPI of today."""
 
 from hpctrain.cluster.libraries import family
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.host.facts import Facts
-from hpctrain.launch.horovod.installed import Installed
+from hpctrain.launch.horovod.installed_horovod import Installed
 from hpctrain.launch.horovod.target import name_of, plain
 
 CHECK = "engines"

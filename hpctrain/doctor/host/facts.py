@@ -1,11 +1,11 @@
-"""What the checks judge: facts about this process and its machine, gathered once."""
+"""Facts about this process and its machine, gathered once for all checks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.memory import Room
-from hpctrain.launch.horovod.installed import Installed
+from hpctrain.launch.horovod.installed_horovod import Installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class JobStep:
     """One thing that was tried on a directory."""
 
     name: str
@@ -119,7 +119,7 @@ class DirectoryFacts:
     file_system: str = ""
     """Its kind, such as ``nfs4`` or ``lustre``."""
     free_bytes: int = 0
-    steps: tuple[Step, ...] = ()
+    steps: tuple[JobStep, ...] = ()
     """In order, up to the last that ended."""
     hung: str = ""
     """The step that did not end in time."""

@@ -3,17 +3,21 @@
 import ctypes
 import os
 import platform
+import re
 import resource
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
+from hpctrain.cluster.libraries import family, libmpi_of
 from hpctrain.cluster.memory import rooms
 from hpctrain.cluster.nics import CLASSES, live_cards
 from hpctrain.core.errors import LaunchError
+from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.doctor.host.facts import (
     Card,
     CoreFacts,
@@ -22,11 +26,10 @@ from hpctrain.doctor.host.facts import (
     MemoryFacts,
     MpiFacts,
     NetworkFacts,
+    Reached,
 )
 from hpctrain.doctor.host.leftovers import leftovers
-from hpctrain.doctor.host.reach import reached
-from hpctrain.doctor.host.toy_problem import TRIAL_S, try_directory
-from hpctrain.launch.horovod.installed import installed
+from hpctrain.launch.horovod.installed_horovod import installed
 from hpctrain.launch.horovod.tools import find_mpi
 from hpctrain.launch.slurm import scheduler
 
@@ -196,3 +199,48 @@ def _copy_error() -> str:
     spans = [_Span(ctypes.addressof(each), 8) for each in (target, source)]
     done = read(os.getpid(), ctypes.byref(spans[0]), 1, ctypes.byref(spans[1]), 1, 0)
     return "" if done == 8 else os.strerror(ctypes.get_errno())
+
+
+_VERSIONED = re.compile(r"\.so\.\d")
+"""A libmpi.so that is no link to such a file is a text for the linker."""
+
+
+def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:
+    """List the libraries that LD_LIBRARY_PATH and the first ``mpirun`` of PATH lead to."""
+    found: dict[tuple[Path, str], Reached] = {}
+    for each in (*_of_folders(environ), *_of_mpirun(environ)):
+        found.setdefault((each.library, each.by), each)
+    return tuple(found.values())
+
+
+def libraries_in(folder: Path) -> list[Path]:
+    """Return the MPI libraries of a folder, one of each MPI, with links followed."""
+    try:
+        names = sorted(folder.glob("libmpi*.so*"), key=lambda path: len(path.name))
+    except OSError:
+        return []
+    found = libmpi_of(f"- - - - - {path.absolute()}" for path in names)
+    real = [path for each in found if _VERSIONED.search((path := each.resolve()).name)]
+    by_tree = {(path.parent, family(path)): path for path in real}
+    own = [path for path in by_tree.values() if family(path) != "abi"]
+    return own or list(by_tree.values())
+
+
+def _of_folders(environ: Mapping[str, str]) -> Iterator[Reached]:
+    for word in environ.get("LD_LIBRARY_PATH", "").split(":"):
+        if word:
+            for library in libraries_in(Path(word)):
+                yield Reached(library=library, by="LD_LIBRARY_PATH")
+
+
+def _of_mpirun(environ: Mapping[str, str]) -> Iterator[Reached]:
+    word = shutil.which("mpirun", path=environ.get("PATH"))
+    if word is None:
+        return
+    program = Path(word)
+    # A link to /usr/bin/orterun, by way of /etc/alternatives, ends in the tree of the library.
+    for tree in dict.fromkeys((program.parent.parent, program.resolve().parent.parent)):
+        for folder in (tree / "lib", tree / "lib64", *sorted((tree / "lib").glob("*-linux-gnu"))):
+            for library in libraries_in(folder):
+                yield Reached(library=library, by="mpirun", program=program)
+                return

@@ -1,4 +1,4 @@
-"""Does every rank have a GPU of its own?"""
+"""Check of GPUs: every rank has one of its own."""
 
 from collections import Counter
 from collections.abc import Mapping

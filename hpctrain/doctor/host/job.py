@@ -1,4 +1,4 @@
-"""Which job is this, how is it divided, and can its srun start these ranks?"""
+"""Check of the job: its division, and whether its srun can start these ranks."""
 
 import re
 from collections.abc import Mapping

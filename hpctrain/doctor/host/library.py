@@ -1,4 +1,4 @@
-"""Which MPI library do ranks load, and does another one get in its way?"""
+"""Check of the MPI library: the one that ranks load, and others in its way."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Is there memory for the ranks of this node, and can they share it?"""
+"""Check of memory: enough for the ranks of this node, and they can share it."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatch

@@ -1,4 +1,4 @@
-"""Is the fast network used, and can it be?"""
+"""Check of the network: the fast one can be used, and is."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Which settings hold, and where does each come from?"""
+"""Settings in force, and the source of each."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Are the packages there, and of the versions that were tested together?"""
+"""Check of packages: they are there, in versions that were tested together."""
 
 import re
 

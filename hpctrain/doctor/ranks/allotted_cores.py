@@ -1,4 +1,4 @@
-"""How many cores of this host the job may use, bound or not."""
+"""Cores of this host that the job may use, bound or not."""
 
 import os
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from hpctrain.doctor.ranks.shown import few
 
 if TYPE_CHECKING:
     from hpctrain.cluster.topology import Topology
-    from hpctrain.doctor.ranks.report import Report
+    from hpctrain.doctor.ranks.report import RankReport
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Where launchers say which GPUs a rank may use."""
@@ -34,7 +34,7 @@ def visible(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], 
     return tuple(name.strip() for name in text.split(",") if name.strip()), False
 
 
-def check(reports: "Sequence[Report]", topology: "Topology") -> list[Finding]:
+def check(reports: "Sequence[RankReport]", topology: "Topology") -> list[Finding]:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     if not any(report.visible for report in reports):
         return [Finding(CHECK, "ok", "no rank sees a GPU: the CPU calculates")]
@@ -69,7 +69,7 @@ def check(reports: "Sequence[Report]", topology: "Topology") -> list[Finding]:
 
 
 def _shared(
-    device: str, ranks: "Sequence[int]", host: str, reports: "Sequence[Report]"
+    device: str, ranks: "Sequence[int]", host: str, reports: "Sequence[RankReport]"
 ) -> Finding:
     certain = all(reports[rank].by_torch for rank in ranks)
     source = "" if certain else ", as the environment numbers them"

@@ -1,4 +1,4 @@
-"""Which interfaces carry messages between nodes: the kernel's counters before and after."""
+"""Interfaces that carry messages between nodes: the kernel's counters before and after."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How gradients travel here: the memory that a node shares, and the plan."""
+"""The way of gradients here: the memory that a node shares, and the plan."""
 
 from collections.abc import Sequence
 

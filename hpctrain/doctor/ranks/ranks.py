@@ -13,18 +13,18 @@ from hpctrain.core.finding import Finding
 from hpctrain.doctor.host.merge import merge
 from hpctrain.doctor.ranks import (
     clocks,
-    cores,
     devices,
-    layout,
     network,
     plans,
+    rank_cores,
+    rank_layout,
     speed,
     version_check,
 )
 from hpctrain.doctor.ranks.connection import connected
 from hpctrain.doctor.ranks.links import Link, measure, rounds
 from hpctrain.doctor.ranks.network import Carried
-from hpctrain.doctor.ranks.report import Report, look
+from hpctrain.doctor.ranks.report import RankReport, look
 
 FEWEST_ROUNDS = 3
 """A node is compared with so many others at least; two join all nodes by a way."""
@@ -37,7 +37,7 @@ else hosts were busy with has passed by then, and a bad cable has not."""
 class _Mine:
     """What each rank tells all others."""
 
-    report: Report
+    report: RankReport
     notes: tuple[str, ...]
     local: Sequence[Finding]
 
@@ -69,14 +69,14 @@ def compare(local: Sequence[Finding], seconds: float) -> list[Finding]:
         mpi = reports[0].versions.get("MPI library", "no MPI")
         findings = [
             *merge([rank.local for rank in told], [report.host for report in reports]),
-            *layout.check_world(launched, topology, mpi),
-            *layout.check_nodes(topology),
-            *layout.check_hosts(reports),
+            *rank_layout.check_world(launched, topology, mpi),
+            *rank_layout.check_nodes(topology),
+            *rank_layout.check_hosts(reports),
             *version_check.check_versions(reports),
             *version_check.check_settings(reports),
-            *layout.check_level(reports, found.plan.overlap),
-            *cores.check_masks(reports),
-            *cores.check_threads(reports),
+            *rank_layout.check_level(reports, found.plan.overlap),
+            *rank_cores.check_masks(reports),
+            *rank_cores.check_threads(reports),
             *devices.check(reports, topology),
             *plans.check_memory(found, told[0].notes, settings),
             *obstacles,
@@ -87,7 +87,7 @@ def compare(local: Sequence[Finding], seconds: float) -> list[Finding]:
 
 
 def _messages(
-    comm: Communicator, topology: Topology, reports: Sequence[Report], seconds: float
+    comm: Communicator, topology: Topology, reports: Sequence[RankReport], seconds: float
 ) -> list[Finding]:
     """Measure inside the nodes and between them."""
     within = [(ranks[0], ranks[1]) for ranks in topology.nodes if len(ranks) > 1]

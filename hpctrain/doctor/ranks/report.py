@@ -1,4 +1,4 @@
-"""What every rank knows of itself; the checks compare these reports of all ranks."""
+"""Report of a rank about itself; the checks compare those of all ranks."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import torch
 
 from hpctrain import __version__
 from hpctrain.cluster import cores, env, process
-from hpctrain.comm import library
+from hpctrain.comm import mpi_library
 from hpctrain.core.config import PREFIX, Settings
 from hpctrain.doctor.ranks import allotted_cores, devices, network
 
@@ -20,7 +20,7 @@ OWN_TO_A_NODE = ("log_dir", "stage_dir")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class RankReport:
     """One rank, as it sees itself."""
 
     host: str
@@ -53,7 +53,7 @@ class Report:
     """Why the settings of this rank are not valid; empty where they are."""
 
 
-def look(refusal: str = "", *, with_mpi: bool = True) -> Report:
+def look(refusal: str = "", *, with_mpi: bool = True) -> RankReport:
     """Report on this process. Not collective.
 
     Args:
@@ -62,7 +62,7 @@ def look(refusal: str = "", *, with_mpi: bool = True) -> Report:
     """
     visible, by_torch = devices.visible()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return Report(
+    return RankReport(
         host=socket.gethostname(),
         machine=process.identity().namespace[0],
         cores=cores.affinity(),
@@ -70,7 +70,7 @@ def look(refusal: str = "", *, with_mpi: bool = True) -> Report:
         num_siblings=allotted_cores.num_siblings(),
         quota=cores.quota(),
         threads=int(threads) if threads.isdigit() else None,
-        thread_level=library.thread_level() if with_mpi else "MULTIPLE",
+        thread_level=mpi_library.thread_level() if with_mpi else "MULTIPLE",
         visible=visible,
         by_torch=by_torch,
         fast_cards=network.fast_cards(),
@@ -89,7 +89,7 @@ def _versions(*, with_mpi: bool) -> dict[str, str]:
         "numpy": metadata.version("numpy"),
     }
     if with_mpi:
-        found |= {"mpi4py": metadata.version("mpi4py"), "MPI library": library.version()}
+        found |= {"mpi4py": metadata.version("mpi4py"), "MPI library": mpi_library.version()}
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hpctrain.core.finding import Finding, Level
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.ranks.report import Report
+from hpctrain.doctor.ranks.report import RankReport
 
 VERSIONS, SETTINGS = "versions", "settings"
 
@@ -13,7 +13,7 @@ SHOWN = 4
 """Different values that are told."""
 
 
-def check_versions(reports: Sequence[Report]) -> list[Finding]:
+def check_versions(reports: Sequence[RankReport]) -> list[Finding]:
     """Find packages and libraries of which the ranks have different versions."""
     findings = [
         Finding(
@@ -29,7 +29,7 @@ def check_versions(reports: Sequence[Report]) -> list[Finding]:
     return findings or [Finding(VERSIONS, "ok", f"the same on all ranks: {told}")]
 
 
-def check_settings(reports: Sequence[Report]) -> list[Finding]:
+def check_settings(reports: Sequence[RankReport]) -> list[Finding]:
     """Find settings that are not valid, or differ between ranks."""
     refusals: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -47,7 +47,7 @@ def check_settings(reports: Sequence[Report]) -> list[Finding]:
 
 
 def _different(
-    reports: Sequence[Report], of: Callable[[Report], Mapping[str, str]], level: Level
+    reports: Sequence[RankReport], of: Callable[[RankReport], Mapping[str, str]], level: Level
 ) -> list[Finding]:
     return [
         Finding(
@@ -62,7 +62,7 @@ def _different(
 
 
 def _differences(
-    reports: Sequence[Report], of: Callable[[Report], Mapping[str, str]]
+    reports: Sequence[RankReport], of: Callable[[RankReport], Mapping[str, str]]
 ) -> list[tuple[str, str]]:
     """Return each name whose value differs, and which ranks have which."""
     names = dict.fromkeys(name for report in reports for name in of(report))

@@ -1,4 +1,4 @@
-"""How an attempt to train has ended, and what all ranks make of it together."""
+"""The end of an attempt to train, agreed on by all ranks."""
 
 import contextlib
 import enum

@@ -1,4 +1,4 @@
-"""How a ``TorchState`` saves, restores and synchronizes each kind of object it holds."""
+"""Handlers of a ``TorchState``'s objects: they save, restore and synchronize one kind each."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""What all ranks must hold alike to go on together, and the last commit of it."""
+"""State that all ranks must hold alike to go on together, and its last commit."""
 
 import copy
 import queue

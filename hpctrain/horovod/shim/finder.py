@@ -1,14 +1,14 @@
 """The import hook: ``horovod`` and all below it are made here, whatever is installed."""
 
+import multiprocessing.spawn
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.horovod.shim import children
 from hpctrain.horovod.shim.modules import MARK, MODULES, fill, refusal
 
 TOP = "horovod"
@@ -69,7 +69,7 @@ def install() -> None:
             f"from {getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
         )
     sys.meta_path.insert(0, AliasFinder())
-    children.take_along(install)
+    take_along(install)
 
 
 def uninstall() -> None:
@@ -77,4 +77,35 @@ def uninstall() -> None:
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, AliasFinder)]
     for name in [name for name, module in sys.modules.items() if hasattr(module, MARK)]:
         del sys.modules[name]
-    children.leave_alone()
+    leave_alone()
+
+
+_original = multiprocessing.spawn.get_preparation_data
+
+
+class _First:
+    """What calls a function when it is unpickled."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return self.function, ()
+
+
+def take_along(function: Callable[[], object]) -> None:
+    """Let every process that is spawned from now on call a function before it does anything.
+
+    Args:
+        function: can be pickled by its name.
+    """
+
+    def prepared(name: str) -> dict[str, Any]:
+        return {"hpctrain_shim": _First(function), **_original(name)}
+
+    multiprocessing.spawn.get_preparation_data = prepared
+
+
+def leave_alone() -> None:
+    """Spawn as Python does."""
+    multiprocessing.spawn.get_preparation_data = _original

@@ -1,4 +1,4 @@
-"""What stands for what: the modules of Horovod 0.28.1, and ours behind each of their names."""
+"""Table of modules: those of Horovod 0.28.1, and ours behind each of their names."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -28,7 +28,9 @@ _HALF = "hpctrain.compress.half"
 _UTIL = "hpctrain.horovod.shim.util"
 
 _LOCAL = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
-_OWN = {"__version__", "check_replicas", "elastic", "is_homogeneous", "run", "shard", *_LOCAL}
+_ERRORS = {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
+_OWN = {"__version__", "check_replicas", "current", "elastic", "is_homogeneous", "run", "shard"}
+_OWN |= _LOCAL | _ERRORS
 """What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
 _TRAINING = {"DistributedOptimizer", "SyncBatchNorm"}
 _FUNCTIONS = {

@@ -21,7 +21,7 @@ from hpctrain.launch.horovod import cache
 from hpctrain.launch.horovod.build_environment import Workshop
 from hpctrain.launch.horovod.compiling import compile_wheel, unpack
 from hpctrain.launch.horovod.log import Log, telling
-from hpctrain.launch.horovod.missing import Missing, Plan, jobs_of, missing, refusal
+from hpctrain.launch.horovod.missing import BuildPlan, Missing, jobs_of, missing, refusal
 from hpctrain.launch.horovod.mpi import Mpi
 from hpctrain.launch.horovod.sdist import VERSION, patch
 from hpctrain.launch.horovod.target import Target, target_of
@@ -36,7 +36,7 @@ print(json.dumps([bool(hvd.mpi_built()), open("/proc/self/maps").read().splitlin
 """
 
 
-class Listener(Protocol):
+class BuildListener(Protocol):
     """Whoever shows how far it is."""
 
     def step(self, what: str) -> None:
@@ -61,7 +61,7 @@ class Built:
 
 
 def build(
-    plan: Plan, listener: Listener, *, wheel_dir: Path | None = None, force: bool = False
+    plan: BuildPlan, listener: BuildListener, *, wheel_dir: Path | None = None, force: bool = False
 ) -> Built:
     """Build a wheel for the installed torch and MPI, or take one built before, and install it.
 
@@ -101,7 +101,7 @@ def build(
         return _finish(wheel, plan, mpi, listener, is_cached=is_cached)
 
 
-def _make(plan: Plan, target: Target, folder: Path, listener: Listener) -> Path:
+def _make(plan: BuildPlan, target: Target, folder: Path, listener: BuildListener) -> Path:
     listener.step("looking for compilers and MPI")
     tools = look()
     absent = missing(tools, plan)
@@ -133,7 +133,9 @@ def _how(tools: Tools, jobs: int, log: Path) -> str:
     )
 
 
-def _finish(wheel: Path, plan: Plan, mpi: Mpi, listener: Listener, *, is_cached: bool) -> Built:
+def _finish(
+    wheel: Path, plan: BuildPlan, mpi: Mpi, listener: BuildListener, *, is_cached: bool
+) -> Built:
     if not plan.install:
         return Built(wheel=wheel, is_cached=is_cached)
     listener.step("installing")

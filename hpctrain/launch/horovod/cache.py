@@ -1,4 +1,4 @@
-"""Where wheels of Horovod are kept: whole or not at all, and written by one build at a time."""
+"""Cache of Horovod's wheels: atomic, and written by one build at a time."""
 
 import fcntl
 import os

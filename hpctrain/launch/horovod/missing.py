@@ -1,4 +1,4 @@
-"""What keeps Horovod from being built, and what to install: all at once, before it starts."""
+"""Missing requirements of a build of Horovod: all at once, before it starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Missing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BuildPlan:
     """How it shall be built."""
 
     jobs: int | None = None
@@ -40,7 +40,7 @@ class Plan:
     install: bool = True
 
 
-def jobs_of(tools: Tools, plan: Plan) -> int:
+def jobs_of(tools: Tools, plan: BuildPlan) -> int:
     """Return how many compilers run at a time."""
     if plan.jobs is not None:
         return plan.jobs
@@ -48,7 +48,7 @@ def jobs_of(tools: Tools, plan: Plan) -> int:
     return max(1, min(tools.num_cores, fit))
 
 
-def missing(tools: Tools, plan: Plan) -> list[Missing]:
+def missing(tools: Tools, plan: BuildPlan) -> list[Missing]:
     """Return everything that is missing; pure.
 
     What pip can bring for the time of the build, cmake and ninja, is not: see ``Tools.to_fetch``.
@@ -65,7 +65,7 @@ def refusal(found: Sequence[Missing]) -> LaunchError:
     return LaunchError("\n".join(lines))
 
 
-def _python(tools: Tools, plan: Plan) -> list[Missing]:
+def _python(tools: Tools, plan: BuildPlan) -> list[Missing]:
     found = []
     if tools.implementation != "cpython":
         what = f"Horovod and torch need CPython, this Python is {tools.implementation}"
@@ -84,14 +84,14 @@ def _python(tools: Tools, plan: Plan) -> list[Missing]:
     return found
 
 
-def _torch(tools: Tools, _plan: Plan) -> list[Missing]:
+def _torch(tools: Tools, _plan: BuildPlan) -> list[Missing]:
     if tools.torch:
         return []
     what = "Horovod is built against the installed torch, there is none"
     return [Missing(what, "pip install 'torch>=2.13,<2.14'")]
 
 
-def _compiler(tools: Tools, _plan: Plan) -> list[Missing]:
+def _compiler(tools: Tools, _plan: BuildPlan) -> list[Missing]:
     if tools.compiler is None:
         what = f"a compiler of C++{tools.standard} is needed, PATH has no c++, g++ or clang++"
     elif tools.compiler.error:
@@ -105,7 +105,7 @@ def _compiler(tools: Tools, _plan: Plan) -> list[Missing]:
     return [Missing(what, f"{do}; CXX names another one")]
 
 
-def _mpi(tools: Tools, _plan: Plan) -> list[Missing]:
+def _mpi(tools: Tools, _plan: BuildPlan) -> list[Missing]:
     mpi = tools.mpi
     if mpi is None:
         what, _, do = tools.mpi_error.partition("; ")
@@ -124,7 +124,7 @@ def _mpi(tools: Tools, _plan: Plan) -> list[Missing]:
     return []
 
 
-def _memory(tools: Tools, plan: Plan) -> list[Missing]:
+def _memory(tools: Tools, plan: BuildPlan) -> list[Missing]:
     jobs = jobs_of(tools, plan)
     found = []
     if tools.memory_bytes is not None and tools.memory_bytes < jobs * JOB_BYTES:
@@ -144,7 +144,7 @@ def _memory(tools: Tools, plan: Plan) -> list[Missing]:
     return found
 
 
-def _gpu(tools: Tools, plan: Plan) -> list[Missing]:
+def _gpu(tools: Tools, plan: BuildPlan) -> list[Missing]:
     if not plan.gpu:
         return []
     cuda, found = tools.cuda, []
@@ -166,7 +166,7 @@ def _gpu(tools: Tools, plan: Plan) -> list[Missing]:
     return found
 
 
-_CHECKS: tuple[Callable[[Tools, Plan], list[Missing]], ...] = (
+_CHECKS: tuple[Callable[[Tools, BuildPlan], list[Missing]], ...] = (
     _python,
     _torch,
     _compiler,

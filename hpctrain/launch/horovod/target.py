@@ -1,4 +1,4 @@
-"""What a wheel of Horovod was built for, as its version and the name of its folder say it."""
+"""Target of a wheel of Horovod, as its version and the name of its folder say it."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""What a machine has of all that building Horovod takes; looked at without building anything."""
+"""Tools of a machine for building Horovod; looked at without building anything."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Where mpirun keeps its own files while it runs: a new folder for each launch."""
+"""The folder of mpirun's own files while it runs: a new one for each launch."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,1 +1,1 @@
-"""What named operations did and when, as a file that trace viewers open."""
+"""Timeline of named operations, as a file that trace viewers open."""

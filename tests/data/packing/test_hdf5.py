@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.hdf5 import open_hdf5
-from hpctrain.data.packing.source import Wanted
+from hpctrain.data.packing.source import WantedFields
 
 X = np.random.default_rng(0).integers(0, 255, (40, 5, 2), dtype=np.uint8)
 Y = np.arange(40.0)
@@ -43,7 +43,7 @@ FIELDS = {"x": "/images", "y": "more/chunked", "b": "/more/big", "t": "/texts", 
 def test_rows_are_taken_in_any_order(file):
     rows = np.array([30, 5, 6, 39, 5, 0])
     fields = {**FIELDS, "narrow": "narrow", "even": "even"}
-    source = open_hdf5(file, Wanted(fields=fields))
+    source = open_hdf5(file, WantedFields(fields=fields))
     for one in (source, pickle.loads(pickle.dumps(source))):
         found = one.take(rows)
         assert np.array_equal(found["x"], X[rows])

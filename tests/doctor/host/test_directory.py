@@ -9,10 +9,10 @@ import h5py
 import pytest
 
 from hpctrain.core.units import GIB
-from hpctrain.doctor.host import toy_problem, toy_steps
+from hpctrain.doctor.host import directory_steps, directory_trial
 from hpctrain.doctor.host.directory import check
+from hpctrain.doctor.host.directory_trial import facts_of, file_system_of, try_directory
 from hpctrain.doctor.host.facts import DirectoryFacts
-from hpctrain.doctor.host.toy_problem import facts_of, file_system_of, try_directory
 from tests.doctor.host.healthy import only, with_
 
 REFUSE = Path(__file__).with_name("refuse.py")
@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from hpctrain.doctor.host.directory import check
 from hpctrain.doctor.host.facts import Facts
-from hpctrain.doctor.host.toy_problem import try_directory
+from hpctrain.doctor.host.directory_trial import try_directory
 from tests.doctor.host.healthy import with_
 facts = try_directory(Path(sys.argv[1]), float(sys.argv[2]))
 print(json.dumps([asdict(each) for each in check(with_(directories=(facts,)))]))
@@ -53,7 +53,7 @@ def test_a_good_directory_is_ok_and_left_as_it_was(tmp_path):
 
 
 def test_the_trial_of_a_directory_syncs_as_a_checkpoint_does(disk, capsys):
-    toy_steps.main(disk.root)
+    directory_steps.main(disk.root)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ["end", ""] in told
     assert not list(disk.root.iterdir())
@@ -145,5 +145,5 @@ def test_the_kind_of_file_system_is_that_of_the_mount_on_top(tmp_path):
 def test_what_a_hung_trial_made_is_removed(tmp_path):
     made = tmp_path / ".hpctrain-doctor-x"
     made.mkdir()
-    toy_problem._remove_what_was_made(f'["place", "", 1]\n["made", "{made}"]\n["beg')
+    directory_trial._remove_what_was_made(f'["place", "", 1]\n["made", "{made}"]\n["beg')
     assert not made.exists()

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.doctor.host.facts import Reached
+from hpctrain.doctor.host.gather import libraries_in, reached
 from hpctrain.doctor.host.library import check
-from hpctrain.doctor.host.reach import libraries_in, reached
 from tests.doctor.host.healthy import HEALTHY, LIBRARY, MPICH, SITE, SRUN, only, with_
 
 

@@ -6,11 +6,19 @@ import pytest
 
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.doctor.ranks import clocks, cores, devices, layout, network, speed, version_check
+from hpctrain.doctor.ranks import (
+    clocks,
+    devices,
+    network,
+    rank_cores,
+    rank_layout,
+    speed,
+    version_check,
+)
 from hpctrain.doctor.ranks.all_checks import wrong_interface
 from hpctrain.doctor.ranks.links import Link
 from hpctrain.doctor.ranks.network import Carried
-from hpctrain.doctor.ranks.report import Report
+from hpctrain.doctor.ranks.report import RankReport
 
 
 def topology(*hosts):
@@ -32,13 +40,13 @@ SRUN = {
 
 
 def test_a_world_of_the_launchers_size_is_well():
-    level, what = one(layout.check_world(launched(SRUN), topology(*"aabb"), "Open MPI v5"))
+    level, what = one(rank_layout.check_world(launched(SRUN), topology(*"aabb"), "Open MPI v5"))
     assert level == "ok"
     assert what == "one world of 4 ranks on 2 nodes, started by srun --mpi=pmi2, Open MPI v5"
 
 
 def test_a_world_of_another_size_is_not():
-    level, what = one(layout.check_world(launched(SRUN), topology(*"ab"), "Open MPI v5"))
+    level, what = one(rank_layout.check_world(launched(SRUN), topology(*"ab"), "Open MPI v5"))
     assert level == "warning"
     assert "SLURM_STEP_NUM_TASKS=4" in what
 
@@ -65,52 +73,60 @@ def test_a_wheel_below_the_wrong_interface_is_refused(library, pmi, is_refused):
 
 
 def test_unequal_nodes_are_named():
-    assert one(layout.check_nodes(topology(*"aabb"))) == ("ok", "2 on every node")
-    level, what = one(layout.check_nodes(topology(*"aaab")))
+    assert one(rank_layout.check_nodes(topology(*"aabb"))) == ("ok", "2 on every node")
+    level, what = one(rank_layout.check_nodes(topology(*"aaab")))
     assert level == "warning"
     assert "1 to 3 ranks, fewest on b" in what
 
 
 def test_machines_that_share_a_name_are_told_by_their_ranks():
-    reports = [Report(host="localhost", machine=machine) for machine in "xxyy"]
-    level, what = one(layout.check_hosts(reports))
+    reports = [RankReport(host="localhost", machine=machine) for machine in "xxyy"]
+    level, what = one(rank_layout.check_hosts(reports))
     assert level == "error"
     assert what.startswith("2 machines are called localhost: ranks 0-1 and ranks 2-3")
-    assert one(layout.check_hosts([Report(host="a", machine="x"), Report(host="b", machine="y")]))
-    assert one(layout.check_hosts([Report(host="a", machine="x"), Report(host="b", machine="x")]))
+    assert one(
+        rank_layout.check_hosts(
+            [RankReport(host="a", machine="x"), RankReport(host="b", machine="y")]
+        )
+    )
+    assert one(
+        rank_layout.check_hosts(
+            [RankReport(host="a", machine="x"), RankReport(host="b", machine="x")]
+        )
+    )
 
 
 def test_a_low_thread_level_is_told():
-    low = Report(host="a", thread_level="SERIALIZED")
-    level, what = one(layout.check_level([Report(host="a"), low], "end"))
+    low = RankReport(host="a", thread_level="SERIALIZED")
+    level, what = one(rank_layout.check_level([RankReport(host="a"), low], "end"))
     assert level == "warning"
     assert "MPI_THREAD_SERIALIZED to rank 1" in what
 
 
 def test_a_mask_of_one_core_for_two_ranks_is_told():
-    reports = [Report(host="a", cores=(3,), num_granted=4)] * 2
-    level, what = one(cores.check_masks(reports))
+    reports = [RankReport(host="a", cores=(3,), num_granted=4)] * 2
+    level, what = one(rank_cores.check_masks(reports))
     assert level == "warning"
     assert what == "ranks 0-1 on a take turns on 1 core (mask 3)"
 
 
 def test_a_mask_of_one_core_where_the_job_has_more_is_told():
-    free = Report(host="b", cores=(0, 1, 2, 3), num_granted=4)
-    narrow = Report(host="a", cores=(3,), num_granted=4)
-    level, what = one(cores.check_masks([narrow, free, free]))
+    free = RankReport(host="b", cores=(0, 1, 2, 3), num_granted=4)
+    narrow = RankReport(host="a", cores=(3,), num_granted=4)
+    level, what = one(rank_cores.check_masks([narrow, free, free]))
     assert level == "warning"
     assert what.startswith("rank 0 on a may use 1 of 4 cores (mask 3)")
 
 
 def test_a_mask_of_several_cores_where_the_job_has_more_is_a_note():
-    (finding,) = cores.check_masks([Report(host="a", cores=(2, 3), num_granted=8)])
+    (finding,) = rank_cores.check_masks([RankReport(host="a", cores=(2, 3), num_granted=8)])
     assert finding.level == "note"
 
 
 @pytest.mark.parametrize("masks", [[(0, 1), (2, 3)], [(0, 1, 2, 3)] * 2, [(0,), (1,), (2,), (3,)]])
 def test_masks_with_a_core_for_each_rank_are_well(masks):
-    reports = [Report(host="a", cores=mask, num_granted=4) for mask in masks]
-    assert one(cores.check_masks(reports))[0] == "ok"
+    reports = [RankReport(host="a", cores=mask, num_granted=4) for mask in masks]
+    assert one(rank_cores.check_masks(reports))[0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -126,10 +142,10 @@ def test_masks_with_a_core_for_each_rank_are_well(masks):
 )
 def test_threads_are_no_more_than_cores(threads, masks, quota, level):
     reports = [
-        Report(host="a", cores=mask, threads=number, quota=quota)
+        RankReport(host="a", cores=mask, threads=number, quota=quota)
         for number, mask in zip(threads, masks, strict=True)
     ]
-    assert one(cores.check_threads(reports))[0] == level
+    assert one(rank_cores.check_threads(reports))[0] == level
 
 
 @pytest.mark.parametrize(
@@ -144,12 +160,12 @@ def test_threads_are_no_more_than_cores(threads, masks, quota, level):
     ],
 )
 def test_ranks_of_a_node_take_different_gpus(visible, level):
-    reports = [Report(host="a", visible=names) for names in visible]
+    reports = [RankReport(host="a", visible=names) for names in visible]
     assert one(devices.check(reports, topology(*"a" * len(visible))))[0] == level
 
 
 def test_the_same_gpu_for_two_ranks_is_an_error_where_torch_names_it():
-    reports = [Report(host=host, visible=("GPU-7",), by_torch=True) for host in "aabb"]
+    reports = [RankReport(host=host, visible=("GPU-7",), by_torch=True) for host in "aabb"]
     found = devices.check(reports, topology(*"aabb"))
     assert [finding.level for finding in found] == ["error", "error"]
     assert found[1].what == "ranks 2-3 on b take the same GPU GPU-7"
@@ -163,21 +179,21 @@ def test_gpus_of_the_environment():
 
 
 def test_versions_that_differ_are_told_with_their_ranks():
-    reports = [Report(host="a", versions={"torch": text}) for text in ("1", "2", "2", "1")]
+    reports = [RankReport(host="a", versions={"torch": text}) for text in ("1", "2", "2", "1")]
     level, what = one(version_check.check_versions(reports))
     assert (level, what) == ("error", "torch differs: 1 (ranks 0,3), 2 (ranks 1-2)")
     assert one(version_check.check_versions(reports[1:3]))[0] == "ok"
 
 
 def test_a_setting_that_only_some_ranks_have_is_told():
-    reports = [Report(host="a", settings={"HPCTRAIN_PROBE": "off"}), Report(host="b")]
+    reports = [RankReport(host="a", settings={"HPCTRAIN_PROBE": "off"}), RankReport(host="b")]
     level, what = one(version_check.check_settings(reports))
     assert level == "warning"
     assert what == "HPCTRAIN_PROBE differs between ranks, off (rank 0), not set (rank 1)"
 
 
 def test_tuning_that_differs_is_a_note():
-    reports = [Report(host="a", tuning={"UCX_TLS": "tcp"}), Report(host="b")]
+    reports = [RankReport(host="a", tuning={"UCX_TLS": "tcp"}), RankReport(host="b")]
     (finding,) = version_check.check_settings(reports)
     assert finding.level == "note"
 
@@ -273,7 +289,7 @@ def test_clocks_that_differ_are_told_by_node():
 
 
 def test_a_fault_of_many_nodes_is_told_for_a_few():
-    reports = [Report(host=f"n{i // 2}", visible=("0",)) for i in range(20)]
+    reports = [RankReport(host=f"n{i // 2}", visible=("0",)) for i in range(20)]
     found = devices.check(reports, topology(*(report.host for report in reports)))
     assert [finding.what for finding in found][-1] == "the same 6 times more"
     assert len(found) == 5

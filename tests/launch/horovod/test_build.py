@@ -9,7 +9,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import build as building
 from hpctrain.launch.horovod import cache
 from hpctrain.launch.horovod.build import Built, build, check_import
-from hpctrain.launch.horovod.missing import Missing, Plan
+from hpctrain.launch.horovod.missing import BuildPlan, Missing
 from hpctrain.launch.horovod.sdist import PATCHED, VERSION
 from hpctrain.launch.horovod.target import target_of
 from hpctrain.launch.horovod.tools import Tools
@@ -79,7 +79,7 @@ def site(tmp_path, monkeypatch):
     Site.folder = tmp_path / "wheels" / target_of(WHOLE.torch, MPI).key
     Site.build = staticmethod(
         lambda plan=None, ears=None, **how: build(
-            plan or Plan(), ears or Ears(), wheel_dir=tmp_path / "wheels", **how
+            plan or BuildPlan(), ears or Ears(), wheel_dir=tmp_path / "wheels", **how
         )
     )
     return Site
@@ -115,7 +115,7 @@ def test_another_gpu_or_mpi_is_another_wheel(site, monkeypatch):
 
 def test_a_wheel_alone_is_not_installed(site, monkeypatch):
     monkeypatch.setattr(building, "_install", lambda _wheel: pytest.fail("installed"))
-    assert site.build(Plan(install=False)).library is None
+    assert site.build(BuildPlan(install=False)).library is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), LaunchError("no")])

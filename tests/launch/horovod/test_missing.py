@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.units import GIB, MIB
-from hpctrain.launch.horovod.missing import JOB_BYTES, Plan, jobs_of, missing, refusal
+from hpctrain.launch.horovod.missing import JOB_BYTES, BuildPlan, jobs_of, missing, refusal
 from hpctrain.launch.horovod.tools import Compiler, Cuda, Tools
 from tests.launch.horovod.machine import MPI, WHOLE
 
@@ -42,20 +42,20 @@ ABSENT = {
 
 
 def test_nothing_is_missing_on_a_whole_machine():
-    assert missing(WHOLE, Plan()) == []
+    assert missing(WHOLE, BuildPlan()) == []
     assert WHOLE.to_fetch == ()
 
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_each_thing_is_named_with_the_way_out(name):
     changes, what, do = ABSENT[name]
-    (found,) = missing(replace(WHOLE, **changes), Plan())
+    (found,) = missing(replace(WHOLE, **changes), BuildPlan())
     assert what in found.what
     assert do in found.do
 
 
 def test_all_is_said_at_once():
-    found = missing(Tools(torch="", disk_bytes=0, has_pip=False), Plan(gpu="nccl"))
+    found = missing(Tools(torch="", disk_bytes=0, has_pip=False), BuildPlan(gpu="nccl"))
     error = str(refusal(found))
     assert f"{len(found)} things are missing" in error
     assert len(found) >= 6
@@ -65,13 +65,13 @@ def test_all_is_said_at_once():
 
 def test_cmake_and_make_are_brought_by_pip():
     tools = replace(WHOLE, cmake=None, maker=None)
-    assert missing(tools, Plan()) == []
+    assert missing(tools, BuildPlan()) == []
     assert tools.to_fetch == ("cmake", "ninja")
 
 
 def test_a_wheel_alone_may_be_made_where_nothing_may_be_installed():
     tools = replace(WHOLE, managed="/usr/EXTERNALLY-MANAGED")
-    assert missing(tools, Plan(install=False)) == []
+    assert missing(tools, BuildPlan(install=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ def test_a_wheel_alone_may_be_made_where_nothing_may_be_installed():
     [(16 * GIB, 4, 4), (2 * JOB_BYTES, 4, 2), (1, 4, 1), (None, 8, 8)],
 )
 def test_as_many_compilers_as_cores_and_memory_allow(memory, cores, jobs):
-    assert jobs_of(replace(WHOLE, memory_bytes=memory, num_cores=cores), Plan()) == jobs
+    assert jobs_of(replace(WHOLE, memory_bytes=memory, num_cores=cores), BuildPlan()) == jobs
 
 
 def test_too_many_jobs_are_refused_with_a_number_that_fits():
     tools = replace(WHOLE, memory_bytes=3 * JOB_BYTES)
-    assert missing(tools, Plan(jobs=3)) == []
-    (found,) = missing(tools, Plan(jobs=4))
+    assert missing(tools, BuildPlan(jobs=3)) == []
+    (found,) = missing(tools, BuildPlan(jobs=4))
     assert found.do == "--jobs 3"
 
 
 def test_nccl_needs_cuda_and_its_headers():
-    found = missing(WHOLE, Plan(gpu="nccl"))
+    found = missing(WHOLE, BuildPlan(gpu="nccl"))
     for each, word in zip(found, ("torch with", "nvcc", "nccl.h"), strict=True):
         assert word in each.what
     cuda = Cuda(torch="13.0", nvcc=Path("/cuda/bin/nvcc"), nccl=Path("/cuda/include/nccl.h"))
-    assert missing(replace(WHOLE, cuda=cuda), Plan(gpu="nccl")) == []
+    assert missing(replace(WHOLE, cuda=cuda), BuildPlan(gpu="nccl")) == []

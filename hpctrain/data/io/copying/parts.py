@@ -1,4 +1,4 @@
-"""Which part of a split a sample goes to: a function of seed and sample, without a list of all."""
+"""Parts of a split: a function of seed and sample, without a list of all."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.names import PLAIN_NAME
+from hpctrain.data.format.valid_names import PLAIN_NAME
 from hpctrain.data.order.order import global_order
 
 _TAG = 1 << 63

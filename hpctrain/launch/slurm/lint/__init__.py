@@ -1,1 +1,1 @@
-"""What is wrong with a batch script, before it waits in a queue."""
+"""Checks of a batch script, before it waits in a queue."""

@@ -10,8 +10,8 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_seconds, parse_seconds
-from hpctrain.launch.slurm.lint.facts import LintFacts
 from hpctrain.launch.slurm.lint.script import BatchScript, base
+from hpctrain.launch.slurm.lint.script_facts import LintFacts
 from hpctrain.launch.slurm.lint.variables import UNKNOWN
 
 DEFAULT_EVERY = "10min"

@@ -1,23 +1,23 @@
-"""What is wrong with a batch script, before it waits in a queue: ``lint``."""
+"""``lint``: all checks of a batch script, before it waits in a queue."""
 
 from collections.abc import Callable, Iterator
 
 from hpctrain.core.finding import Finding
-from hpctrain.launch.slurm.lint import job, limit, steps
-from hpctrain.launch.slurm.lint.facts import LintFacts
+from hpctrain.launch.slurm.lint import job_checks, limit, step_checks
 from hpctrain.launch.slurm.lint.script import BatchScript, read
+from hpctrain.launch.slurm.lint.script_facts import LintFacts
 
 CHECKS: tuple[Callable[[BatchScript, LintFacts], Iterator[Finding]], ...] = (
-    job.check_header,
-    steps.check_nesting,
-    steps.check_mpi,
-    steps.check_kill,
-    steps.check_cores,
-    job.check_tasks,
-    job.check_gpus,
-    job.check_signal,
-    job.check_output,
-    job.check_requeue,
+    job_checks.check_header,
+    step_checks.check_nesting,
+    step_checks.check_mpi,
+    step_checks.check_kill,
+    step_checks.check_cores,
+    job_checks.check_tasks,
+    job_checks.check_gpus,
+    job_checks.check_signal,
+    job_checks.check_output,
+    job_checks.check_requeue,
     limit.check_time,
 )
 """All checks. Each knows when to be silent: a value that only a run would tell is no fault."""

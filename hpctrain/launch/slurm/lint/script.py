@@ -23,7 +23,7 @@ _SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScriptStep:
     """One ``srun``."""
 
     line: int
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class LaunchLine:
     """One ``mpirun`` or ``hpctrain launch``."""
 
     line: int
@@ -68,8 +68,8 @@ class BatchScript:
     """Of the ``#SBATCH`` lines, by long name."""
     late: tuple[int, ...]
     """Lines that sbatch does not read: behind the first command."""
-    steps: tuple[Step, ...]
-    launchers: tuple[Launcher, ...]
+    steps: tuple[ScriptStep, ...]
+    launchers: tuple[LaunchLine, ...]
     commands: tuple[tuple[int, tuple[str | None, ...]], ...]
     """All commands, expanded as far as known, each with its line."""
     variables: Variables
@@ -93,8 +93,8 @@ def read(text: str, environ: Mapping[str, str], directory: Path | None) -> Batch
     inherited = {name: value for name, value in environ.items() if not name.startswith("SLURM")}
     given = {**inherited, **_exported(options), **_by_slurm(options)}
     variables = Variables(found, given=given, directory=directory)
-    steps: list[Step] = []
-    launchers: list[Launcher] = []
+    steps: list[ScriptStep] = []
+    launchers: list[LaunchLine] = []
     expanded = []
     for command in found:
         words = _behind_wrappers(variables.words(_behind_keywords(command.words)))
@@ -108,12 +108,12 @@ def read(text: str, environ: Mapping[str, str], directory: Path | None) -> Batch
     )
 
 
-def launcher_of(words: list[str | None], line: int) -> Launcher | None:
+def launcher_of(words: list[str | None], line: int) -> LaunchLine | None:
     """Return the launcher that a command is; None for others, and for one without arguments."""
     if base(words) in MPIRUNS and len(words) > 1:
-        return Launcher(line, base(words), tuple(words[1:]))
+        return LaunchLine(line, base(words), tuple(words[1:]))
     if base(words) == "hpctrain" and words[1:2] == ["launch"]:
-        return Launcher(line, "hpctrain launch", tuple(words[2:]))
+        return LaunchLine(line, "hpctrain launch", tuple(words[2:]))
     return None
 
 
@@ -181,7 +181,7 @@ def _by_slurm(options: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _step(command: Command, words: list[str | None], variables: Variables) -> Step:
+def _step(command: Command, words: list[str | None], variables: Variables) -> ScriptStep:
     parsed = parse(words[1:])
     own = {
         name: " ".join(w or UNKNOWN for w in variables.words(values))
@@ -192,7 +192,7 @@ def _step(command: Command, words: list[str | None], variables: Variables) -> St
         for name, values in variables.values.items()
     }
     environ = {**variables.given, **around, **own}
-    return Step(command.line, parsed.options, parsed.rest, parsed.is_complete, environ)
+    return ScriptStep(command.line, parsed.options, parsed.rest, parsed.is_complete, environ)
 
 
 def _behind_keywords(words: list[Word]) -> list[Word]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.slurm import batch
-from hpctrain.launch.slurm.lint.facts import LintFacts
+from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.lint.limit import DEFAULT_EVERY, sbatch_time, time_limit_s
 from hpctrain.launch.slurm.lint.lint import lint
+from hpctrain.launch.slurm.lint.script_facts import LintFacts
 from hpctrain.train.checkpoint_config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY
 
@@ -40,7 +40,7 @@ def test_the_configuration_is_found_by_the_variable_of_the_submission(tmp_path):
     path = tmp_path / "long.toml"
     path.write_text("[checkpoint]\nevery = '3h'\n")
     facts = LintFacts(needed_pmi="pmix", environ={"CONFIG": str(path)}, directory=Path("/"))
-    (found,) = lint(batch.text("requeue"), facts=facts)
+    (found,) = lint(batch_script.text("requeue"), facts=facts)
     assert (found.check, found.level) == ("time limit", "warning")
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.launch.slurm import batch
-from hpctrain.launch.slurm.batch import BatchSettings
-from hpctrain.launch.slurm.lint.facts import LintFacts
+from hpctrain.launch.slurm import batch_script
+from hpctrain.launch.slurm.batch_script import BatchSettings
 from hpctrain.launch.slurm.lint.lint import lint
+from hpctrain.launch.slurm.lint.script_facts import LintFacts
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
 FACTS = LintFacts(needed_pmi="pmix", default_pmi="none")
@@ -26,11 +26,11 @@ def test_a_healthy_script_gives_one_ok(facts):
     assert found.level == "ok"
 
 
-@pytest.mark.parametrize("name", batch.names())
+@pytest.mark.parametrize("name", batch_script.names())
 @pytest.mark.parametrize("environ", [{}, {"MPI_TYPE": "pmix", "CONFIG": "my.toml"}], ids=str)
 def test_no_template_has_a_finding(name, environ):
     facts = LintFacts(needed_pmi="pmix", default_pmi="none", environ=environ)
-    assert [found.level for found in lint(batch.text(name), facts=facts)] == ["ok"]
+    assert [found.level for found in lint(batch_script.text(name), facts=facts)] == ["ok"]
 
 
 SETTINGS = [
@@ -40,15 +40,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", batch.names())
+@pytest.mark.parametrize("name", batch_script.names())
 @pytest.mark.parametrize("settings", SETTINGS, ids=("cpus", "gpus", "overrides"))
 def test_no_template_with_settings_has_a_finding(name, settings):
-    if settings.requeue is False and "scontrol requeue" in batch.text(name):
-        assert wrong(batch.script(name, settings)) == {("requeue", "warning")}
+    if settings.requeue is False and "scontrol requeue" in batch_script.text(name):
+        assert wrong(batch_script.script(name, settings)) == {("requeue", "warning")}
         return
     if name == "gpu" and settings.gpus_per_node is None:
         settings = replace(settings, gpus_per_node=settings.tasks_per_node)
-    assert wrong(batch.script(name, settings)) == set()
+    assert wrong(batch_script.script(name, settings)) == set()
 
 
 FAULTS = [
@@ -184,6 +184,6 @@ def test_a_text_that_is_no_script_ends_the_reading(script):
 
 def test_a_script_cut_anywhere_ends_the_reading():
     for name in ("restart", "chain"):
-        text = batch.text(name)
+        text = batch_script.text(name)
         for end in range(0, len(text), 7):
             lint(text[:end], facts=FACTS)

@@ -1,0 +1,179 @@
+"""Arguments of operations: checked on this rank, before anything is submitted."""
+
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.tensor_arguments import name_of
+from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.reduce_op import ReduceOp
+from hpctrain.negotiation.request import Kind
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
+from hpctrain.runtime.world import current
+
+_PREFIX = {kind: f"{kind.value}." for kind in Kind}
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A function cannot do what its arguments ask for."""
+
+
+def controller_of(process_set: ProcessSet | None) -> Controller:
+    """Return what carries out the operations of a process set; None is the set of all ranks.
+
+    Raises:
+        NotInitializedError: ``init`` was not called.
+        ConfigError: the set is not registered, or this rank is not in it.
+    """
+    sets = current().sets
+    if process_set is global_process_set or process_set is None:
+        return sets.global_controller
+    return sets.controller(process_set)
+
+
+def named(kind: Kind, name: str | None) -> str | None:
+    """Return the name with its kind, as Horovod has it: so that each kind has names of its own."""
+    return None if name is None else f"{_PREFIX[kind]}{name}"
+
+
+def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
+    """Return the operation, also where it is said in Horovod's old way.
+
+    Raises:
+        ConfigError: it is said in both ways, or is none.
+    """
+    if average is None:
+        if op is None:
+            return ReduceOp.AVERAGE
+        if op.__class__ is ReduceOp:
+            return op
+        raise ConfigError(
+            f"op must be one of Average, Sum, Adasum, Min, Max and Product, got {op!r}"
+        )
+    if op is not None:
+        raise ConfigError(f"say op or average, not both, got op={op!r} and average={average}")
+    warnings.warn(
+        "the argument average is deprecated; use op=Average or op=Sum",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Refuse anything but a dense tensor on the CPU.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"operations take tensors, got {type(tensor).__name__}; send other objects by "
+            f"broadcast_object or allgather_object"
+        )
+    check_on_cpu(tensor)
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"operations take dense tensors, got {name_of_layout(tensor)}; give "
+            f"tensor.to_dense(), or use sparse_allreduce_async"
+        )
+
+
+def check_on_cpu(tensor: Tensor) -> None:
+    """Refuse a tensor of a device.
+
+    Raises:
+        ConfigError: it is not on the CPU.
+    """
+    if not tensor.is_cpu:
+        raise ConfigError(
+            f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
+            f"tensor.cpu() and copy the result back"
+        )
+
+
+def check_rows(tensor: Tensor, function: str) -> None:
+    """Refuse what ``check_tensor`` does, and a tensor without a first dimension.
+
+    Raises:
+        ConfigError: it cannot be taken.
+    """
+    check_tensor(tensor)
+    if tensor.dim() == 0:
+        raise ConfigError(
+            f"{function} cuts along the first dimension, got a tensor without dimensions; give "
+            f"tensor.reshape(1)"
+        )
+
+
+def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
+    """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype.
+
+    Raises:
+        ConfigError: the tensor cannot be taken, or there is no such reduction of its dtype.
+    """
+    check_tensor(tensor)
+    is_scaled = prescale != 1.0 or postscale != 1.0
+    if refusal := _refusal(tensor.dtype, op, is_scaled=is_scaled):
+        raise ConfigError(refusal)
+
+
+def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors of a group as a list.
+
+    Raises:
+        ConfigError: it is empty, or not a group.
+    """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise ConfigError(
+            f"grouped operations take a list of tensors, got {type(tensors).__name__}"
+        )
+    group = list(tensors)
+    if not group:
+        raise ConfigError("grouped operations take one or more tensors, got an empty list")
+    return group
+
+
+def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
+    """Return the number in the process set of ``root_rank``, a rank of the world.
+
+    Raises:
+        ConfigError: there is no such rank in the set.
+    """
+    if process_set is None or process_set is global_process_set:
+        size = current().comm.size
+        if not 0 <= root_rank < size:
+            raise ConfigError(f"root_rank must be a rank from 0 to {size - 1}, got {root_rank}")
+        return int(root_rank)
+    return in_set(process_set, root_rank)
+
+
+def name_of_layout(tensor: Tensor) -> str:
+    """Return the layout of a tensor as users write it."""
+    return str(tensor.layout).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _refusal(dtype: torch.dtype, op: ReduceOp, *, is_scaled: bool) -> str | None:
+    """Return why there is no such reduction; None if there is."""
+    name = name_of(dtype)
+    if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):
+        return (
+            f"there are no averages and factors of {name}; use op=Max for 'any', op=Min for "
+            f"'all', or convert the tensor"
+        )
+    if op is ReduceOp.ADASUM:
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            return None
+        return f"Adasum takes floating point of 16 bits and more, got {name}; convert the tensor"
+    kinds = {ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX, ReduceOp.PRODUCT: Op.PRODUCT}
+    try:
+        combination(dtype, kinds.get(op, Op.SUM))
+    except CommError as error:
+        return str(error)
+    return None

@@ -1,0 +1,147 @@
+"""State of a run: all that makes its next step what it would have been without a stop."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.shape_check import check_fit
+from hpctrain.checkpoint.stateful import Stateful
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import CheckpointError
+from hpctrain.train import replicas
+from hpctrain.train.evaluate import Scores
+from hpctrain.train.random_states import random_states, seed_all, set_random_states
+from hpctrain.train.step_meter import StepMeter
+from hpctrain.train.task import Task
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """The position of a run between two steps, and how to save and restore it."""
+
+    task: Task
+    step: int = 0
+    """Steps that are done, of all epochs."""
+    training_s: float = 0.0
+    """Duration of the steps that were recorded, without tests."""
+    scores: Scores | None = None
+    """Of the last test."""
+    num_records: int = 0
+    """Lines of ``metrics.jsonl`` when the state was saved."""
+    num_skipped: int = 0
+    """Steps that were left out, as far as they were recorded."""
+    checked_step: int = 0
+    """Step after which replicas were compared last, in this part."""
+    pace_told: bool = False
+    """Whether the number of steps that ``auto`` has chosen was told."""
+    tally: StepMeter = field(default_factory=StepMeter)
+    epoch_tally: StepMeter = field(default_factory=StepMeter)
+    """Of the present epoch, where the method of ``[sync]`` is told its loss."""
+    _registered: dict[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def epochs_done(self) -> int:
+        """Epochs whose steps are all done, and that were tested where that is due."""
+        return self.task.train.epoch
+
+    def register(self, name: str, part: Stateful) -> None:
+        """Let checkpoints hold the state of ``part`` too, each rank its own."""
+        assert name not in self._registered, name
+        self._registered[name] = part
+
+    def shared(self, comm: Communicator) -> dict[str, Any]:
+        """Return what is the same on every rank. Collective.
+
+        Buffers such as running means differ between ranks: here are those of rank 0, or their
+        mean where replicas differ.
+        """
+        return {
+            **replicas.shared_replica(self.task, comm),
+            "sync": replicas.shared_sync(self.task),
+            "step": self.step,
+            "epoch": self.epochs_done,
+            "loader": self.task.train.state_dict(),
+            "steps": None if self.task.steps is None else self.task.steps.state_dict(),
+            "tally": self.tally.shared(comm),
+            "epoch_tally": self.epoch_tally.shared(comm) if self.task.observer else None,
+            "pace_told": self.pace_told,
+            "num_skipped": self.num_skipped,
+            "training_s": self.training_s,
+            "scores": None if self.scores is None else asdict(self.scores),
+            "num_records": self.num_records,
+        }
+
+    def own(self, comm: Communicator) -> dict[str, Any]:
+        """Return what each rank has for itself. Collective."""
+        sync = self.task.sync
+        return {
+            "replica": replicas.own_replica(self.task, comm),
+            "sync": None if sync is None else sync.own_state(),
+            "random": random_states(),
+            "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
+            "tally": self.tally.state_dict(),
+            "epoch_tally": self.epoch_tally.state_dict(),
+            "registered": {name: part.state_dict() for name, part in self._registered.items()},
+        }
+
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from a state. Collective.
+
+        Args:
+            shared: what ``shared`` returned.
+            own: what ``own`` returned on this rank; None where the number of ranks has changed:
+                then random numbers begin anew, and each rank has the buffers of rank 0, and the
+                mean of the replicas.
+
+        Raises:
+            CheckpointError: the model, the optimizer or the local method does not fit the state.
+            DataError: the data set is another one.
+        """
+        task = self.task
+        check_fit(shared["model"], task.model.state_dict(), "the checkpoint of this run")
+        try:
+            replica = own.get("replica") if own and task.sync else None
+            replicas.restore(task, shared, replica)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
+                f"configuration it was written with"
+            ) from error
+        task.train.load_state_dict(shared["loader"])
+        self.step, self.training_s = shared["step"], shared["training_s"]
+        self.num_records = shared["num_records"]
+        self.scores = Scores(**shared["scores"]) if shared["scores"] else None
+        self.pace_told = shared.get("pace_told", False)
+        self.num_skipped = shared.get("num_skipped", 0)
+        if task.steps is not None and shared.get("steps"):
+            task.steps.load_state_dict(shared["steps"])
+        elif task.steps is not None:
+            task.steps.next_step = self.step  # of a run that was not reproducible
+        if task.sync is not None:
+            method = task.config.sync.method
+            replicas.restore_sync(task.sync, method, shared, own and own.get("sync"))
+        self._restore_tallies(shared, own)
+        if own is None:
+            # Not the numbers of the first steps once more, and not the same on every rank.
+            seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
+            return
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                buffer.copy_(own["buffers"][name])
+        for name, part in self._registered.items():
+            part.load_state_dict(own["registered"][name])
+        set_random_states(own["random"])
+
+    def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on with sums of this rank, or of all; older checkpoints do not have them all."""
+        for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
+            if own is not None and name in own:
+                tally.load_state_dict(own[name])
+            elif own is None and shared.get(name):
+                tally.load_shared(shared[name], self.task.train.rank)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self.task.model.named_buffers())
