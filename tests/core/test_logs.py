@@ -38,7 +38,8 @@ def test_a_world_of_one_has_no_tag():
 
 
 def test_a_second_setup_replaces_the_first():
-    code = "from hpctrain.core import logs; logs.setup(0, 2); logs.setup(1, 2); logs.logger.error('x')"
+    setups = "logs.setup(0, 2); logs.setup(1, 2)"
+    code = f"from hpctrain.core import logs; {setups}; logs.logger.error('x')"
     assert run_alone(code) == "[rank 1] hpctrain: x\n"
 
 
@@ -77,7 +78,8 @@ logs.logger.getChild("comm").info("plan made")
 
 
 def test_merged_warnings_do_not_carry_the_tag_of_the_rank_that_prints_them():
-    code = "from hpctrain.core import logs; logs.setup(0, 2); logs.warn_merged([['x'], ['x', 'y']])"
+    merged = "logs.warn_merged([['x'], ['x', 'y']])"
+    code = f"from hpctrain.core import logs; logs.setup(0, 2); {merged}"
     assert run_alone(code) == "hpctrain: x [all 2 ranks]\nhpctrain: y [rank 1]\n"
 
 
