@@ -1,9 +1,9 @@
-"""Failures agreed on: what fails on one rank fails on all, with the same words."""
+"""Actions of a checkpoint whose failure is a CheckpointError, on one rank or on all of them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.comm.agreement import by_rank
+from hpctrain.comm import agreement
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CheckpointError
 
@@ -30,38 +30,17 @@ def attempt(what: str, action: Callable[[], T]) -> tuple[str | None, T | None]:
         return f"cannot {what}: {reason}{named}; see to it, or use another directory", None
 
 
-def on_all(comm: "Communicator", what: str, action: Callable[[], T]) -> list[T]:
-    """Run an action on every rank; return the results of all ranks, by rank. Collective.
-
-    Raises:
-        CheckpointError: it failed on some rank; on every rank.
-    """
-    answers = comm.allgather_object(attempt(what, action))
-    raise_if_any([message for message, _ in answers])
-    return [result for _, result in answers]  # type: ignore[misc]  # none failed
-
-
 def on_root(comm: "Communicator", what: str, action: Callable[[], T]) -> T:
     """Run an action on rank 0; return its result on every rank. Collective.
 
     Raises:
         CheckpointError: it failed; on every rank.
     """
-    answer = attempt(what, action) if comm.rank == 0 else (None, None)
-    message, result = comm.broadcast_object(answer)
-    if message is not None:
-        raise CheckpointError(message)
-    return result  # type: ignore[return-value]  # it did not fail
 
+    def tried() -> T:
+        refusal, result = attempt(what, action)
+        if refusal is not None:
+            raise CheckpointError(refusal)
+        return result  # type: ignore[return-value]  # it did not fail
 
-def raise_if_any(messages: list[str | None]) -> None:
-    """Raise if a rank failed; ``messages`` holds None or why for every rank.
-
-    Raises:
-        CheckpointError: names each message once, with its ranks where not all gave it.
-    """
-    told = {message for message in messages if message is not None}
-    if len(told) == 1 and None not in messages:
-        raise CheckpointError(told.pop())
-    if told:
-        raise CheckpointError(by_rank(messages))
+    return agreement.on_root(comm, tried, CheckpointError)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.agreement import attempt, on_root
 from hpctrain.checkpoint.format.manifest import (
     PRIVATE,
     CheckpointManifest,
@@ -29,6 +29,7 @@ from hpctrain.checkpoint.format.tensor_file import (
     opened,
     printable,
 )
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def load(
         return Loaded(state, private, manifest.facts, manifest.step)
 
     message, loaded = attempt(f"read checkpoint {directory}", read)
-    raise_if_any(comm.allgather_object(message))
+    raise_if_any(comm.allgather_object(message), CheckpointError)
     assert loaded
     return loaded
 
@@ -139,7 +140,7 @@ class Privates(Mapping[int, Any]):
             message, tree = attempt(
                 f"read checkpoint {self._directory}", lambda: self._tree(self._records[rank])
             )
-            raise_if_any([message])
+            raise_if_any([message], CheckpointError)
             self._read[rank] = tree
         return self._read[rank]
 

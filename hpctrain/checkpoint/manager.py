@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.checkpoint import store
-from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.agreement import attempt, on_root
 from hpctrain.checkpoint.background import Beside
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.retention import check_keep
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
+from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import parse_seconds
 
@@ -257,7 +258,7 @@ class Manager:
         """Write and tidy. Collective; on the thread that is beside."""
         began = time.monotonic()
         fault, copies = taken
-        raise_if_any(comm.allgather_object(fault))
+        raise_if_any(comm.allgather_object(fault), CheckpointError)
         assert copies is not None
         state, private = copies
         step = contents["step"]
@@ -313,13 +314,8 @@ def _on_every(comm: "Communicator", action: Callable[[], T]) -> T:
     Raises:
         CheckpointError: names each error once.
     """
-    fault, result = None, None
-    try:
-        result = action()
-    except CheckpointError as error:
-        fault = str(error)
-    raise_if_any(comm.allgather_object(fault))
-    return result  # type: ignore[return-value]  # this rank did not fail
+    with agreed(comm, CheckpointError):
+        return action()
 
 
 def _told(score: float | None) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agreement import attempt, on_root, raise_if_any
+from hpctrain.checkpoint.agreement import attempt, on_root
 from hpctrain.checkpoint.atomic_replace import appear
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
@@ -29,7 +29,7 @@ from hpctrain.checkpoint.format.manifest import (
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
 from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.write_partition import Parts, divide, owners
-from hpctrain.comm.agreement import require_equal
+from hpctrain.comm.agreement import raise_if_any, require_equal
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
@@ -167,7 +167,7 @@ def _same(comm: "Communicator", refusal: str | None, contents: _Contents | None)
     """Return the contents where all ranks have some, and the same."""
     digest = contents and contents.digest
     told = comm.allgather_object((refusal, digest))
-    raise_if_any([message for message, _ in told])
+    raise_if_any([message for message, _ in told], CheckpointError)
     assert contents
     if len({digest for _, digest in told}) > 1:
         try:
@@ -230,7 +230,7 @@ def _records(
     Raises:
         CheckpointError: some rank could not write.
     """
-    raise_if_any([refusal for refusal, _, _ in written])
+    raise_if_any([refusal for refusal, _, _ in written], CheckpointError)
     crcs = [told or {} for _, told, _ in written]
     records = {}
     for path, of_ranks in parts.items():

@@ -1,25 +1,90 @@
 """All ranks raise, or none does."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.core.errors import MismatchError
+from hpctrain.core.errors import CommError, HpctrainError, MismatchError, RankLostError
 from hpctrain.core.units import format_ranks
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
+T = TypeVar("T")
 
-def raise_if_any(refusals: Sequence[str | None]) -> None:
+
+@contextmanager
+def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> Iterator[None]:
+    """Leave the block only if no rank raised in it; else all ranks raise.
+
+    Collective at its end; what is collective inside must raise on all ranks or on none.
+
+    Args:
+        comm: the ranks.
+        error: what is raised; ranks whose own error is none of ours, or is an ``error`` that all
+            have, raise their own.
+
+    Raises:
+        HpctrainError: an ``error`` with what the ranks raised: once if all said the same, else
+            with the ranks.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise  # there is nobody to agree with
+    except HpctrainError as own:
+        text = told(comm.allgather_object(str(own)))
+        if isinstance(own, error) and text == str(own):
+            raise
+        raise error(text) from own
+    except BaseException as own:
+        # A rank that is lost as well is not what the user must hear of first.
+        with suppress(CommError):
+            comm.allgather_object(str(own) or type(own).__name__)
+        raise
+    raise_if_any(comm.allgather_object(None), error)
+
+
+def on_root(
+    comm: "Communicator", action: Callable[[], T], error: type[HpctrainError] = MismatchError
+) -> T:
+    """Run an action on rank 0; return its result on every rank. Collective.
+
+    Raises:
+        HpctrainError: an ``error`` with what it raised of ours, or of the system (OSError); on
+            every rank.
+    """
+    result, refusal = None, None
+    if comm.rank == 0:
+        try:
+            result = action()
+        except (HpctrainError, OSError) as own:
+            refusal = str(own)
+    result, refusal = comm.broadcast_object((result, refusal))
+    if refusal is not None:
+        raise error(refusal)
+    return result  # type: ignore[return-value]  # it did not fail
+
+
+def raise_if_any(
+    refusals: Sequence[str | None], error: type[HpctrainError] = MismatchError
+) -> None:
     """Raise if a rank refused; ``refusals`` holds None or a message for every rank.
 
     Raises:
-        MismatchError: names each message once, with the ranks that gave it.
+        HpctrainError: an ``error`` that is ``told`` the messages.
     """
     if any(message is not None for message in refusals):
-        raise MismatchError(by_rank(refusals))
+        raise error(told(refusals))
+
+
+def told(messages: Sequence[str | None]) -> str:
+    """Return the message that all ranks gave, else each one once, with its ranks."""
+    if messages[0] is not None and len(set(messages)) == 1:
+        return messages[0]
+    return by_rank(messages)
 
 
 def require_equal(

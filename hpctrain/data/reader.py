@@ -11,7 +11,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
@@ -99,15 +100,7 @@ class ShardedDataset:
         Raises:
             DataError: the data set is missing, damaged or incomplete; on every rank.
         """
-        found: Manifest | str = ""
-        if comm.rank == 0:
-            try:
-                found = Manifest.read(Path(path))
-            except DataError as error:
-                found = str(error)
-        found = comm.broadcast_object(found)
-        if isinstance(found, str):
-            raise DataError(found)
+        found = on_root(comm, lambda: Manifest.read(Path(path)), DataError)
         dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
         dataset._check_together(comm)
         return dataset
@@ -294,12 +287,5 @@ class ShardedDataset:
         num_shards = len(self.manifest.shards)
         # At least one each, so that a rank without the mount finds out.
         mine = range(comm.rank % num_shards, num_shards, comm.size)
-        message = ""
-        try:
+        with agreed(comm, DataError):
             self._check_files(mine)
-        except DataError as error:
-            message = str(error)
-        try:
-            comm.agree(not message, message)
-        except MismatchError as error:
-            raise DataError(str(error)) from None

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import PART, make_folder
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.agreement import explained, tell, together
 from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.compression import load_filters, rows_per_chunk
 from hpctrain.data.format.journal import Journal, remove_journals
@@ -22,6 +22,7 @@ from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.format.part import ShardPart
 from hpctrain.data.format.publication import (
     Publication,
+    explained,
     names_shards_of,
     remove_shards,
     split_in,
@@ -134,7 +135,7 @@ class ShardWriter:
         self._part: ShardPart | None = None
         self._lock: WriterLock | None = None
         self._may_replace = may_replace
-        with together(self._comm):
+        with agreed(self._comm, DataError):
             draft = _draft(fields, split, block_size, compression)
             self.manifest = replace(draft, classes=classes)
             if samples_per_shard < 1:
@@ -190,11 +191,12 @@ class ShardWriter:
         """Publish the data set, or after an exception remove what was written. Collective."""
         try:
             if error is not None:
-                tell(self._comm, error)
+                with suppress(type(error), DataError), agreed(self._comm, DataError):
+                    raise error
                 self._abandon()
                 return
             try:
-                with together(self._comm), explained(self._directory):
+                with agreed(self._comm, DataError), explained(self._directory):
                     if self._part:
                         self._finish_part()
                 self.manifest = self._publication.publish(self.manifest)
@@ -206,7 +208,7 @@ class ShardWriter:
 
     def _check_same(self, arguments: object) -> None:
         first = self._comm.broadcast_object(arguments)
-        with together(self._comm):
+        with agreed(self._comm, DataError):
             if arguments != first:
                 raise DataError(
                     f"all ranks write with the same arguments, rank 0 has {first}, "
@@ -215,7 +217,7 @@ class ShardWriter:
 
     def _open_directory(self) -> None:
         found = None
-        with together(self._comm), explained(self._directory):
+        with agreed(self._comm, DataError), explained(self._directory):
             if self._comm.rank == 0:
                 make_folder(self._directory)
                 self._lock = WriterLock(self._directory)
@@ -232,7 +234,7 @@ class ShardWriter:
         self.manifest = replace(self.manifest, uuid=found)
 
     def _recover(self) -> None:
-        with together(self._comm), explained(self._directory):
+        with agreed(self._comm, DataError), explained(self._directory):
             if not self._directory.is_dir():
                 raise DataError(
                     f"all ranks write to one directory, but this rank does not see "

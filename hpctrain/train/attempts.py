@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
@@ -16,7 +17,6 @@ from hpctrain.core.logs import logger
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
-from hpctrain.train.agreed import agreed
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train

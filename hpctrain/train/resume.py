@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import plan_file
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.agreed import agreed
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import all_keys, value_of
 from hpctrain.train.load import load

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
@@ -19,7 +20,6 @@ from hpctrain.core.units import format_seconds
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
-from hpctrain.train.agreed import agreed
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.data.batch import Batch
@@ -28,7 +29,6 @@ from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.runtime import world
-from hpctrain.train.agreed import agreed
 from hpctrain.train.config import (
     DataConfig,
     LossConfig,

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import publishing
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.publication import explained
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -28,9 +31,7 @@ def carry_classes(source: Path, target: Path, comm: "Communicator") -> None:
     Raises:
         DataError: the disk refuses; on every rank.
     """
-    from hpctrain.data.format.agreement import explained, together  # noqa: PLC0415 - loads torch
-
-    with together(comm), explained(target):
+    with agreed(comm, DataError), explained(target):
         is_wanted = (source / CLASSES).exists() and not (target / CLASSES).exists()
         if comm.rank == 0 and is_wanted:
             with publishing(target / CLASSES) as part:

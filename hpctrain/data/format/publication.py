@@ -1,14 +1,14 @@
 """The end of writing: the shards of all ranks get their names, then the manifest names them."""
 
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.agreement import explained, together
 from hpctrain.data.format.journal import Journal, remove_journals
 from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.format.numbering import number
@@ -51,7 +51,7 @@ class Publication:
             for index in range(len(draft.shards))
         ]
         try:
-            with together(self._comm):
+            with agreed(self._comm, DataError):
                 with explained(self._directory):
                     shards = self._rename(draft, names, first, sum(n for _, n in before))
                 self.named = True
@@ -121,6 +121,18 @@ class Publication:
         named = {shard.file for shard in manifest.shards}
         remove_shards(self._directory, f"{manifest.split}-*", keep=named)
         remove_journals(self._directory, manifest.split)
+
+
+@contextmanager
+def explained(directory: Path) -> Iterator[None]:
+    """Raise what the file system and HDF5 say as a DataError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"cannot write a data set to {directory}: {reason_of(error)}; "
+            f"make room or choose another directory"
+        ) from error
 
 
 def names_shards_of(directory: Path, uuid: str) -> bool:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import crc32_of, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.agreement import together
 from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.classes import carry_classes
 from hpctrain.data.format.layout import MANIFEST, Manifest, ShardEntry
@@ -152,7 +152,7 @@ class _Repair:
     def begin(cls, directory: Path, plan: RepairPlan, comm: Communicator) -> Self:
         """Find the manifest, here, in the copy or by the shards."""
         found: tuple[Manifest, str] | None = None
-        with together(comm):
+        with agreed(comm, DataError):
             if comm.rank == 0:
                 found = _find_manifest(directory, plan)
         found = comm.broadcast_object(found)
@@ -221,7 +221,7 @@ class _Repair:
     @contextmanager
     def _alone(self) -> Iterator[bool]:
         """Tell whether this rank may write now: one does, none where nothing shall change."""
-        with together(self._comm):
+        with agreed(self._comm, DataError):
             may_write = self._comm.rank == 0 and not self._plan.dry_run
             try:
                 lock = WriterLock(self._directory) if may_write else None

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.agreement import together
 from hpctrain.data.format.classes import carry_classes
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.format.rows import count
@@ -112,7 +112,7 @@ def refuse_data_set(out: Path, comm: Communicator) -> None:
     Raises:
         DataError: there is one; on every rank.
     """
-    with together(comm):
+    with agreed(comm, DataError):
         if comm.rank == 0 and (out / MANIFEST).exists():
             raise DataError(f"{out} holds a data set already; choose another directory")
 

@@ -3,12 +3,14 @@
 import os
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of
-from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.tools.faults import Fault, FaultReport
@@ -106,18 +108,8 @@ def _manifest(
 
 
 def _need_filters(manifest: Manifest, comm: "Communicator | None") -> None:
-    message = ""
-    try:
+    with nullcontext() if comm is None else agreed(comm, DataError):
         load_filters(manifest.fields)
-    except DataError as error:
-        message = str(error)
-    if comm is not None:
-        try:
-            comm.agree(not message, message)
-        except MismatchError as error:
-            raise DataError(str(error)) from None
-    elif message:
-        raise DataError(message)
 
 
 def _share(

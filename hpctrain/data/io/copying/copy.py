@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.agreement import together
 from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.rows import RaggedRows, Rows, cut
@@ -89,7 +89,7 @@ def in_turns(comm: Communicator, work: Iterator[None]) -> None:
     """
     is_done = False
     while True:
-        with together(comm):
+        with agreed(comm, DataError):
             is_done = is_done or _turn(work)
         if all(comm.allgather_object(is_done)):
             return
@@ -102,12 +102,12 @@ def read_manifest(directory: Path, comm: Communicator) -> Manifest:
         DataError: there is none, or zstd is needed and not installed; on every rank.
     """
     manifest: Manifest | None = None
-    with together(comm):
+    with agreed(comm, DataError):
         if comm.rank == 0:
             manifest = Manifest.read(directory)
     manifest = comm.broadcast_object(manifest)
     assert manifest
-    with together(comm):
+    with agreed(comm, DataError):
         load_filters(manifest.fields)
     return manifest
 

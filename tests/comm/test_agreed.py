@@ -1,8 +1,8 @@
 import pytest
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.train.agreed import agreed
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
