@@ -5,13 +5,15 @@ and 2i + 1 of level k - 1; leaves are level 0. A rank that holds some leaves in 
 they allow; what is left are the largest whole nodes of its range, at most 2 log2(leaves).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.planning import machine
 
 MESSAGE_BYTES = 4 << 20
 """Values that travel at once, unless one alone is larger."""
@@ -152,3 +154,29 @@ def _tensors(values: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _nothing(entry: int, level: int) -> Tensor:
     raise AssertionError(f"entry {entry} of a node of level {level} has no value")
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; NaN where it has none, as of two infinities or beyond all."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def arithmetic(num_threads: int) -> dict[str, str]:
+    """Name the processor, the library versions and the threads: equal words, equal bits.
+
+    Args:
+        num_threads: threads that an operation of torch may use.
+    """
+    names = ("math kernel library", "mkl-dnn", "onednn", "openmp", "blas_info")
+    built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
+    libraries = (line.partition(" (")[0] for line in built if line.lower().startswith(names))
+    return {
+        "processor": machine(1).removeprefix("1 x "),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+        "libraries": "; ".join(libraries),
+        "threads": str(num_threads),
+    }

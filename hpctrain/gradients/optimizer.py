@@ -27,7 +27,7 @@ from hpctrain.gradients.distributed_methods import (
     before_step,
     check_passes,
 )
-from hpctrain.gradients.grouping import Grouping, Groups
+from hpctrain.gradients.gradient_buckets import Grouping, Groups
 from hpctrain.gradients.parameter_names import named, names_of
 from hpctrain.gradients.reduction import Reduction, ReductionOptions
 from hpctrain.gradients.step_header import StepHeader

@@ -19,17 +19,23 @@ from hpctrain.core.errors import CommError
 from hpctrain.core.units import KIB
 from hpctrain.gradients.gradient_buckets import (
     GradientBucket,
+    Grouping,
     Slot,
     build_buckets,
     memory_of,
     require_same_parameters,
 )
-from hpctrain.gradients.grouping import Grouping
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.gradients.step_header import Announcement, Member, Opening, StepHeader, fingerprint
-from hpctrain.gradients.weight_sample import WeightSample
+from hpctrain.gradients.step_header import (
+    Announcement,
+    Member,
+    Opening,
+    StepHeader,
+    WeightSample,
+    fingerprint,
+)
 
 _FIRST_BYTES = 64 * KIB
 """How much of each gradient is compared in the first step."""

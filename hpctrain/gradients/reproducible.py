@@ -19,10 +19,9 @@ from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.logs import logger
-from hpctrain.gradients.arithmetic import arithmetic, exact_sum
 from hpctrain.gradients.buffer_states import BufferStates
 from hpctrain.gradients.distributed_methods import DistributedMethods
-from hpctrain.gradients.fixed_tree import Node, push, sum_over_ranks
+from hpctrain.gradients.fixed_tree import Node, arithmetic, exact_sum, push, sum_over_ranks
 from hpctrain.gradients.micro_shards import (
     ALIGNMENT,
     aligned_part,

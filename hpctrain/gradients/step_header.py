@@ -4,17 +4,21 @@ Ranks that take different steps, reduce other optimizers or hold other weights f
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
 """
 
+import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import MismatchError
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
 
@@ -333,3 +337,53 @@ def _describe(one: Announcement | None) -> str:
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
     notes += [f"{one.replaced_sum}.grad replaced"] * bool(one.replaced_sum)
     return ", ".join(notes)
+
+
+_NUM_PARAMETERS = 64
+"""How many are looked at in a step: the cost stays below 100 microseconds."""
+_NUM_BYTES = 256
+"""How much of each, step by step the next part."""
+
+
+class WeightSample:
+    """Checksums of samples of some parameters; which bytes follows from the step alone."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Take the parameters; those on other devices, and with gaps in memory, are left out."""
+        self._parameters = [
+            (name, p, p.numel() * p.itemsize)
+            for name, p in parameters
+            if p.is_cpu and p.numel() and _is_dense(p)
+        ]
+
+    def checksum(self, step: int) -> int:
+        """Return one number for all that is looked at in this step."""
+        total = 0
+        for _, parameter, num_bytes in self._due(step):
+            total = crc32(_bytes_of(parameter, num_bytes, step), total)
+        return total
+
+    def by_name(self, step: int) -> dict[str, str]:
+        """Return, for people, the checksum of each parameter that is looked at in this step."""
+        notes = {True: "", False: " (not finite)"}
+        return {
+            name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
+            for name, p, n in self._due(step)
+        }
+
+    def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
+        count = len(self._parameters)
+        if count <= _NUM_PARAMETERS:
+            return self._parameters
+        first = step * _NUM_PARAMETERS % count
+        return [self._parameters[(first + i) % count] for i in range(_NUM_PARAMETERS)]
+
+
+def _bytes_of(parameter: Tensor, num_bytes: int, step: int) -> bytes:
+    offset = step % -(-num_bytes // _NUM_BYTES) * _NUM_BYTES
+    return ctypes.string_at(parameter.data_ptr() + offset, min(_NUM_BYTES, num_bytes - offset))
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Say whether its elements lie in memory without gaps and overlaps."""
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -10,8 +10,7 @@ from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
 from hpctrain.compress.identity import Identity
 from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
-from hpctrain.local_sgd.averaged_state import OptimizerState
-from hpctrain.local_sgd.averaged_tensors import Parameters, Tensors
+from hpctrain.local_sgd.averaged_tensors import OptimizerState, Parameters, Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.local_sgd.replica import Replica
 from hpctrain.local_sgd.rounds import RoundOpening, Rounds, SampleSums

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.gradients.arithmetic import exact_sum
+from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.micro_shards import aligned_parts
 from hpctrain.train.task import Task
 

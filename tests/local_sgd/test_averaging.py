@@ -6,8 +6,7 @@ import torch
 from hpctrain.compress.half import HalfCodec
 from hpctrain.compress.identity import Identity
 from hpctrain.core.errors import MismatchError
-from hpctrain.gradients.node_vector import NodeVector
-from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
+from hpctrain.local_sgd.anchored import AnchoredAveraging, NodeVector, Outer
 from hpctrain.local_sgd.averaged_tensors import Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.runtime.world import current
