@@ -20,7 +20,7 @@ ALLOWED = {
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
     "local_sgd/averaging.py": "a replica, by its rank's weight",
     "local_sgd/anchored.py": "momentum of the outer step",
-    "local_sgd/averaged_state.py": "optimizer state, by the share of the ranks that have it",
+    "local_sgd/averaged_tensors.py": "optimizer state, by the share of the ranks that have it",
     # No gradients:
     "negotiation/reducing.py": "factors and averages of integers, for which there is no scale",
 }
