@@ -30,134 +30,153 @@ class Session:
         return {test["test"].split("::")[1]: test["outcome"] for test in self.report["tests"]}
 
 
+def launched(folder: Path, body: str, ranks: int, **environ: str) -> Session:
+    """Run a test file on so many ranks; a single one needs no launcher."""
+    file, report = folder / "test_tiny.py", folder / "report.json"
+    file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
+    argv = [*preload.python(), "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
+    argv += ["-p", "tests.harness.plugin", "--rootdir", str(folder), str(file)]
+    argv += ["--report", str(report)]
+    start = time.monotonic()
+    done = subprocess.run(
+        argv if ranks == 1 else mpiexec.command(argv, num_ranks=ranks),
+        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)} | environ,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    found = json.loads(report.read_text()) if report.exists() else {}
+    return Session(done.returncode, done.stdout, found, time.monotonic() - start)
+
+
 @pytest.fixture
 def launch(tmp_path):
     def run(body: str, *, ranks: int = 2, **environ: str) -> Session:
-        file = tmp_path / "test_tiny.py"
-        file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
-        argv = [*preload.python(), "-m", "pytest", "-q", "--color=no"]
-        argv += [
-            "-c",
-            str(ROOT / "setup.cfg"),
-            "-p",
-            "tests.harness.plugin",
-            "--rootdir",
-            str(tmp_path),
-            str(file),
-        ]
-        argv += ["--report", str(tmp_path / "report.json")]
-        start = time.monotonic()
-        done = subprocess.run(
-            mpiexec.command(argv, num_ranks=ranks),
-            env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)} | environ,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=50,
-        )
-        path = tmp_path / "report.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        return Session(done.returncode, done.stdout, found, time.monotonic() - start)
+        return launched(tmp_path, body, ranks, **environ)
 
     return run
 
 
-def test_a_pass_on_all_ranks_is_a_pass(launch):
-    done = launch("""
-        @pytest.mark.ranks(3)
-        def test_sum(world):
-            assert world.allreduce(world.rank) == 3
-    """, ranks=3)  # fmt: skip
-    assert done.code == 0, done.text
-    assert done.outcomes() == {"test_sum": "passed"}
-    assert done.report["ranks"] == 3
+GENTLE = """
+    import hpctrain
 
+    RANK = os.environ.get("PMIX_RANK", os.environ.get("PMI_RANK"))
 
-def test_a_test_runs_on_the_ranks_it_names_and_else_on_one(launch):
-    done = launch("""
-        def test_one(): pass
+    def test_one(): pass
 
-        @pytest.mark.ranks(2, 4)
-        def test_two_or_four(): pass
+    @pytest.mark.ranks(3, 5)
+    def test_three_or_five(): pass
 
-        @pytest.mark.ranks(3)
-        def test_three(): pass
-    """)  # fmt: skip
-    assert done.outcomes() == {"test_two_or_four": "passed"}
+    @pytest.mark.ranks(2)
+    def test_two(): pass
 
+    @pytest.mark.conformance
+    @pytest.mark.ranks(3)
+    def test_long(): pass
 
-@pytest.mark.parametrize("options", ["", "-m conformance"])
-def test_a_long_test_runs_only_if_it_is_asked_for(launch, options):
-    done = launch("""
-        @pytest.mark.conformance
-        @pytest.mark.ranks(2)
-        def test_long(): pass
+    @pytest.mark.ranks(3)
+    def test_sum(world):
+        assert world.allreduce(world.rank) == 3
 
-        @pytest.mark.ranks(2)
-        def test_short(): pass
-    """, PYTEST_ADDOPTS=options)  # fmt: skip
-    assert done.outcomes() == {"test_long" if options else "test_short": "passed"}
+    @pytest.mark.ranks(3)
+    def test_bad(world):
+        assert world.rank != 1, "rank one is odd"
 
+    @pytest.fixture
+    def before():
+        if RANK == "1":
+            raise OSError(5)
 
-def test_a_failure_on_one_rank_fails_all_and_names_it(launch):
-    done = launch("""
-        @pytest.mark.ranks(2)
-        def test_bad(world):
-            assert world.rank != 1, "rank one is odd"
+    @pytest.fixture
+    def after():
+        yield
+        if RANK == "1":
+            raise OSError(5)
 
-        @pytest.mark.ranks(2)
-        def test_good(world):
-            world.barrier()
-    """)  # fmt: skip
-    assert done.code != 0
-    assert done.outcomes() == {"test_bad": "failed", "test_good": "passed"}
-    reason = done.report["tests"][0]["reason"]
-    assert "failed on some ranks only: rank 1: AssertionError: rank one is odd" in reason
-    assert "[rank 1]" in done.text
+    @pytest.mark.ranks(3)
+    def test_before(before, world):
+        world.barrier()
 
+    @pytest.mark.ranks(3)
+    def test_after(after, world):
+        world.barrier()
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_fixture_failing_on_one_rank_hangs_nobody(launch, when):
-    fail = (
-        """if os.environ.get("PMIX_RANK", os.environ.get("PMI_RANK")) == "1": raise OSError(5)"""
-    )
-    done = launch(f"""
-        @pytest.fixture
-        def disk():
-            {fail if when == "before" else "pass"}
-            yield
-            {fail if when == "after" else "pass"}
+    @pytest.mark.ranks(3)
+    def test_skipped(world):
+        pytest.skip("no disk")
 
-        @pytest.mark.ranks(2)
-        def test_first(disk, world):
-            world.barrier()
-
-        @pytest.mark.ranks(2)
-        def test_second(world):
-            world.barrier()
-    """, HPCTRAIN_TEST_HANG_S="20")  # fmt: skip
-    assert done.code != 0
-    assert done.outcomes() == {"test_first": "failed", "test_second": "passed"}
-    assert "[rank 1] test_tiny.py::test_first failed" in done.text
-
-
-def test_a_skip_on_all_ranks_is_a_skip_and_on_one_rank_a_failure(launch):
-    done = launch("""
-        @pytest.mark.ranks(2)
-        def test_all(world):
+    @pytest.mark.ranks(3)
+    def test_skipped_by_some(world):
+        if world.rank == 0:
             pytest.skip("no disk")
 
-        @pytest.mark.ranks(2)
-        def test_some(world):
-            if world.rank == 0:
-                pytest.skip("no disk")
-    """)  # fmt: skip
-    assert done.code != 0
-    assert done.outcomes() == {"test_all": "skipped", "test_some": "failed"}
-    assert done.report["tests"][0]["reason"] == "no disk"
-    assert "skipped on some ranks only: rank 0" in done.report["tests"][1]["reason"]
+    @pytest.mark.ranks(3)
+    def test_init(world):
+        hpctrain.init()
+        assert hpctrain.size() == 3
+
+    @pytest.mark.ranks(3)
+    def test_fails_after_init(world):
+        assert world.rank
+
+    @pytest.mark.ranks(3)
+    def test_last(world):
+        world.barrier()
+"""
+"""Tests of which none ends the session: what one does must not reach the next."""
+
+
+@pytest.fixture(scope="module")
+def gentle(tmp_path_factory) -> Session:
+    return launched(tmp_path_factory.mktemp("gentle"), GENTLE, 3, HPCTRAIN_TEST_HANG_S="20")
+
+
+def reason_of(session: Session, name: str) -> str:
+    return next(t["reason"] for t in session.report["tests"] if t["test"].endswith(f"::{name}"))
+
+
+def test_all_ranks_have_one_verdict_on_the_tests_that_name_their_number(gentle):
+    assert gentle.code != 0
+    assert gentle.report["ranks"] == 3
+    assert gentle.outcomes() == {
+        "test_three_or_five": "passed",
+        "test_sum": "passed",
+        "test_bad": "failed",
+        "test_before": "failed",
+        "test_after": "failed",
+        "test_skipped": "skipped",
+        "test_skipped_by_some": "failed",
+        "test_init": "passed",
+        "test_fails_after_init": "failed",
+        "test_last": "passed",
+    }
+    assert "1 skipped" in gentle.text
+
+
+def test_a_failure_on_one_rank_names_it(gentle):
+    expected = "failed on some ranks only: rank 1: AssertionError: rank one is odd"
+    assert expected in reason_of(gentle, "test_bad")
+    for name in ("bad", "before", "after"):
+        assert f"[rank 1] test_tiny.py::test_{name} failed" in gentle.text
+
+
+def test_a_skip_says_why_and_on_one_rank_is_a_failure_that_names_it(gentle):
+    assert reason_of(gentle, "test_skipped") == "no disk"
+    assert "skipped on some ranks only: rank 0" in reason_of(gentle, "test_skipped_by_some")
+
+
+def test_a_long_test_runs_only_if_it_is_asked_for(launch):
+    body = """
+        @pytest.mark.conformance
+        def test_long(): pass
+
+        def test_short(): pass
+    """
+    done = launch(body, ranks=1, PYTEST_ADDOPTS="-m conformance")
+    assert done.outcomes() == {"test_long": "passed"}
 
 
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
@@ -238,35 +257,8 @@ def test_different_tests_on_the_ranks_stop_all(launch):
     assert "the ranks collected different tests (rank 0: 1 tests" in done.text
 
 
-def test_tests_may_initialise_the_library(launch):
-    done = launch("""
-        import hpctrain
-
-        @pytest.mark.ranks(2)
-        def test_init(world):
-            hpctrain.init()
-            assert hpctrain.size() == 2
-
-        @pytest.mark.ranks(2)
-        def test_fails_after_it(world):
-            assert world.rank
-    """)  # fmt: skip
-    assert done.code != 0
-    assert done.outcomes() == {"test_init": "passed", "test_fails_after_it": "failed"}
-    assert "1 failed, 1 passed" in done.text
-
-
-@pytest.mark.parametrize(("require", "outcome"), [("", "skipped"), ("slurm", "failed")])
-def test_a_missing_feature_skips_unless_it_is_required(launch, require, outcome):
-    done = launch("""
-        @pytest.mark.requires("slurm")
-        def test_submit(): pass
-    """, ranks=1, HPCTRAIN_REQUIRE=require, PATH="/nowhere")  # fmt: skip
-    assert done.outcomes() == {"test_submit": outcome}
-
-
-def test_a_feature_is_looked_for_before_any_fixture_is_made(launch):
-    done = launch("""
+def test_a_feature_is_looked_for_before_any_fixture_is_made_and_skips_unless_required(launch):
+    body = """
         pytestmark = pytest.mark.requires("slurm")
 
         @pytest.fixture(scope="session")
@@ -277,8 +269,10 @@ def test_a_feature_is_looked_for_before_any_fixture_is_made(launch):
 
         @pytest.mark.requires("root")
         def test_second(cluster): pass
-    """, ranks=1, HPCTRAIN_REQUIRE="", PATH="/nowhere")  # fmt: skip
-    assert done.outcomes() == {"test_first": "skipped", "test_second": "skipped"}
+    """
+    for require, outcome in (("", "skipped"), ("slurm", "failed")):
+        done = launch(body, ranks=1, HPCTRAIN_REQUIRE=require, PATH="/nowhere")
+        assert done.outcomes() == {"test_first": outcome, "test_second": outcome}, require
 
 
 SKIPS = re.compile(r"pytest\.(skip|importorskip)\(|mark\.skipif")
