@@ -110,23 +110,9 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     try:
         with agreed(comm, CheckpointError), explained(what):
             own = _write(room / file_name(comm.rank), contents, parts, comm.rank)
-        written = comm.gather_object(own)
-
-        @explained(what)
-        def publish() -> int:
-            assert written is not None
-            manifest = CheckpointManifest(
-                step=step,
-                world=comm.size,
-                facts=facts,
-                skeleton=contents.skeleton,
-                tensors=_records(contents.leaves, parts, [crcs for crcs, _ in written]),
-                private={rank: _own_records(rank, *told) for rank, told in enumerate(written)},
-            )
-            _publish(manifest, room, directory, guard)
-            return manifest.num_bytes
-
-        num_bytes = on_root(comm, publish, CheckpointError)
+        make = partial(_manifest, contents, parts, comm.gather_object(own), step, facts)
+        publish = partial(_publish, make, room, directory, guard)
+        num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(room, ignore_errors=True)
@@ -273,6 +259,25 @@ def _share(
     return share
 
 
+def _manifest(
+    contents: _Contents,
+    parts: Mapping[str, Parts],
+    written: Sequence[_Written] | None,
+    step: int,
+    facts: dict[str, Any],
+) -> CheckpointManifest:
+    """Describe a checkpoint, by what each rank has written; on rank 0."""
+    assert written is not None
+    return CheckpointManifest(
+        step=step,
+        world=len(written),
+        facts=facts,
+        skeleton=contents.skeleton,
+        tensors=_records(contents.leaves, parts, [crcs for crcs, _ in written]),
+        private={rank: _own_records(rank, *told) for rank, told in enumerate(written)},
+    )
+
+
 def _records(
     leaves: Mapping[str, Tensor | Piece],
     parts: Mapping[str, Parts],
@@ -318,9 +323,13 @@ def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
 
 
 def _publish(
-    manifest: CheckpointManifest, room: Path, directory: Path, guard: Callable[[], None] | None
-) -> None:
-    """Write the manifest last, and let the directory appear."""
+    make: Callable[[], CheckpointManifest],
+    room: Path,
+    directory: Path,
+    guard: Callable[[], None] | None,
+) -> int:
+    """Write the manifest last, let the directory appear, and return the bytes of its tensors."""
+    manifest = make()
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())
         file.flush()
@@ -329,3 +338,4 @@ def _publish(
     if guard is not None:
         guard()
     appear(room, directory)
+    return manifest.num_bytes
