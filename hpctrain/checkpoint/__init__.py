@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.shard import Piece, Shard
     from hpctrain.checkpoint.format.state_hash import state_hash
     from hpctrain.checkpoint.loading import Loaded, load
-    from hpctrain.checkpoint.manager import Manager
+    from hpctrain.checkpoint.manager import Manager, Stateful
     from hpctrain.checkpoint.saving import Saved, save
-    from hpctrain.checkpoint.stateful import Stateful
 
 _HOME = {
     "hpctrain.checkpoint.format.shard": (
@@ -25,12 +24,14 @@ _HOME = {
         "Loaded",
         "load",
     ),
-    "hpctrain.checkpoint.manager": ("Manager",),
+    "hpctrain.checkpoint.manager": (
+        "Manager",
+        "Stateful",
+    ),
     "hpctrain.checkpoint.saving": (
         "Saved",
         "save",
     ),
-    "hpctrain.checkpoint.stateful": ("Stateful",),
 }
 
 __all__ = [

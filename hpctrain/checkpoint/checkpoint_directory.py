@@ -1,30 +1,119 @@
-"""The directory of a run's checkpoints, as the one rank that tidies it sees it."""
+"""The directory of a run's checkpoints: their names, which stay, and how the others go."""
 
 import logging
+import math
+import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.checkpoint.retention import (
-    ASIDE,
-    Kept,
-    expendable,
-    leftovers,
-    name_of,
-    step_of,
-)
 from hpctrain.core.atomic import PART, reason_of, sync
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, ConfigError
 
 SCORE = "score"
 """Among the facts of a checkpoint: how good its model is."""
 
+ASIDE = ".aside"
+"""Ending of a checkpoint that a run went back behind; it is kept for people, and never loaded."""
+
+_NAME = re.compile(r"step-(\d{8,})")
+
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint as the rules see it."""
+
+    step: int
+    whole: bool = True
+    """Whether it can be loaded, as far as is known."""
+    score: float | None = None
+    """How good the model is, the larger the better; None and NaN are never the best."""
+
+    @classmethod
+    def read(cls, step: int, directory: Path) -> "Kept":
+        """Return what the manifest of a checkpoint says of it."""
+        try:
+            score = CheckpointManifest.read(directory).facts.get(SCORE)
+        except CheckpointError:
+            return cls(step, whole=False)
+        return cls(step, score=score if isinstance(score, float) else None)
+
+
+def name_of(step: int) -> str:
+    """Return the name of the directory of the checkpoint after ``step`` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's directory; None for all other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name_of(int(match[1])) == name else None
+
+
+def check_keep(keep: int, keep_best: int) -> None:
+    """Return if so many checkpoints can be kept.
+
+    Raises:
+        ConfigError: not even the last one would be kept, or a number is negative.
+    """
+    if keep < 1 or keep_best < 0:
+        raise ConfigError(
+            f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
+            f"keep={keep} and keep_best={keep_best}"
+        )
+
+
+def expendable(
+    present: Iterable[Kept], *, keep: int, keep_best: int = 0, protected: Collection[int] = ()
+) -> list[int]:
+    """Return the steps whose checkpoints can go, oldest first.
+
+    The ``keep`` newest whole ones and the ``keep_best`` best whole ones stay, of equal scores the
+    newer one. A damaged one counts for neither; it stays until ``keep`` whole ones are newer, so
+    that there is time to look at it, and it never pushes a whole one out.
+
+    Args:
+        present: what is there, in any order, each step once.
+        keep: at least 1, so the newest whole one always stays.
+        keep_best: of those that have a score.
+        protected: steps that stay in any case.
+
+    Raises:
+        ConfigError: as ``check_keep``.
+    """
+    check_keep(keep, keep_best)
+    present = sorted(present, key=lambda kept: kept.step)
+    whole = [kept for kept in present if kept.whole]
+    if len(whole) < keep:
+        return []
+    last = whole[-keep:]
+    scored = [(k.score, k.step) for k in whole if k.score is not None and not math.isnan(k.score)]
+    best = sorted(scored)[-keep_best:] if keep_best else []
+    staying = {kept.step for kept in last} | {step for _, step in best} | {*protected}
+    return [
+        kept.step
+        for kept in present
+        if kept.step not in staying and (kept.whole or kept.step < last[0].step)
+    ]
+
+
+def put_away(directory: Path) -> Path:
+    """Give a checkpoint that goes a name that nothing reads, and return that.
+
+    It is removed when that name is on disk: no kill or loss of power leaves a damaged one.
+    """
+    gone = directory.with_name(f"{directory.name}.gone{PART}")
+    if gone.exists():
+        shutil.rmtree(gone)
+    return directory.rename(gone)
 
 
 class CheckpointDirectory:
@@ -100,15 +189,16 @@ class CheckpointDirectory:
         going = expendable(present, keep=keep, keep_best=keep_best, protected={newest})
         for step in going:
             self._known.pop(step, None)
-            gone = self.path(step).with_name(f"{name_of(step)}.gone{PART}")
-            self._try(partial(self.path(step).rename, gone))
+            self._try(partial(put_away, self.path(step)))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
         self._sweep()
 
     def _sweep(self) -> None:
-        for name in leftovers(self._try(self._names) or []):
-            self._try(partial(shutil.rmtree, self.root / name))
+        """Remove what dead writers and removals that were cut short have left."""
+        for name in self._try(self._names) or []:
+            if name.startswith("step-") and name.endswith(PART):
+                self._try(partial(shutil.rmtree, self.root / name))
 
     def _try(self, action: Callable[[], T]) -> T | None:
         try:
@@ -134,13 +224,12 @@ class CheckpointDirectory:
     def _kept(self, step: int, damaged: Collection[int]) -> Kept:
         if step in damaged:
             return Kept(step, whole=False)
-        if step not in self._known:
-            try:
-                score = CheckpointManifest.read(self.path(step)).facts.get(SCORE)
-            except CheckpointError:
-                return Kept(step, whole=False)
-            self._known[step] = Kept(step, score=score if isinstance(score, float) else None)
-        return self._known[step]
+        if step in self._known:
+            return self._known[step]
+        found = Kept.read(step, self.path(step))
+        if found.whole:
+            self._known[step] = found
+        return found
 
     def _set_aside(self, step: int) -> None:
         aside = self.path(step).with_name(name_of(step) + ASIDE)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agreement import attempt, on_root
 from hpctrain.checkpoint.format.manifest import (
     PRIVATE,
     CheckpointManifest,
@@ -29,7 +28,8 @@ from hpctrain.checkpoint.format.tensor_file import (
     opened,
     printable,
 )
-from hpctrain.comm.agreement import raise_if_any
+from hpctrain.checkpoint.refusal import explained
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -78,19 +78,14 @@ def load(
             tensors of ``into``; on every rank.
     """
     directory = Path(directory)
-    data = on_root(comm, f"read checkpoint {directory}", lambda: read_bytes(directory))
-
-    def read() -> Loaded:
+    what = f"read checkpoint {directory}"
+    data = on_root(comm, explained(what)(partial(read_bytes, directory)), CheckpointError)
+    with agreed(comm, CheckpointError), explained(what):
         manifest = CheckpointManifest.parse(data, directory)
         state = _read_state(manifest, directory, into or {}, comm.rank)
         private = Privates(directory, manifest)
         private.get(comm.rank)
-        return Loaded(state, private, manifest.facts, manifest.step)
-
-    message, loaded = attempt(f"read checkpoint {directory}", read)
-    raise_if_any(comm.allgather_object(message), CheckpointError)
-    assert loaded
-    return loaded
+    return Loaded(state, private, manifest.facts, manifest.step)
 
 
 def check(directory: Path | str) -> list[str]:
@@ -99,11 +94,10 @@ def check(directory: Path | str) -> list[str]:
     What ``load`` refuses on any number of ranks is a fault.
     """
     directory = Path(directory)
-    message, manifest = attempt(
-        f"read checkpoint {directory}", lambda: CheckpointManifest.read(directory)
-    )
-    if manifest is None:
-        return [message or ""]
+    try:
+        manifest = CheckpointManifest.read(directory)
+    except CheckpointError as error:
+        return [str(error)]
     checks: list[Callable[[], object]] = [
         partial(_check_file, directory / file_name(rank), parts)
         for rank, parts in sorted(_by_rank(manifest).items())
@@ -117,8 +111,14 @@ def check(directory: Path | str) -> list[str]:
         for of in manifest.private.values()
         if PRIVATE in of
     ]
-    tried = (attempt(f"read checkpoint {directory}", action) for action in checks)
-    return list(dict.fromkeys(message for message, _ in tried if message))
+    faults = []
+    for action in checks:
+        try:
+            with explained(f"read checkpoint {directory}"):
+                action()
+        except CheckpointError as error:
+            faults.append(str(error))
+    return list(dict.fromkeys(faults))
 
 
 class Privates(Mapping[int, Any]):
@@ -137,11 +137,11 @@ class Privates(Mapping[int, Any]):
             CheckpointError: its file is damaged.
         """
         if rank not in self._read:
-            message, tree = attempt(
-                f"read checkpoint {self._directory}", lambda: self._tree(self._records[rank])
-            )
-            raise_if_any([message], CheckpointError)
-            self._read[rank] = tree
+            records = self._records[rank]
+            with explained(f"read checkpoint {self._directory}"):
+                self._read[rank] = _private_tree(
+                    self._directory, records, _read(self._directory, records)
+                )
         return self._read[rank]
 
     def __iter__(self) -> Iterator[int]:
@@ -149,9 +149,6 @@ class Privates(Mapping[int, Any]):
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def _tree(self, records: Mapping[str, Record]) -> Any:
-        return _private_tree(self._directory, records, _read(self._directory, records))
 
 
 def _private_tree(

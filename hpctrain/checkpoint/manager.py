@@ -4,24 +4,37 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hpctrain.checkpoint import store
-from hpctrain.checkpoint.agreement import attempt, on_root
-from hpctrain.checkpoint.background import Beside
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
-from hpctrain.checkpoint.retention import check_keep
+from hpctrain.checkpoint import loading, saving
+from hpctrain.checkpoint.background import Beside, Snapshot, on_cpu
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, check_keep
+from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
-from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
-from hpctrain.comm.agreement import agreed, raise_if_any
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import parse_seconds
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-from dataclasses import dataclass
+
+_LOG = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """Has a state that the next step depends on, such as the error a codec has not sent yet.
+
+    The state is a tree of tensors and plain values, each rank's own.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; what is returned is not changed later."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; it is that of the same rank of as many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +53,6 @@ class Figures:
     def bytes_per_s(self) -> float:
         """Speed of all ranks together."""
         return self.num_bytes / self.write_s if self.write_s else math.inf
-
-
-T = TypeVar("T")
-
-_LOG = logging.getLogger(__name__)
 
 
 class Manager:
@@ -134,7 +142,7 @@ class Manager:
         Collective. Returns when the state may change again: it is copied, or written.
 
         Args:
-            state: the same tree on every rank; see ``store.save``. Tensors may be on any device.
+            state: the same tree on every rank; see ``save``. Tensors may be on any device.
             step: number of steps done.
             private: what this rank has of its own.
             facts: for people and checks; values for JSON.
@@ -156,9 +164,12 @@ class Manager:
         if step == self._step:
             return
         # A rank that fails here tells the others beside: nobody waits for the slowest copy.
-        taken = attempt(
-            f"copy the state of step {step}", lambda: self._taken(state, private or {})
-        )
+        taken: tuple[Any, Any] | CheckpointError
+        try:
+            with explained(f"copy the state of step {step}"):
+                taken = self._taken(state, private or {})
+        except CheckpointError as error:
+            taken = error
         contents = {"step": step, "facts": {**(facts or {}), **_told(score)}}
         self._schedule.taken(step, began)
         self._step = step
@@ -179,7 +190,8 @@ class Manager:
             CheckpointError: the last save failed; on every rank, once.
         """
         try:
-            figures = _on_every(self._comm, self._beside.join)
+            with agreed(self._comm, CheckpointError):
+                figures = self._beside.join()
         except CheckpointError:
             self._step = None
             self._schedule.cost(self._stall_s, 0.0)  # so that "auto" does not try at every step
@@ -199,22 +211,21 @@ class Manager:
         step = self._newest()
         return None if step is None else self._shelf.path(step)
 
-    def load_latest(self, *, into: Mapping[str, Any] | None = None) -> store.Loaded | None:
+    def load_latest(self, *, into: Mapping[str, Any] | None = None) -> loading.Loaded | None:
         """Read the newest checkpoint that can be read; None where there is none at all.
 
         Collective. Damaged ones are told and passed over, as by ``latest``; where one goes away
         while it is read, as another job prunes, the directory is listed again.
 
         Args:
-            into: the pieces that this rank wants; see ``store.load``.
+            into: the pieces that this rank wants; see ``load``.
 
         Raises:
             CheckpointError: there are checkpoints, and none can be read; on every rank.
         """
         while (step := self._newest()) is not None:
-            load = partial(store.load, self._shelf.path(step), self._comm, into=into)
             try:
-                loaded = _on_every(self._comm, load)
+                loaded = loading.load(self._shelf.path(step), self._comm, into=into)
             except CheckpointError as error:
                 # What another job removed meanwhile is not damaged: others may be there now.
                 if self._comm.broadcast_object(self._shelf.is_there(step)):
@@ -249,7 +260,7 @@ class Manager:
     def _write(
         self,
         comm: "Communicator",
-        taken: tuple[str | None, tuple[Any, Any] | None],
+        taken: tuple[Any, Any] | CheckpointError,
         contents: dict[str, Any],
         *,
         stall_s: float | None,
@@ -257,17 +268,16 @@ class Manager:
     ) -> Figures:
         """Write and tidy. Collective; on the thread that is beside."""
         began = time.monotonic()
-        fault, copies = taken
-        raise_if_any(comm.allgather_object(fault), CheckpointError)
-        assert copies is not None
-        state, private = copies
+        with agreed(comm, CheckpointError):
+            if isinstance(taken, CheckpointError):
+                raise taken
+            state, private = taken
         step = contents["step"]
-        saved = store.save(
+        saved = saving.save(
             self._shelf.path(step), state, comm, private=private, guard=self._guard, **contents
         )
-        on_root(
-            comm, f"tidy {self._shelf.root}", lambda: self._tidy(step, damaged=damaged - {step})
-        )
+        tidy = partial(self._tidy, step, damaged=damaged - {step})
+        on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
         seconds = time.monotonic() - began
         stalls_s, writes_s = zip(
             *comm.allgather_object((seconds if stall_s is None else stall_s, saved.seconds)),
@@ -284,11 +294,8 @@ class Manager:
 
     def _newest(self) -> int | None:
         """Return the newest step that is not known as damaged. Collective."""
-        step, faults = on_root(
-            self._comm,
-            f"look for checkpoints in {self._shelf.root}",
-            lambda: self._shelf.newest(self._damaged),
-        )
+        look = explained(f"look for checkpoints in {self._shelf.root}")(self._shelf.newest)
+        step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
         for damaged, fault in faults.items():
             self._pass_over(damaged, fault)
         if step is None and self._damaged:
@@ -306,16 +313,6 @@ class Manager:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _LOG.warning("%s", text)
-
-
-def _on_every(comm: "Communicator", action: Callable[[], T]) -> T:
-    """Return this rank's result of an action; if any rank's fails, all raise. Collective.
-
-    Raises:
-        CheckpointError: names each error once.
-    """
-    with agreed(comm, CheckpointError):
-        return action()
 
 
 def _told(score: float | None) -> dict[str, float]:

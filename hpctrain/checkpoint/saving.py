@@ -1,12 +1,14 @@
 """Writing a checkpoint: every rank writes its share, rank 0 the manifest, then it appears."""
 
-import hashlib
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agreement import attempt, on_root
 from hpctrain.checkpoint.atomic_replace import appear
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
@@ -28,18 +29,25 @@ from hpctrain.checkpoint.format.manifest import (
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
 from hpctrain.checkpoint.format.state_tree import flatten, lines
-from hpctrain.checkpoint.write_partition import Parts, divide, owners
-from hpctrain.comm.agreement import raise_if_any, require_equal
+from hpctrain.checkpoint.refusal import explained
+from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
+from hpctrain.core.units import MIB
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 
-_Written = tuple[str | None, dict[str, list[int]] | None, dict[str, tuple[str, tuple[int, ...]]]]
-"""Of one rank: why it could not write, or the checksums; and what it has of its own."""
+_Written = tuple[dict[str, list[int]], dict[str, tuple[str, tuple[int, ...]]]]
+"""Of one rank: the checksums of what it wrote, and what it has of its own."""
+
+WHOLE_BYTES = MIB
+"""Smaller tensors are not cut."""
+
+Parts = dict[int, Shard]
+"""What each writing rank writes of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,6 @@ class _Contents:
     common: list[str]
     """What must be the same on every rank."""
     pieces: dict[str, Shard]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256("\n".join(self.common).encode()).hexdigest()
 
 
 def save(  # noqa: PLR0913 - what belongs to a checkpoint
@@ -98,28 +102,17 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     directory = Path(directory)
     what = f"write checkpoint {directory}"
     facts = dict(facts or {})
-    call = [str(directory), str(step)]
-    refusal, contents = attempt(what, lambda: _contents(call, state, private or {}, facts))
-    contents = _same(comm, refusal, contents)
+    with agreed(comm, CheckpointError), explained(what):
+        contents = _contents([str(directory), str(step)], state, private or {}, facts)
+    _check_same(comm, contents)
     parts = _plan(contents, comm.allgather_object(contents.pieces))
-    room = on_root(comm, what, lambda: _make_room(directory, guard))
-    written = _write(comm, what, room / file_name(comm.rank), contents, parts)
-
-    def publish() -> int:
-        assert written is not None
-        manifest = CheckpointManifest(
-            step=step,
-            world=comm.size,
-            facts=facts,
-            skeleton=contents.skeleton,
-            tensors=_records(contents.leaves, parts, written),
-            private={rank: _own_records(rank, answer) for rank, answer in enumerate(written)},
-        )
-        _publish(manifest, room, directory, guard)
-        return manifest.num_bytes
-
+    room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
-        num_bytes = on_root(comm, what, publish)
+        with agreed(comm, CheckpointError), explained(what):
+            own = _write(room / file_name(comm.rank), contents, parts, comm.rank)
+        make = partial(_manifest, contents, parts, comm.gather_object(own), step, facts)
+        publish = partial(_publish, make, room, directory, guard)
+        num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(room, ignore_errors=True)
@@ -163,20 +156,13 @@ def _contents(
     return _Contents(leaves, skeleton, tensors, common, pieces)
 
 
-def _same(comm: "Communicator", refusal: str | None, contents: _Contents | None) -> _Contents:
-    """Return the contents where all ranks have some, and the same."""
-    digest = contents and contents.digest
-    told = comm.allgather_object((refusal, digest))
-    raise_if_any([message for message, _ in told], CheckpointError)
-    assert contents
-    if len({digest for _, digest in told}) > 1:
-        try:
-            require_equal(comm, contents.common, "the state of a checkpoint")
-        except MismatchError as error:
-            raise CheckpointError(
-                f"{str(error).rpartition(';')[0]}; what a rank has of its own goes into private"
-            ) from None
-    return contents
+def _check_same(comm: "Communicator", contents: _Contents) -> None:
+    """Return if all ranks have the same contents. Collective."""
+    way_out = "what a rank has of its own goes into private"
+    try:
+        require_equal(comm, contents.common, "the state of a checkpoint", way_out)
+    except MismatchError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
@@ -196,16 +182,67 @@ def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[st
     return {**divide(whole, len(pieces)), **sharded}
 
 
-def _write(
-    comm: "Communicator", what: str, file: Path, contents: _Contents, parts: Mapping[str, Parts]
-) -> list[_Written] | None:
-    """Write the share of this rank; return on rank 0 what all ranks tell of theirs."""
-    share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
-    refusal, crcs = attempt(what, lambda: tensor_file.write(file, share))
-    own = {
+def _write(file: Path, contents: _Contents, parts: Mapping[str, Parts], rank: int) -> _Written:
+    """Write the share of this rank, and return what the manifest tells of it."""
+    crcs = tensor_file.write(file, {**_share(contents.leaves, parts, rank), **contents.own})
+    return crcs, {
         name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in contents.own.items()
     }
-    return comm.gather_object((refusal, crcs, own))
+
+
+def divide(tensors: Mapping[str, tuple[Sequence[int], int]], num_ranks: int) -> dict[str, Parts]:
+    """Split tensors over the ranks so that each writes about the same number of bytes.
+
+    The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
+    inside a large tensor moves to the next row, one inside a small tensor to its end.
+
+    Args:
+        tensors: shape and bytes of an element, by path.
+        num_ranks: that write.
+    """
+    total = sum(math.prod(shape) * itemsize for shape, itemsize in tensors.values())
+    cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
+    divided, start = {}, 0
+    for path, (shape, itemsize) in tensors.items():
+        num_bytes = math.prod(shape) * itemsize
+        around = [min(max(cut - start, 0), num_bytes) for cut in cuts]
+        divided[path] = _cut(tuple(shape), num_bytes, around)
+        start += num_bytes
+    return divided
+
+
+def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
+    shares = [stop - start for start, stop in pairwise(cuts)]
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if num_bytes < WHOLE_BYTES or dim is None:
+        return {shares.index(max(shares)): Shard.whole(shape)}
+    row_bytes = num_bytes // shape[dim]
+    rows = [round(cut / row_bytes) for cut in cuts]
+    parts = {}
+    for rank, (first, last) in enumerate(pairwise(rows)):
+        if first < last:
+            offset = tuple(first if at == dim else 0 for at in range(len(shape)))
+            size = (*shape[:dim], last - first, *shape[dim + 1 :])
+            parts[rank] = Shard(shape, offset, size)
+    return parts
+
+
+def owners(pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
+    """Choose who writes each piece of sharded tensors: copies of one are written once.
+
+    Args:
+        pieces: what each rank holds, by path.
+    """
+    holders: dict[tuple[str, Shard], list[int]] = {}
+    for rank, held in enumerate(pieces):
+        for path, shard in held.items():
+            holders.setdefault((path, shard), []).append(rank)
+    chosen: dict[str, Parts] = {}
+    for number, ((path, shard), ranks) in enumerate(holders.items()):
+        parts = chosen.setdefault(path, {})
+        if shard.numel or not shard.global_shape:
+            parts[ranks[number % len(ranks)]] = shard
+    return chosen
 
 
 def _share(
@@ -222,16 +259,31 @@ def _share(
     return share
 
 
-def _records(
-    leaves: Mapping[str, Tensor | Piece], parts: Mapping[str, Parts], written: Sequence[_Written]
-) -> dict[str, Record]:
-    """Describe the state, by what all ranks told of their writing.
+def _manifest(
+    contents: _Contents,
+    parts: Mapping[str, Parts],
+    written: Sequence[_Written] | None,
+    step: int,
+    facts: dict[str, Any],
+) -> CheckpointManifest:
+    """Describe a checkpoint, by what each rank has written; on rank 0."""
+    assert written is not None
+    return CheckpointManifest(
+        step=step,
+        world=len(written),
+        facts=facts,
+        skeleton=contents.skeleton,
+        tensors=_records(contents.leaves, parts, [crcs for crcs, _ in written]),
+        private={rank: _own_records(rank, *told) for rank, told in enumerate(written)},
+    )
 
-    Raises:
-        CheckpointError: some rank could not write.
-    """
-    raise_if_any([refusal for refusal, _, _ in written], CheckpointError)
-    crcs = [told or {} for _, told, _ in written]
+
+def _records(
+    leaves: Mapping[str, Tensor | Piece],
+    parts: Mapping[str, Parts],
+    crcs: Sequence[Mapping[str, list[int]]],
+) -> dict[str, Record]:
+    """Describe the state; ``crcs`` are the checksums of what each rank wrote."""
     records = {}
     for path, of_ranks in parts.items():
         leaf = leaves[path]
@@ -244,9 +296,9 @@ def _records(
     return records
 
 
-def _own_records(rank: int, written: _Written) -> dict[str, Record]:
-    _, crcs, own = written
-    assert crcs is not None
+def _own_records(
+    rank: int, crcs: Mapping[str, list[int]], own: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, Record]:
     return {
         name: Record(dtype, shape, (StoredPart(rank, Shard.whole(shape), tuple(crcs[name])),))
         for name, (dtype, shape) in own.items()
@@ -271,9 +323,13 @@ def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
 
 
 def _publish(
-    manifest: CheckpointManifest, room: Path, directory: Path, guard: Callable[[], None] | None
-) -> None:
-    """Write the manifest last, and let the directory appear."""
+    make: Callable[[], CheckpointManifest],
+    room: Path,
+    directory: Path,
+    guard: Callable[[], None] | None,
+) -> int:
+    """Write the manifest last, let the directory appear, and return the bytes of its tensors."""
+    manifest = make()
     with (room / NAME).open("xb") as file:
         file.write(manifest.to_bytes())
         file.flush()
@@ -282,3 +338,4 @@ def _publish(
     if guard is not None:
         guard()
     appear(room, directory)
+    return manifest.num_bytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.tools.diff import Difference
+    from hpctrain.checkpoint.tools.compare import Difference
 
 FAULT = 1
 """Exit code when a checkpoint is not whole, or two states differ."""

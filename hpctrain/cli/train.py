@@ -112,17 +112,16 @@ def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
 
 def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
     from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.explain import explain  # noqa: PLC0415
     from hpctrain.train.load import load  # noqa: PLC0415
 
-    rows = explain(key, load(config, overrides, given()))
+    rows = load(config, overrides, given()).explain(key)
     width = max(len(name) for name, _ in rows)
     typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in rows))
 
 
 def _init(path: Path | None) -> None:
     from hpctrain.train import toy_problem  # noqa: PLC0415
-    from hpctrain.train.template import render  # noqa: PLC0415
+    from hpctrain.train.keys import render  # noqa: PLC0415
 
     if path is None:
         raise ConfigError(

@@ -18,10 +18,10 @@ from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
+from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
 from hpctrain.train.metrics import Metrics, read
-from hpctrain.train.progress import Progress
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
 from hpctrain.train.sync_method import figures, summary

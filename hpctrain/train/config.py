@@ -1,17 +1,60 @@
-"""Configuration of a run: one frozen dataclass per table of the TOML file."""
+"""Configuration of a run: one frozen dataclass per table of the TOML file.
+
+A field is a key: its type says what it takes, the string below it is its sentence.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
-from hpctrain.core.config import OVERLAPS
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import parse_bytes
-from hpctrain.train.checkpoint_config import CheckpointConfig, StopConfig, require
-from hpctrain.train.sync_config import SyncConfig
+from hpctrain.core.units import parse_bytes, parse_seconds
 
-ORDERS = ("auto", "global", "window", "sequential")
+SYNCHRONOUS: Final = "synchronous"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What the values of a type keep to."""
+
+    least: float | None = None
+    above: float | None = None
+    is_time: bool = False
+    """A text such as ``"10min"``; an empty one is no time."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Return if a value keeps to it.
+
+        Raises:
+            ConfigError: it does not; says the rule of the key ``name``.
+        """
+        if self.is_time:
+            try:
+                seconds(value)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        if self.least is not None:
+            require(value >= self.least, f"{name} must be at least {self.least}", value)
+        if self.above is not None:
+            require(value > self.above, f"{name} must be above {self.above}", value)
+
+
+Count = Annotated[int, Rule(least=0)]
+Number = Annotated[int, Rule(least=1)]
+Positive = Annotated[float, Rule(above=0)]
+Time = Annotated[str, Rule(is_time=True)]
+
+
+def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
+    """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+def seconds(text: str) -> float | None:
+    """Read a time; None for an empty text."""
+    return parse_seconds(text) if text else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +79,7 @@ class DataConfig:
     """Field of a batch that the model is called with."""
     label: str = "y"
     """Field of a batch that the loss compares with the output of the model."""
-    order: str = "auto"
+    order: Literal["auto", "global", "window", "sequential"] = "auto"
     """Of the training samples: global, window, sequential, or auto by their size."""
     transform: str = ""
     """Function "module:function" that changes a batch, a dict of tensors, as it is read; of a
@@ -49,25 +92,20 @@ class DataConfig:
     """Whether transform, with per_sample, takes a numpy.random.Generator of the sample as second
     argument; test_transform does not. In threads (workers = 0) the global generators are refused:
     their order is chance."""
-    workers: int = 0
+    workers: Count = 0
     """Processes on each rank that transform; 0 does it in threads."""
-    worker_timeout_s: float = 300.0
+    worker_timeout_s: Positive = 300.0
     """Seconds that a worker may take for a batch before all ranks end with its stack; inf for
     ever."""
-    prefetch: int = 4
+    prefetch: Number = 4
     """Batches read ahead."""
     stage: str = ""
     """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
-    on_corrupt: str = "raise"
+    on_corrupt: Literal["raise", "skip"] = "raise"
     """Damaged samples are an error (raise), or left out by all ranks together (skip)."""
 
     def __post_init__(self) -> None:
-        """Check the words and the numbers."""
-        require(self.order in ORDERS, f"data.order is one of {', '.join(ORDERS)}", self.order)
-        require(self.workers >= 0, "data.workers is 0 or more", self.workers)
-        require(
-            self.worker_timeout_s > 0, "data.worker_timeout_s is positive", self.worker_timeout_s
-        )
+        """Check what goes together."""
         require(
             self.per_sample or not self.random,
             "data.random gives each sample a generator: set data.per_sample = true too",
@@ -78,12 +116,6 @@ class DataConfig:
             "data.random changes training samples at random, and a test takes data.transform too "
             "unless told: set data.test_transform to a function without a generator, or to none",
             self.random,
-        )
-        require(self.prefetch >= 1, "data.prefetch must be at least 1", self.prefetch)
-        require(
-            self.on_corrupt in ("raise", "skip"),
-            "data.on_corrupt is raise or skip",
-            self.on_corrupt,
         )
 
 
@@ -103,14 +135,10 @@ class OptimizerConfig:
 
     name: str = "SGD"
     """Class in torch.optim."""
-    lr: float = 0.05
+    lr: Positive = 0.05
     """Peak learning rate. It belongs to the global batch, so it does not depend on the ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
-
-    def __post_init__(self) -> None:
-        """Check the learning rate."""
-        require(self.lr > 0, "optimizer.lr must be positive", self.lr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,61 +149,39 @@ class ScheduleConfig:
     """One of constant, linear, cosine: how the rate falls after the warm-up."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments: linear and cosine take final, the last rate over the peak (0)."""
-    warmup_epochs: float = 0.0
+    warmup_epochs: Annotated[float, Rule(least=0)] = 0.0
     """The rate rises linearly from zero to its peak over so many epochs."""
-
-    def __post_init__(self) -> None:
-        """Check the warm-up."""
-        require(
-            self.warmup_epochs >= 0,
-            "schedule.warmup_epochs must not be negative",
-            self.warmup_epochs,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """How long and in which batches."""
 
-    epochs: int = 10
+    epochs: Number = 10
     """Passes over the training data."""
-    global_batch: int = 64
+    global_batch: Number = 64
     """Samples of one step, over all ranks: the same training on any number of ranks."""
-    clip_norm: float = 0.0
+    clip_norm: Annotated[float, Rule(least=0)] = 0.0
     """Largest norm of the averaged gradient; 0 does not clip."""
-    on_non_finite: str = "stop"
+    on_non_finite: Literal["stop", "skip", "ignore"] = "stop"
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
     nobody looks (ignore). Gradients by a finite loss are looked at with skip or clip_norm. That
     of a test ends all ranks too (stop), or is a warning."""
-    check_replicas: str | int = "test"
+    check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
     reproducible: bool = False
     """The same bits on any number of ranks, on processors of one type: slower, as each rank takes
     its micro-shards one after the other, on one thread."""
-    micro_shards: int = 0
+    micro_shards: Count = 0
     """Equal parts of the global batch that reproducible fixes, for example for BatchNorm: a power
     of two, and the most ranks that there can be; 0 takes the smallest for the ranks of the start.
     Another number has other bits."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.epochs >= 1, "train.epochs must be at least 1", self.epochs)
-        require(self.global_batch >= 1, "train.global_batch must be at least 1", self.global_batch)
-        require(self.clip_norm >= 0, "train.clip_norm must not be negative", self.clip_norm)
+        """Check the number of micro-shards."""
         require(
-            self.on_non_finite in ("stop", "skip", "ignore"),
-            "train.on_non_finite is stop, skip or ignore",
-            self.on_non_finite,
-        )
-        every = self.check_replicas
-        require(
-            every in ("test", "never") or (isinstance(every, int) and every >= 1),
-            "train.check_replicas is test, a number of steps from 1, or never",
-            every,
-        )
-        require(
-            self.micro_shards >= 0 and self.micro_shards & (self.micro_shards - 1) == 0,
+            self.micro_shards & (self.micro_shards - 1) == 0,
             "train.micro_shards is a power of two, or 0",
             self.micro_shards,
         )
@@ -211,38 +217,78 @@ class TestConfig:
 
     metric: str = "accuracy"
     """accuracy, loss, or "module:function" from (output, label) to one value per sample."""
-    every_epochs: int = 1
+    every_epochs: Number = 1
     """Epochs between two tests; the last epoch is always tested."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """When the ranks agree: in every step, or after steps of their own."""
+
+    method: Literal[
+        "synchronous",
+        "local_sgd",
+        "post_local_sgd",
+        "hierarchical_local_sgd",
+        "diloco",
+        "staged_sgd",
+    ] = SYNCHRONOUS
+    """Gradients are averaged in every step (synchronous), or ranks take steps of their own by
+    local_sgd, post_local_sgd, hierarchical_local_sgd, diloco or staged_sgd: then optimizer.lr
+    belongs to a rank's share of the batch."""
+    steps: Literal["auto"] | Number = 8
+    """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
+    averaging takes at most args.share (0.1) of the time."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """Of a local method: what travels does so as it is (none), or in 16 bits (fp16, bf16)."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of a local method, such as state = "average"; post_local_sgd also takes
+    start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each."""
+
     def __post_init__(self) -> None:
-        """Check the interval."""
-        require(self.every_epochs >= 1, "test.every_epochs must be at least 1", self.every_epochs)
+        """Check what goes together."""
+        require(
+            not (self.method == "staged_sgd" and self.steps == "auto"),
+            "sync.steps is a number for sync.method = staged_sgd, which changes it by the loss",
+            self.steps,
+        )
+        keys = {"steps", "compression"} & self.args.keys()
+        require(
+            not keys,
+            "sync.args has the other arguments of a method: write steps and compression beside it",
+            sorted(keys),
+        )
+        require(
+            self.is_local or (self.compression == "none" and not self.args),
+            f"sync.compression and sync.args are for a local method, and sync.method is "
+            f"{SYNCHRONOUS}: leave them out, or choose another method",
+            {"compression": self.compression, "args": dict(self.args)},
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks take steps of their own."""
+        return self.method != SYNCHRONOUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommConfig:
     """How gradients travel."""
 
-    overlap: str = "auto"
+    overlap: Literal["auto", "thread", "inline", "end"] = "auto"
     """When: on a thread, inline in the hooks, at the end of backward, or as the plan chooses."""
     bucket_size: str = "25 MiB"
     """Largest message. Bigger hides latency, smaller starts to travel earlier."""
-    ranks_per_node: int = 0
+    ranks_per_node: Count = 0
     """Declares nodes on one host, of so many ranks each; 0 takes the machine as it is."""
 
     def __post_init__(self) -> None:
-        """Check the words and the numbers."""
-        require(
-            self.overlap in OVERLAPS,
-            f"comm.overlap is one of {', '.join(OVERLAPS)}",
-            self.overlap,
-        )
-        require(self.ranks_per_node >= 0, "comm.ranks_per_node is 0 or more", self.ranks_per_node)
+        """Check the size."""
         try:
             positive = self.bucket_bytes > 0
         except ConfigError as error:
             raise ConfigError(f"comm.bucket_size: {error}") from None
-        require(positive, "comm.bucket_size must be positive", self.bucket_size)
+        require(positive, "comm.bucket_size must be above 0", self.bucket_size)
 
     @property
     def bucket_bytes(self) -> int:
@@ -254,17 +300,65 @@ class CommConfig:
 class LogConfig:
     """What is written down."""
 
-    every_steps: int = 10
+    every_steps: Number = 10
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     plots: bool = True
     """Draw plots/training.png at the end; needs matplotlib."""
-    hash_every: int = 0
+    hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What is saved while a run goes on, in checkpoints/ of the run directory."""
+
+    every: Literal["auto", "none"] | Time | Number = "10min"
+    """Steps between two checkpoints, a time such as "10min", auto by their cost and mtbf, or none:
+    then only a stop and the end of the run save."""
+    keep: Number = 2
+    """Newest checkpoints that stay."""
+    keep_best: Count = 0
+    """Checkpoints of the best tests that stay besides; a metric of the user's own grows."""
+    mtbf: Time = ""
+    """Mean time between failures of the whole job, such as "20h"; auto needs it."""
+    background: bool = True
+    """Write while training goes on; else training waits."""
+    resume: Literal["never", "auto"] = "never"
+    """auto goes on with the run in output_dir if there is one, as --resume does."""
+
     def __post_init__(self) -> None:
-        """Check the interval."""
-        require(self.every_steps >= 1, "log.every_steps must be at least 1", self.every_steps)
-        require(self.hash_every >= 0, "log.hash_every is 0 or more", self.hash_every)
+        """Check what goes together."""
+        require(
+            self.every != "auto" or self.mtbf != "",
+            "checkpoint.mtbf must be set for every = auto",
+            self.mtbf,
+        )
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """``mtbf`` in seconds; None where it is not known."""
+        return seconds(self.mtbf)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopConfig:
+    """When a run saves its state and ends with code 85, to go on with --resume."""
+
+    after: Time = ""
+    """Budget of time, such as "11h50min", from the start of each part of the run."""
+    margin: Time = "2min"
+    """Time before the end of a Slurm job at which to stop, where Slurm tells the end; at most a
+    tenth of the job."""
+
+    @property
+    def after_s(self) -> float | None:
+        """``after`` in seconds; None without a budget."""
+        return seconds(self.after)
+
+    @property
+    def margin_s(self) -> float:
+        """``margin`` in seconds."""
+        return seconds(self.margin) or 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +369,7 @@ class RunConfig:
     """Name of the run."""
     output_dir: str = ""
     """Folder that the run writes into, which must be new; when empty, runs/NAME."""
-    seed: int = 0
+    seed: Count = 0
     """Fixes the first weights and the order of the samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -291,13 +385,13 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
-        """Check name and seed, and what goes together."""
+        """Check the name, and what goes together."""
         require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
             "name is a plain word, the name of a folder",
             self.name,
         )
-        require(0 <= self.seed < 2**63, "seed is between 0 and 2^63 - 1", self.seed)
+        require(self.seed < 2**63, "seed is below 2^63", self.seed)
         require(
             not self.train.reproducible or self.data.on_corrupt == "raise",
             "data.on_corrupt is raise for train.reproducible = true: what is left out would move "

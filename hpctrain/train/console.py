@@ -1,12 +1,20 @@
-"""The console of a rank, and a bar on it that is there for the time of a block."""
+"""The console of a rank, and the bars on it: they are there for the time of a block."""
 
 import shutil
 import sys
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from hpctrain.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from hpctrain.train.evaluate import Scores
+    from hpctrain.train.step_meter import Interval
 
 
 def make_console(*, shown: bool) -> Console:
@@ -31,7 +39,7 @@ class Bar:
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         """Show nothing yet."""
-        self._bar = Progress(
+        self._bar = RichProgress(
             *columns,
             console=console,
             transient=True,
@@ -51,3 +59,58 @@ class Bar:
     ) -> None:
         """Remove it."""
         self._bar.stop()
+
+
+class Progress(Bar):
+    """Shows the steps of a run on rank 0's console."""
+
+    def __init__(self, console: Console, num_steps: int, num_epochs: int, metric: str) -> None:
+        super().__init__(
+            console,
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._console = console
+        self._num_epochs = num_epochs
+        self._metric = metric
+        self._of_epoch: Interval | None = None
+        self._rounds = ""
+        self._bar_task = self._bar.add_task("", total=num_steps)
+
+    def advance(
+        self, step: int, interval: "Interval", sync: Mapping[str, Any] | None = None
+    ) -> None:
+        """Show what the last steps were like, and how far replicas were apart if they may be."""
+        before = self._of_epoch
+        self._of_epoch = interval if before is None else before.joined(interval)
+        self._rounds = _describe_rounds(sync) if sync else ""
+        text = _describe(interval) + self._rounds
+        self._bar.update(self._bar_task, completed=step, description=text)
+
+    def tell(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(line)
+
+    def epoch_ended(self, epoch: int, scores: "Scores | None") -> None:
+        """Print a line that stays: the means over the epoch, and the test if there was one."""
+        line = f"epoch {epoch:3d}/{self._num_epochs}"
+        if self._of_epoch:  # none where a run goes on after the last step of an epoch
+            line += f"  {_describe(self._of_epoch)}{self._rounds}"
+        if scores is not None:
+            line += f"  test {self._metric} {scores.metric:.4f}"
+        self._console.print(line, soft_wrap=True)
+        self._of_epoch = None
+
+
+def _describe(interval: "Interval") -> str:
+    return (
+        f"train loss {interval.loss:.4f}  {interval.samples_per_s:6.0f} samples/s  "
+        f"communication {interval.communication_share:4.0%}"
+    )
+
+
+def _describe_rounds(sync: Mapping[str, Any]) -> str:
+    saved = format_bytes(max(sync["bytes_saved"], 0))
+    return f"  round {sync['rounds']}  drift {sync['drift']:.3g}  saved {saved}"

@@ -1,16 +1,21 @@
-"""The keys of a configuration: name, type, default and sentence, read off the dataclasses."""
+"""The keys of a configuration, read off its dataclasses, and their values in TOML."""
 
 import ast
 import functools
 import inspect
+import json
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, get_origin
+from itertools import pairwise
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hpctrain.train.config import RunConfig
+from hpctrain.core.errors import ConfigError
+from hpctrain.train.config import Rule, RunConfig
 
-TYPE_NAMES = {
+TYPE_NAMES: dict[type, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -19,6 +24,8 @@ TYPE_NAMES = {
     list: "a list",
 }
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
@@ -26,17 +33,21 @@ class Key:
 
     name: str
     """Dotted, with its table: ``train.epochs``."""
-    type: type
-    """``str``, ``int``, ``float``, ``bool``, or ``dict``."""
+    takes: tuple[tuple[type, str | Rule | None], ...]
+    """The types of its values, each with its one word, or with its rule."""
     default: Any
     sentence: str
-    takes_number: bool = False
-    """Whether a text may be a whole number instead."""
 
     @property
     def type_name(self) -> str:
         """What it takes, for people."""
-        return TYPE_NAMES[self.type] + (" or a whole number" if self.takes_number else "")
+        words = [rule for _, rule in self.takes if isinstance(rule, str)]
+        free = [
+            "a time" if isinstance(rule, Rule) and rule.is_time else TYPE_NAMES[kind]
+            for kind, rule in self.takes
+            if not isinstance(rule, str)
+        ]
+        return " or ".join([", ".join(words), *free] if words else free)
 
     @property
     def table(self) -> str:
@@ -47,6 +58,33 @@ class Key:
     def short(self) -> str:
         """Name inside the table."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its value is a table, of any keys."""
+        return self.takes[0][0] is dict
+
+    def checked(self, value: Any) -> Any:
+        """Return a value that this key takes; a whole number may stand for any number.
+
+        Raises:
+            ConfigError: the key does not take it; says what it takes.
+        """
+        kinds = [kind for kind, _ in self.takes]
+        if kinds == [float] and type(value) is int:
+            value = float(value)
+        if type(value) not in kinds:
+            kind = TYPE_NAMES.get(type(value), type(value).__name__)
+            raise ConfigError(f"{self.name} is {self.type_name}, got {value!r} ({kind})")
+        rules = [rule for kind, rule in self.takes if kind is type(value)]
+        if value in rules:
+            return value
+        rule = next((rule for rule in rules if not isinstance(rule, str)), "")
+        if rule == "":
+            raise ConfigError(f"{self.name} is one of {self.type_name}, got {value!r}")
+        if isinstance(rule, Rule):
+            rule.check(self.name, value)
+        return value
 
 
 @functools.cache
@@ -72,26 +110,81 @@ def value_of(config: RunConfig, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
 
 
+def render(config: RunConfig | None = None) -> str:
+    """Write ``config`` (the defaults when None) as TOML, with the sentence of each key above it.
+
+    Reading the text with ``load`` gives an equal configuration.
+    """
+    config = config or RunConfig()
+    lines = []
+    for table, summary in all_tables().items():
+        lines += [f"[{table}]  # {summary}", ""] if table else [f"# {summary}", ""]
+        for key in all_keys().values():
+            if key.table == table:
+                lines += textwrap.wrap(
+                    key.sentence, width=97, initial_indent="# ", subsequent_indent="# "
+                )
+                lines += [f"{key.short} = {dumps(value_of(config, key.name))}", ""]
+    return "\n".join(lines)
+
+
+def dumps(value: Any) -> str:
+    """Write one value on one line, so that ``tomllib`` reads the same value back.
+
+    Raises:
+        TypeError: TOML has no such value.
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # TOML's basic strings have JSON's escapes, but DEL must be escaped too.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(map(dumps, value))}]"
+        case Mapping():
+            items = (f"{_bare(name)} = {dumps(item)}" for name, item in value.items())
+            return f"{{ {', '.join(items)} }}" if value else "{}"
+    if hasattr(value, "isoformat"):
+        return str(value.isoformat())
+    raise TypeError(f"TOML has no value for {value!r} of type {type(value).__name__}")
+
+
+def _bare(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else dumps(name)
+
+
 def _keys(config: Any, prefix: str) -> Iterator[Key]:
     sentences = _sentences(type(config))
+    hints = get_type_hints(type(config), include_extras=True)
     tables = []
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
             tables.append((value, f"{item.name}."))
             continue
-        takes_number = item.type == str | int
-        kind = item.type if isinstance(item.type, type) else get_origin(item.type)
-        kind = str if takes_number else kind
         yield Key(
             name=prefix + item.name,
-            type=kind if kind in TYPE_NAMES else dict,
+            takes=tuple(_alternatives(hints[item.name])),
             default=value,
             sentence=sentences[item.name],
-            takes_number=takes_number,
         )
     for table, name in tables:
         yield from _keys(table, name)
+
+
+def _alternatives(hint: Any) -> list[tuple[type, str | Rule | None]]:
+    """Return the types that a field may have, each with its one word, or with its rule."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return [found for each in args for found in _alternatives(each)]
+    if origin is Literal:
+        return [(str, word) for word in args]
+    if origin is Annotated:
+        return [(args[0], args[1])]
+    return [(hint if hint in TYPE_NAMES else dict, None)]
 
 
 def _summary(cls: type) -> str:
@@ -103,7 +196,7 @@ def _sentences(cls: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     sentences = {}
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+    for statement, following in pairwise(tree.body):
         match statement, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),

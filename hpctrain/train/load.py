@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import RunConfig
-from hpctrain.train.keys import TYPE_NAMES, Key, all_keys, all_tables
+from hpctrain.train.keys import Key, all_keys, all_tables, dumps, value_of
 
 DEFAULT = "default"
 
@@ -43,6 +43,27 @@ class LoadedData:
     def origin(self, name: str) -> str:
         """Say where the key ``name`` was set."""
         return self.origins.get(name, DEFAULT)
+
+    def explain(self, name: str) -> list[tuple[str, str]]:
+        """Return rows about one key, or one row per key of a table.
+
+        Raises:
+            ConfigError: ``name`` is neither a key nor a table.
+        """
+        keys = all_keys()
+        if name in all_tables():
+            return [(key.name, key.sentence) for key in keys.values() if key.table == name]
+        if name not in keys:
+            raise ConfigError(unknown_key(name))
+        key = keys[name]
+        return [
+            ("key", key.name),
+            ("meaning", key.sentence),
+            ("type", key.type_name),
+            ("default", dumps(key.default)),
+            ("value", dumps(value_of(self.config, name))),
+            ("set by", self.origin(name)),
+        ]
 
 
 def load(
@@ -120,7 +141,7 @@ def _merge(
             if inner:
                 values[key.name] = _with(values.get(key.name, key.default), inner, value)
             else:
-                values[key.name] = _checked(key, value)
+                values[key.name] = key.checked(value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         origins[key.name] = source
@@ -132,7 +153,7 @@ def _find(name: str) -> tuple[Key, str]:
     if name in keys:
         return keys[name], ""
     for key in keys.values():
-        if key.type is dict and name.startswith(f"{key.name}."):
+        if key.is_table and name.startswith(f"{key.name}."):
             return key, name.removeprefix(f"{key.name}.")
     raise ConfigError(unknown_key(name))
 
@@ -153,17 +174,6 @@ def unknown_key(name: str) -> str:
     valid += [f"[{each}]" for each in all_tables() if each and not table]
     where = f"[{table}]" if table else "the top of the file"
     return f"{name} is not a key; {hint}{where} takes {', '.join(valid)}"
-
-
-def _checked(key: Key, value: Any) -> Any:
-    if key.type is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if key.takes_number and type(value) is int:
-        return value
-    if type(value) is not key.type:
-        kind = TYPE_NAMES.get(type(value), type(value).__name__)
-        raise ConfigError(f"{key.name} is {key.type_name}, got {value!r} ({kind})")
-    return value
 
 
 def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from hpctrain.core.units import format_seconds
 from hpctrain.data.batch import Batch
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
+from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.progress import Progress
 from hpctrain.train.replicas import check_replicas
 from hpctrain.train.run_state import RunState
 from hpctrain.train.step_meter import Interval

@@ -13,7 +13,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.train.sync_config import SYNCHRONOUS
+from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.task import Task
 
 

@@ -10,11 +10,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import plan_file
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import RunConfig
-from hpctrain.train.keys import all_keys, value_of
+from hpctrain.train.keys import all_keys, dumps, value_of
 from hpctrain.train.load import load
 from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.toml import dumps
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
 """Tables whose keys decide what is learnt."""

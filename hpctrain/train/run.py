@@ -23,6 +23,7 @@ from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
+from hpctrain.train.keys import render
 from hpctrain.train.lease import TIMES, Holder, Lease
 from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped
@@ -34,7 +35,6 @@ from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
-from hpctrain.train.template import render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.shape_check import check_fit
-from hpctrain.checkpoint.stateful import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
 from hpctrain.train import replicas
@@ -40,17 +38,11 @@ class RunState:
     tally: StepMeter = field(default_factory=StepMeter)
     epoch_tally: StepMeter = field(default_factory=StepMeter)
     """Of the present epoch, where the method of ``[sync]`` is told its loss."""
-    _registered: dict[str, Stateful] = field(default_factory=dict)
 
     @property
     def epochs_done(self) -> int:
         """Epochs whose steps are all done, and that were tested where that is due."""
         return self.task.train.epoch
-
-    def register(self, name: str, part: Stateful) -> None:
-        """Let checkpoints hold the state of ``part`` too, each rank its own."""
-        assert name not in self._registered, name
-        self._registered[name] = part
 
     def shared(self, comm: Communicator) -> dict[str, Any]:
         """Return what is the same on every rank. Collective.
@@ -84,7 +76,6 @@ class RunState:
             "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
             "tally": self.tally.state_dict(),
             "epoch_tally": self.epoch_tally.state_dict(),
-            "registered": {name: part.state_dict() for name, part in self._registered.items()},
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -101,7 +92,7 @@ class RunState:
             DataError: the data set is another one.
         """
         task = self.task
-        check_fit(shared["model"], task.model.state_dict(), "the checkpoint of this run")
+        check_fit(shared["model"], task.model.state_dict())
         try:
             replica = own.get("replica") if own and task.sync else None
             replicas.restore(task, shared, replica)
@@ -131,8 +122,6 @@ class RunState:
         with torch.no_grad():
             for name, buffer in self._buffers().items():
                 buffer.copy_(own["buffers"][name])
-        for name, part in self._registered.items():
-            part.load_state_dict(own["registered"][name])
         set_random_states(own["random"])
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -145,3 +134,36 @@ class RunState:
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self.task.model.named_buffers())
+
+
+def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    """Return if a checkpoint has all tensors of a model, in its shapes and types, and no others.
+
+    Args:
+        have: path and tensor, as they were read.
+        want: path and tensor, as the model has them; only shapes and types count.
+
+    Raises:
+        CheckpointError: it has not; lists every tensor.
+    """
+    found, wanted = (
+        {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
+        for of in (have, want)
+    )
+    lines = [
+        f"{name}: {found.get(name, 'missing')}, {what} is wanted"
+        for name, what in wanted.items()
+        if found.get(name) != what
+    ]
+    lines += [
+        f"{name}: {what}, nothing of this name is wanted"
+        for name, what in found.items()
+        if name not in wanted
+    ]
+    if lines:
+        raise CheckpointError(
+            f"the checkpoint of this run does not fit the model in {len(lines)} "
+            f"tensor{'s' * (len(lines) != 1)}; rename and pad them with "
+            f"hpctrain.checkpoint.tools.remap, or build the model that was saved:\n  "
+            + "\n  ".join(lines)
+        )

@@ -1,7 +1,7 @@
 """Meter of steps since the last record: sums over steps, then over ranks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -44,24 +44,24 @@ class Interval:
         """Part of a step that is exposed communication, 0 to 1."""
         return self.communication_s / self.step_s
 
+    def joined(self, later: "Interval") -> "Interval":
+        """Return this and a later interval as one."""
+        num_steps = self.num_steps + later.num_steps
+        num_samples = self.num_samples + later.num_samples
+        learnt = sum(each.loss * each.num_samples for each in (self, later) if each.num_samples)
 
-def joined(intervals: Sequence[Interval]) -> Interval:
-    """Return several intervals, at least one, as one."""
-    num_steps = sum(each.num_steps for each in intervals)
-    num_samples = sum(each.num_samples for each in intervals)
-    return Interval(
-        num_steps=num_steps,
-        num_samples=num_samples,
-        loss=_mean(
-            sum(each.loss * each.num_samples for each in intervals if each.num_samples),
-            num_samples,
-        ),
-        compute_s=sum(each.compute_s * each.num_steps for each in intervals) / num_steps,
-        communication_s=sum(each.communication_s * each.num_steps for each in intervals)
-        / num_steps,
-        input_s=sum(each.input_s * each.num_steps for each in intervals) / num_steps,
-        num_skipped=sum(each.num_skipped for each in intervals),
-    )
+        def mean(mine: float, other: float) -> float:
+            return (mine * self.num_steps + other * later.num_steps) / num_steps
+
+        return Interval(
+            num_steps=num_steps,
+            num_samples=num_samples,
+            loss=_mean(learnt, num_samples),
+            compute_s=mean(self.compute_s, later.compute_s),
+            communication_s=mean(self.communication_s, later.communication_s),
+            input_s=mean(self.input_s, later.input_s),
+            num_skipped=self.num_skipped + later.num_skipped,
+        )
 
 
 def _mean(total: float, number: float) -> float:

@@ -16,7 +16,7 @@ from hpctrain.local_sgd.local_sgd import LocalSGD
 from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.local_sgd.sync_interval import TRIAL_ROUNDS
-from hpctrain.train.sync_config import SyncConfig
+from hpctrain.train.config import SyncConfig
 from hpctrain.train.targets import check
 
 WITHIN_S = 1.0

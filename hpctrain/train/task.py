@@ -255,7 +255,7 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     return (
         Loader(
             train,
-            order=config.data.order,  # type: ignore[arg-type]  # checked by DataConfig
+            order=config.data.order,
             transform=transforms[0],
             workers=config.data.workers,
             worker_timeout_s=config.data.worker_timeout_s,

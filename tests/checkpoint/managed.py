@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hpctrain.checkpoint.checkpoint_directory import step_of
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.checkpoint.retention import step_of
 
 
 @contextmanager

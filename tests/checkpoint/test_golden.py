@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from hpctrain.checkpoint.format.manifest import VERSION, CheckpointManifest
+from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.tensor_file import DTYPES
-from hpctrain.checkpoint.store import Piece, Shard, check, load
+from hpctrain.checkpoint.loading import check, load
 from hpctrain.comm.mpi import MpiCommunicator
 from tests.checkpoint.states import PLAIN, same
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format.manifest import NAME, CheckpointManifest, file_name
-from hpctrain.checkpoint.store import Shard, check, load, save
+from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.checkpoint.loading import check, load
+from hpctrain.checkpoint.saving import save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError

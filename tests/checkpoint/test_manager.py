@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import manager as module
-from hpctrain.checkpoint import store
+from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
@@ -86,13 +86,13 @@ def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypatch):
-    go_on, save = threading.Event(), store.save
+    go_on, save = threading.Event(), saving.save
 
     def slow_save(*args, **kwargs):
         assert go_on.wait(60)
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(store, "save", slow_save)
+    monkeypatch.setattr(saving, "save", slow_save)
     with managed(root, comm) as manager:
         values = state(7)
         manager.save(values, 7)

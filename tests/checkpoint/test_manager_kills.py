@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from hpctrain.checkpoint.loading import check
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.checkpoint.store import check
 from hpctrain.comm.serial import SerialCommunicator
 
 KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "4"))

@@ -91,9 +91,7 @@ def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(comm, ro
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(
-    "when", ["checkpoint_directory.CheckpointManifest.read", "manager.store.load"]
-)
+@pytest.mark.parametrize("when", ["checkpoint_directory.CheckpointManifest.read", "loading.load"])
 def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, monkeypatch):
     with managed(root, comm) as manager:
         manager.save(state(1), 1, wait=True)

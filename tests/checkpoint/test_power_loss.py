@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from hpctrain.checkpoint import atomic_replace, store
+from hpctrain import checkpoint
+from hpctrain.checkpoint import atomic_replace
 from hpctrain.checkpoint.tools.export import export
 from hpctrain.checkpoint.tools.prune import prune
 from hpctrain.comm.serial import SerialCommunicator
 from tests.checkpoint.managed import managed, state, steps_in
-from tests.checkpoint.test_export import KINDS, NAMES
+from tests.checkpoint.test_export import NAMES
 
 PRIVATE = {"random": torch.arange(5)}
 
@@ -16,7 +17,7 @@ PRIVATE = {"random": torch.arange(5)}
 @pytest.mark.ranks(1, 2)
 def test_a_checkpoint_and_its_parents_are_on_disk_when_it_is_saved(disk, comm, root):
     for value in (1, 2):  # a new one, then in its place
-        store.save(root / "step-00000001", state(value), comm, step=1, private=PRIVATE)
+        checkpoint.save(root / "step-00000001", state(value), comm, step=1, private=PRIVATE)
         assert not disk.lost()
         comm.barrier()
 
@@ -24,11 +25,11 @@ def test_a_checkpoint_and_its_parents_are_on_disk_when_it_is_saved(disk, comm, r
 def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
     monkeypatch.setattr(atomic_replace, "_exchange", lambda *_: False)
     for value in (1, 2):
-        store.save(disk.root / "a", state(value), SerialCommunicator(), step=1)
+        checkpoint.save(disk.root / "a", state(value), SerialCommunicator(), step=1)
         assert not disk.lost()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_what_is_exported_is_on_disk(disk, kind):
     path = disk.root / "new" / "folder" / NAMES[kind]
     for value in (1, 2):

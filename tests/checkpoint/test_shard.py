@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
-from hpctrain.checkpoint.write_partition import WHOLE_BYTES, divide, owners
+from hpctrain.checkpoint.saving import WHOLE_BYTES, divide, owners
 from hpctrain.core.errors import CheckpointError
 
 SHAPES = [(), (5,), (0, 3), (4, 3), (2, 3, 4)]

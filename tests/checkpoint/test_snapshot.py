@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hpctrain.checkpoint.background import Snapshot, on_cpu
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.snapshot import Snapshot, on_cpu
 from hpctrain.core.errors import CheckpointError
 
 

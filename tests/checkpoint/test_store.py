@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format import tensor_file
-from hpctrain.checkpoint.store import CheckpointManifest, Piece, Shard, check, load, save
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.loading import check, load
+from hpctrain.checkpoint.saving import save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind, same
@@ -39,7 +42,7 @@ def small_blocks(monkeypatch):
     """Let small tensors have many blocks and be cut."""
     for module in ("format.tensor_file", "format.manifest", "loading"):
         monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
-    monkeypatch.setattr("hpctrain.checkpoint.write_partition.WHOLE_BYTES", 512)
+    monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
 
 
 def groups(comm):

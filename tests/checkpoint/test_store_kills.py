@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
-from hpctrain.checkpoint.store import check, load
+from hpctrain.checkpoint.loading import check, load
 from hpctrain.comm.serial import SerialCommunicator
 
 SAVE_FOR_EVER = """
 import itertools, sys
 import torch
-from hpctrain.checkpoint.store import save
+from hpctrain.checkpoint.saving import save
 from hpctrain.comm.serial import SerialCommunicator
 
 for number in itertools.count(1):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from hpctrain.checkpoint import store
+from hpctrain import checkpoint
 from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, lines_of
 from hpctrain.checkpoint.tools.prune import prune
 from hpctrain.checkpoint.tools.verify import verify
@@ -20,7 +20,7 @@ def write(run, step, comm=None, **facts):
         "n": torch.tensor(step),
     }
     comm = comm or SerialCommunicator()
-    store.save(
+    checkpoint.save(
         run / "checkpoints" / f"step-{step:08d}",
         state,
         comm,

@@ -14,10 +14,10 @@ from hpctrain.checkpoint.tools.compare import newest_state
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console
+from hpctrain.train.keys import render
 from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import build
-from hpctrain.train.template import render
 
 WAYS = ("SIGTERM", "SIGUSR1", "SIGINT", "budget", "file STOP")
 

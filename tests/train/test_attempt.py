@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.train.attempts import KILLED, Attempt
+from hpctrain.train.attempts import FAILED, KILLED, Attempt
 from hpctrain.train.config import RunConfig
 from hpctrain.train.run import _requests
 from hpctrain.train.run_directory import RunDirectory
@@ -20,40 +20,26 @@ def job(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
 
 
-def test_the_first_part_follows_on_nothing():
-    part = Attempt.after([])
-    assert part == Attempt(part=1, ended_by=None, job="17", restarts=2)
-
-
 @pytest.mark.parametrize(
-    ("records", "ended_by"),
+    ("records", "part", "ended_by"),
     [
-        ([STARTED, STEP, STOP], "SIGUSR1, budget"),
-        ([STARTED, STEP], KILLED),
-        ([STARTED], KILLED),
+        ([], 1, None),
+        ([STARTED, STEP, STOP], 2, "SIGUSR1, budget"),
+        ([STARTED, STEP], 2, KILLED),
+        ([STARTED], 2, KILLED),
+        ([STARTED, {"event": "failed"}], 2, FAILED),
+        ([STARTED, STOP, {"event": "resumed", "part": 2}, STEP], 3, KILLED),
+        ([{"event": "started"}, STOP], 2, "SIGUSR1, budget"),  # from before parts were counted
     ],
 )
-def test_the_next_part_knows_why_the_one_before_has_ended(records, ended_by):
-    assert Attempt.after(records) == Attempt(part=2, ended_by=ended_by, job="17", restarts=2)
-
-
-def test_parts_are_counted_over_all_jobs(monkeypatch):
-    records = [STARTED, STOP, {"event": "resumed", "part": 2}, STEP]
-    monkeypatch.delenv("SLURM_JOB_ID")
-    monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert Attempt.after(records) == Attempt(part=3, ended_by=KILLED, job="", restarts=0)
-
-
-def test_runs_from_before_parts_were_counted_go_on():
-    assert Attempt.after([{"event": "started"}, STOP]).part == 2
-
-
-def test_it_is_told_in_one_line():
-    text = Attempt.after([STARTED, STOP]).describe()
-    assert text == (
-        "part 2 of the run in job 17, restart 2: the part before was stopped by SIGUSR1, budget"
-    )
-    assert "without a word" in Attempt.after([STARTED, STEP]).describe()
+def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part, ended_by):
+    found = Attempt.after(records)
+    assert found == Attempt(part=part, ended_by=ended_by, job="17", restarts=2)
+    if ended_by is None:
+        return  # which nobody describes
+    text = found.describe()
+    assert text.startswith(f"part {part} of the run in job 17, restart 2: the part before was ")
+    assert text.endswith("without a word" if ended_by == KILLED else f"stopped by {ended_by}")
 
 
 def stop_of(tmp_path, rank):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.core.errors import ConfigError, NotFiniteError
+from hpctrain.core.errors import NotFiniteError
 from hpctrain.train.attempts import Attempt
 from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
@@ -230,14 +230,6 @@ def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
     said = "of the test after step 6 (epoch 1) is nan: its accuracy is made of"
     assert "score" not in last_checkpoint(here, job).facts
     assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)
-
-
-@pytest.mark.usefixtures("here")
-def test_other_words_are_refused(configure):
-    with pytest.raises(
-        ConfigError, match=r"train\.on_non_finite is stop, skip or ignore, got 'no'"
-    ):
-        configure("train.on_non_finite=no")
 
 
 CONFIG = """

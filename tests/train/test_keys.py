@@ -1,22 +1,78 @@
-from hpctrain.train.config import RunConfig
-from hpctrain.train.keys import TYPE_NAMES, all_keys, all_tables, value_of
+"""Every key has what a file needs of it, and what is written as TOML is read back."""
+
+import datetime
+import tomllib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.train.config import ModelConfig, RunConfig
+from hpctrain.train.keys import TYPE_NAMES, all_keys, all_tables, dumps, render, value_of
+from hpctrain.train.load import load
+
+KEYS = all_keys().values()
 
 
-def test_every_key_and_table_has_a_sentence_that_ends():
-    texts = [key.sentence for key in all_keys().values()] + list(all_tables().values())
+def test_every_key_has_a_sentence_a_type_of_toml_and_a_default_that_it_takes():
+    texts = [key.sentence for key in KEYS] + list(all_tables().values())
     assert all(text.endswith((".", ")")) for text in texts), texts
-
-
-def test_every_key_has_a_type_of_toml_and_a_default_of_that_type():
-    for key in all_keys().values():
-        assert key.type in TYPE_NAMES
-        kinds = (key.type, int) if key.takes_number else key.type
-        assert isinstance(key.default, kinds), key.name
-
-
-def test_the_keys_cover_the_configuration():
+    assert all(kind in TYPE_NAMES for key in KEYS for kind, _ in key.takes)
     config = RunConfig()
-    assert {key.name: value_of(config, key.name) for key in all_keys().values()} == {
-        key.name: key.default for key in all_keys().values()
-    }
-    assert set(all_tables()) == {key.table for key in all_keys().values()}
+    for key in KEYS:
+        assert key.checked(key.default) == key.default == value_of(config, key.name)
+    assert set(all_tables()) == {key.table for key in KEYS}
+    for name in [*all_keys(), *all_tables()]:
+        assert load(None).explain(name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        replace(
+            RunConfig(name="ä b", seed=7),
+            model=ModelConfig(target="m:f", args={"sizes": [1, 2], "inner": {"a b": 'quote"'}}),
+        ),
+    ],
+)
+def test_a_configuration_survives_being_written(tmp_path, config):
+    path = tmp_path / "all.toml"
+    path.write_text(render(config), encoding="utf-8")
+    loaded = load(path)
+    assert loaded.config == config
+    assert set(loaded.origins) == set(all_keys())
+
+
+def test_every_key_stands_below_its_sentence():
+    text = render()
+    for key in KEYS:
+        before, _, _ = text.partition(f"\n{key.short} = ")
+        assert key.sentence.split()[-1] in text, key.name
+        assert before != text
+    assert max(map(len, text.splitlines())) <= 99
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+SCALARS = (
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | TEXTS
+    | st.dates()
+    | st.just(datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC))
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
+)
+
+
+@given(VALUES)
+def test_what_is_written_is_read_back(value):
+    assert tomllib.loads(f"value = {dumps(value)}") == {"value": value}
+
+
+def test_what_toml_cannot_hold_is_refused():
+    with pytest.raises(TypeError, match="TOML has no value for None"):
+        dumps(None)

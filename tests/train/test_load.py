@@ -1,3 +1,5 @@
+"""A configuration from its four sources; what is wrong is named with source, key and way out."""
+
 import pytest
 
 from hpctrain.core.errors import ConfigError
@@ -68,7 +70,27 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("train.epochs=true", "train.epochs is a whole number, got True (true or false)"),
         ("optimizer.lr=true", "optimizer.lr is a number, got True (true or false)"),
         ("log.plots=1", "log.plots is true or false, got 1 (a whole number)"),
+        ("optimizer.lr=0", "optimizer.lr must be above 0, got 0.0"),
+        ("optimizer.lr=nan", "optimizer.lr must be above 0, got nan"),
+        ("schedule.warmup_epochs=-1", "schedule.warmup_epochs must be at least 0, got -1.0"),
         ("train.epochs=0", "train.epochs must be at least 1, got 0"),
+        ("train.clip_norm=-1", "train.clip_norm must be at least 0"),
+        ("train.micro_shards=3", "train.micro_shards is a power of two, or 0, got 3"),
+        ("train.check_replicas=0", "train.check_replicas must be at least 1, got 0"),
+        ("train.check_replicas=x", "is one of test, never or a whole number, got 'x'"),
+        ("comm.overlap=no", "comm.overlap is one of auto, thread, inline, end, got 'no'"),
+        ("comm.bucket_size=0 B", "comm.bucket_size must be above 0, got '0 B'"),
+        ("comm.bucket_size=big", "comm.bucket_size: a size is a number"),
+        ("checkpoint.every=often", "checkpoint.every: a duration"),
+        ("stop.after=1", "stop.after is a time, got 1 (a whole number)"),
+        ("data.random=true", "set data.per_sample = true too"),
+        ("name=a/b", "name is a plain word"),
+        ("name=", "name is a plain word"),
+        ("seed=-1", "seed must be at least 0"),
+        ("sync.method=own", "sync.method is one of synchronous, local_sgd"),
+        ("sync.steps=0", "sync.steps must be at least 1, got 0"),
+        ("sync.steps=often", "sync.steps is one of auto or a whole number, got 'often'"),
+        ("sync.compression=bf16", "leave them out, or choose another method"),
         ("train.epochs", "--set takes key=value such as train.epochs=5, got 'train.epochs'"),
         ("=3", "--set takes key=value"),
     ],
@@ -98,6 +120,21 @@ def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):
         load(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_the_run_directory_is_named_after_the_run_unless_it_is_given():
+    assert str(load(None, ["name=a"]).config.directory) == "runs/a"
+    assert str(load(None, ["name=a", "output_dir=/b/c"]).config.directory) == "/b/c"
+
+
+def test_a_key_is_explained_with_its_value_and_who_set_it():
+    rows = dict(load(None, ["optimizer.lr=0.1"]).explain("optimizer.lr"))
+    assert rows["type"] == "a number"
+    assert (rows["default"], rows["value"]) == ("0.05", "0.1")
+    assert rows["set by"] == "argument --set optimizer.lr=0.1"
+    assert rows["meaning"].startswith("Peak learning rate.")
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr\?"):
+        load(None).explain("optimiser.lr")
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):

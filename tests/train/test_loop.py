@@ -11,9 +11,9 @@ from hpctrain.data.loader import Loader
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.config import RunConfig
+from hpctrain.train.console import Progress
 from hpctrain.train.loop import ends_interval, train
 from hpctrain.train.metrics import Metrics, read
-from hpctrain.train.progress import Progress
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task, build
 from tests.train.problem import NUM_SAMPLES, model

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.train.config import CommConfig, RunConfig
+from hpctrain.train.keys import render
 from hpctrain.train.resume import plan_to_keep
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.template import render
 
 OURS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_STEP_ID")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.checkpoint import store
+from hpctrain import checkpoint
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import PART
 from hpctrain.train.metrics import Metrics
@@ -22,7 +22,7 @@ def test_a_run_is_on_disk_as_far_as_its_checkpoints_count_on_it(disk, here, conf
         if not target.name.startswith("step-") or target.name.endswith(PART):
             return
         [room] = target.parent.glob(f"{target.name}.*{PART}")
-        records = store.load(room, SerialCommunicator()).state["num_records"]
+        records = checkpoint.load(room, SerialCommunicator()).state["num_records"]
         metrics = job.directory.metrics
         # On the thread that writes checkpoints: nobody sees what is raised there.
         if not disk.has_name(metrics) or disk.kept(metrics).count(b"\n") < records:

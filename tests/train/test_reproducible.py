@@ -161,8 +161,6 @@ def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.micro_shards=3"], "train.micro_shards is a power of two, or 0, got 3"),
-        (["train.micro_shards=-1"], "train.micro_shards is a power of two, or 0, got -1"),
         (["train.micro_shards=128"], "train.global_batch gives each of 128 micro-shards"),
         (["data.on_corrupt=skip"], "data.on_corrupt is raise for train.reproducible"),
     ],

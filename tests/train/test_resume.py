@@ -10,6 +10,7 @@ import torch
 
 import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.train.keys import render
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
@@ -19,7 +20,6 @@ from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
-from hpctrain.train.template import render
 from tests.train.job import WAYS, Job, assert_same_run
 from tests.train.starting import start
 

@@ -1,11 +1,16 @@
 """Whole runs of ``hpctrain train``, each in processes of its own."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+import hpctrain
+from hpctrain.core.errors import ConfigError
+from hpctrain.train.load import load
 from hpctrain.train.metrics import read
+from hpctrain.train.run import How, run
 from tests.train.job import newest_model
 from tests.train.starting import last_line, start
 
@@ -83,12 +88,22 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     assert read(output / "metrics.jsonl") == records
 
 
-def test_a_dry_run_describes_everything_and_leaves_nothing(folder):
-    done = train(folder, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    for text in ("83 parameters", "2 of 4 steps, 8 in all", "nodes", "one rank"):
-        assert text in done.stdout
-    assert not (folder / "runs").exists()
+def test_a_dry_run_and_a_place_that_cannot_be_written(folder, monkeypatch, capsys):
+    """In this process: no rank needs another."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    try:
+        assert run(load(Path("small.toml")), {}, How(dry_run=True)) == 0
+        told = capsys.readouterr().out
+        for text in ("83 parameters", "2 of 4 steps, 8 in all", "nodes", "one rank"):
+            assert text in told
+        assert not (folder / "runs").exists()
+        (folder / "file").touch()
+        with pytest.raises(ConfigError, match="the run directory file/out cannot be written"):
+            run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
+    finally:
+        hpctrain.shutdown()
+        sys.modules.pop("task", None)
 
 
 def test_a_mistake_of_all_ranks_is_one_line_and_exit_code_2(folder):
@@ -106,11 +121,3 @@ def test_an_error_in_the_loop_of_one_rank_ends_all_with_its_trace(folder):
     assert "ValueError: no luck on this rank" in done.stderr
     log = folder / "runs/small/log/rank-1.log"
     assert "ValueError: no luck on this rank" in log.read_text()
-
-
-def test_a_place_that_cannot_be_written_is_one_line(folder):
-    (folder / "file").touch()
-    done = train(folder, "--set", "output_dir=file/out")
-    assert done.returncode == 2
-    assert done.stderr.startswith("hpctrain: the run directory file/out cannot be written")
-    assert done.stderr.count("\n") == 1

@@ -10,13 +10,8 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     directory = RunDirectory(tmp_path / "a" / "b")
     directory.create("seed = 1\n", environment(), {"plan": {"rails": 1}})
     assert {path.name for path in directory.path.iterdir()} == {
-        "config.toml",
-        "env.json",
-        "plan.json",
-        "log",
-        "checkpoints",
-        "plots",
-    }
+        "config.toml", "env.json", "plan.json", "log", "checkpoints", "plots",
+    }  # fmt: skip
     assert directory.config.read_text() == "seed = 1\n"
     assert json.loads(directory.plan.read_text()) == {"plan": {"rails": 1}}
     facts = json.loads(directory.environment.read_text())

@@ -9,11 +9,6 @@ from hpctrain.train.task import build
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sync.method=own"], "sync.method is one of synchronous, local_sgd"),
-        (["sync.steps=0"], "sync.steps is at least 1, or auto, got 0"),
-        (["sync.steps=often"], "sync.steps is at least 1, or auto, got 'often'"),
-        (["sync.compression=int8"], "sync.compression is one of none, fp16, bf16, got 'int8'"),
-        (["sync.compression=bf16"], "leave them out, or choose another method"),
         (["sync.method=staged_sgd", "sync.steps=auto"], "which changes it by the loss"),
         (["sync.method=diloco", "sync.args.steps=3"], "write steps and compression beside it"),
         (["sync.method=diloco", "train.reproducible=true"], "leave one of them out, got 'diloco'"),

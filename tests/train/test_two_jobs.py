@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 import hpctrain
-from hpctrain.checkpoint.store import check
+from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import MismatchError
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.stopping import STOPPED

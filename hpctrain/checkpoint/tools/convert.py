@@ -1,14 +1,18 @@
 """Read states that other programs wrote, and make checkpoints of them. No code of them is run."""
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint import store
-from hpctrain.checkpoint.format import manifest, plain
+import torch
+
+from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.state_tree import unflatten
-from hpctrain.checkpoint.tools.export import DCP_INDEX, SKELETON
+from hpctrain.checkpoint.saving import Saved, save
+from hpctrain.checkpoint.tools.export import SKELETON
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CheckpointError
 
@@ -17,11 +21,10 @@ if TYPE_CHECKING:
 
 
 def read_foreign(source: Path | str) -> dict[str, Any]:
-    """Return the state that a file of torch or safetensors or a directory of DCP holds.
+    """Return the state that a file of torch or safetensors holds, with all tensors on the CPU.
 
     Args:
-        source: ``*.safetensors``, a directory that ``torch.distributed.checkpoint`` wrote, or any
-            other file for ``torch.load``.
+        source: ``*.safetensors``, or any other file for ``torch.load``.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it holds more than tensors and plain
@@ -31,23 +34,15 @@ def read_foreign(source: Path | str) -> dict[str, Any]:
     if (source / manifest.NAME).exists():
         raise CheckpointError(f"{source} is a checkpoint of hpctrain itself; load it as one")
     if source.is_dir():
-        if not (source / DCP_INDEX).exists():
-            raise CheckpointError(
-                f"{source} holds no {DCP_INDEX}: it is no directory of "
-                f"torch.distributed.checkpoint, or its writing did not end; check the path"
-            )
-        from hpctrain.checkpoint import dcp  # noqa: PLC0415 - loads much of torch
-
-        return dcp.read(source)
+        raise CheckpointError(
+            f"a state is read from one file, {source} is a directory; one of "
+            f"torch.distributed.checkpoint becomes a file by python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {source} OUT.pt, which runs "
+            f"what its index says: do so only where you trust who wrote it"
+        )
     if source.suffix == ".safetensors":
         return _read_safetensors(source)
-    state: object = plain.load(source)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"a state is a dict of tensors and values, {source} holds a {type(state).__name__}; "
-            f"save a state_dict()"
-        )
-    return dict(state)
+    return _read_torch(source)
 
 
 def import_state(
@@ -58,7 +53,7 @@ def import_state(
     under: str | None = None,
     step: int = 0,
     facts: Mapping[str, Any] | None = None,
-) -> store.Saved:
+) -> Saved:
     """Make a checkpoint of what another program wrote.
 
     Collective. Every rank reads ``source``, which all must see, and writes its share.
@@ -75,17 +70,31 @@ def import_state(
     Raises:
         CheckpointError: ``source`` cannot be read on some rank, or the checkpoint not written.
     """
-    state: dict[str, Any] = {}
-    message = ""
-    try:
+    with agreed(comm, CheckpointError):
         state = read_foreign(source)
-    except CheckpointError as error:
-        message = str(error)
-    if message := next(filter(None, comm.allgather_object(message)), ""):
-        raise CheckpointError(message)
     told = {"imported_from": str(source), **(facts or {})}
     state = {under: state} if under else state
-    return store.save(Path(directory), state, comm, step=step, facts=told)
+    return save(Path(directory), state, comm, step=step, facts=told)
+
+
+def _read_torch(source: Path) -> dict[str, Any]:
+    try:
+        state: object = torch.load(source, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {source}; check the path") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{source} is damaged, or holds more than tensors and plain values: "
+            f"{str(error).splitlines()[0]}; use another one"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"cannot read {source}: {error}; use another one") from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"a state is a dict of tensors and values, {source} holds a {type(state).__name__}; "
+            f"save a state_dict()"
+        )
+    return dict(state)
 
 
 def _read_safetensors(source: Path) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.checkpoint_directory import ASIDE, step_of
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.checkpoint.retention import ASIDE, step_of
 from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes

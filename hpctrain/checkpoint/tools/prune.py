@@ -4,12 +4,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint import store
-from hpctrain.checkpoint.checkpoint_directory import SCORE
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.checkpoint.retention import Kept, check_keep, expendable, step_of
+from hpctrain.checkpoint.checkpoint_directory import (
+    Kept,
+    check_keep,
+    expendable,
+    put_away,
+    step_of,
+)
+from hpctrain.checkpoint.loading import check
 from hpctrain.checkpoint.tools.describe import checkpoints_in
-from hpctrain.core.atomic import PART, reason_of, sync
+from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
 
@@ -48,7 +52,7 @@ def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = Fa
             f"checkpoint; remove it by hand"
         )
     known: dict[int, bool] = {}
-    present = {step: _kept(step, place) for step, place in found.items()}
+    present = {step: Kept.read(step, place) for step, place in found.items()}
     while True:
         going = expendable(present.values(), keep=keep, keep_best=keep_best)
         unread = [
@@ -59,7 +63,7 @@ def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = Fa
         if not unread:
             break
         for step in unread:
-            known[step] = not store.check(found[step])
+            known[step] = not check(found[step])
             if not known[step]:
                 present[step] = Kept(step, whole=False)
     if not dry_run:
@@ -72,21 +76,9 @@ def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = Fa
     )
 
 
-def _kept(step: int, place: Path) -> Kept:
-    try:
-        score = CheckpointManifest.read(place).facts.get(SCORE)
-    except CheckpointError:
-        return Kept(step, whole=False)
-    return Kept(step, score=score if isinstance(score, float) else None)
-
-
 def _remove(place: Path) -> None:
-    """Give it a name that nothing reads, then remove it: no kill or loss of power damages it."""
-    gone = place.with_name(f"{place.name}.gone{PART}")
     try:
-        if gone.exists():
-            shutil.rmtree(gone)
-        place.rename(gone)
+        gone = put_away(place)
         sync(place.parent)
         shutil.rmtree(gone)
     except OSError as error:

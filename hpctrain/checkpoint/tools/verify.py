@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint import store
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.loading import check
 from hpctrain.checkpoint.tools.describe import checkpoints_in, files_of
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
@@ -80,5 +80,5 @@ def _check(directory: Path) -> Checked:
         files=tuple(files_of(told)),
         num_tensors=len(records),
         num_bytes=sum(record.num_bytes for record in records),
-        faults=tuple(str(fault) for fault in store.check(directory)),
+        faults=tuple(str(fault) for fault in check(directory)),
     )

@@ -8,7 +8,7 @@ from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.lint.limit import DEFAULT_EVERY, sbatch_time, time_limit_s
 from hpctrain.launch.slurm.lint.lint import lint
 from hpctrain.launch.slurm.lint.script_facts import LintFacts
-from hpctrain.train.checkpoint_config import CheckpointConfig
+from hpctrain.train.config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY
 
 

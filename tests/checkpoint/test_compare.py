@@ -9,30 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.tools import diff
-from hpctrain.checkpoint.tools.diff import differences, plain_differences, plain_values
+from hpctrain.checkpoint.tools import compare
+from hpctrain.checkpoint.tools.compare import differences, plain_differences, plain_values
 
 FLOATS = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
     torch.float8_e5m2,
-)
+)  # fmt: skip
 OTHERS = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-    torch.complex64,
-    torch.complex128,
-)
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+    torch.int64, torch.uint64, torch.complex64, torch.complex128,
+)  # fmt: skip
 
 
 def one(a, b):
@@ -49,14 +36,10 @@ def ulp_between(a, b):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4)])
-def test_a_tensor_is_the_same_as_its_copy(dtype, shape):
-    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    assert list(differences({"x": tensor}, {"x": tensor.clone()})) == []
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
 def test_one_changed_element_is_found_and_measured(dtype):
+    for shape in ((), (0,), (7,), (3, 4)):
+        a = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+        assert list(differences({"x": a}, {"x": a.clone()})) == []
     a = torch.zeros(3, 4).to(dtype)
     b = torch.zeros(3, 4)
     b[1, 2] = 1
@@ -111,17 +94,12 @@ def test_bits_decide():
     a = torch.tensor([nan, 0.0, inf, 1.0])
     assert not list(differences({"x": a}, {"x": a.clone()}))
     found = one(a, torch.tensor([nan, -0.0, 2.0, 1.0]))
-    assert (found.num_different, found.num_not_finite, found.max_abs, found.max_ulp) == (
-        2,
-        1,
-        0,
-        0,
-    )
-    assert found.first == (1,)
+    assert (found.num_different, found.num_not_finite, found.first) == (2, 1, (1,))
+    assert (found.max_abs, found.max_ulp) == (0, 0)
 
 
 def test_large_tensors_are_compared_in_pieces(monkeypatch):
-    monkeypatch.setattr(diff, "_PIECE", 10)
+    monkeypatch.setattr(compare, "_PIECE", 10)
     a, b = torch.zeros(7, 9), torch.zeros(7, 9)
     b[3, 4] = b[6, 8] = 0.5
     b[4, 0] = -2
@@ -134,13 +112,13 @@ def test_shapes_types_and_what_is_missing_are_told_in_order():
     b = {"same": torch.ones(1), "d": torch.zeros(3), "b": torch.zeros(2, 1), "a": torch.ones(2)}
     b["e"] = torch.zeros(2).double()
     a["e"] = torch.zeros(2)
-    found = list(differences(a, b, ("left", "right")))
+    found = list(differences(a, b))
     assert [(item.path, item.what) for item in found] == [
         ("a", "values"), ("b", "shape"), ("c", "missing"), ("e", "dtype"), ("d", "missing"),
     ]  # fmt: skip
     assert found[1].text == "b: float32 (2,), and float32 (2, 1)"
-    assert found[2].text == "c: float32 (2,) in left, not in right"
-    assert found[4].text == "d: float32 (3,) in right, not in left"
+    assert found[2].text == "c: float32 (2,) in A, not in B"
+    assert found[4].text == "d: float32 (3,) in B, not in A"
 
 
 def test_plain_values_differ_in_value_and_type():

@@ -1,0 +1,27 @@
+"""Refusals of files and memory, as errors that say what to do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpctrain.core.atomic import reason_of
+from hpctrain.core.errors import CheckpointError
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Let what files and memory refuse in the block be a CheckpointError.
+
+    Args:
+        what: is done, for messages: "cannot ``write checkpoint x``".
+
+    Raises:
+        CheckpointError: instead of OSError, MemoryError and RuntimeError.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        reason = reason_of(error) or type(error).__name__
+        named = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        raise CheckpointError(
+            f"cannot {what}: {reason}{named}; see to it, or use another directory"
+        ) from error
