@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.tools.compare import compare, newest_state
@@ -90,6 +91,16 @@ def test_other_programs_read_the_weights_of_a_model(run, tmp_path, kind):
     num_bytes = sum(tensor.nbytes for tensor in state["model"].values())
     files = [out] if out.is_file() else list(out.iterdir())
     assert sum(file.stat().st_size for file in files) < num_bytes + 20_000
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_of_an_optimizer_comes_back_through_torchs_own_converter(tmp_path):
+    model, optimizer, state = trained()
+    export(state, tmp_path / "state", "dcp")
+    dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
+    other = torch.optim.AdamW(model.parameters(), lr=5.0)
+    other.load_state_dict(read_foreign(tmp_path / "state.pt")["optimizer"])
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_weights_of_another_program_become_part_of_a_checkpoint(tmp_path):

@@ -94,7 +94,21 @@ def _read_torch(source: Path) -> dict[str, Any]:
             f"a state is a dict of tensors and values, {source} holds a {type(state).__name__}; "
             f"save a state_dict()"
         )
-    return dict(state)
+    return {name: _numbered(value) for name, value in _numbered(state).items()}
+
+
+def _numbered(state: Any) -> Any:
+    """Return the state of an optimizer with numbers of parameters, which dcp_to_torch makes text.
+
+    ``load_state_dict`` would take text for the names of no parameters, without a word.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= {*state}:
+        return state
+    numbered = {
+        int(key) if isinstance(key, str) and key.isdecimal() else key: value
+        for key, value in state["state"].items()
+    }
+    return {**state, "state": numbered}
 
 
 def _read_safetensors(source: Path) -> dict[str, Any]:
