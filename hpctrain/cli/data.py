@@ -1,9 +1,324 @@
 """``hpctrain data``: make data sets, look at them, keep them whole."""
 
+from contextlib import contextmanager
+from dataclasses import asdict
+from json import dumps
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from hpctrain.cli.data_pack import pack
-from hpctrain.cli.data_tools import info, repair, reshard, split, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.data.format.layout import Manifest
+    from hpctrain.data.tools.info import Info, Shown
+
+FAULT = 1
+"""Exit code when a data set is not whole."""
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The data set.", show_default=False)
+]
+Out = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="Where the new one is written.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Sample = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Show this sample too.", show_default=False),
+]
+Copy = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="COPY",
+        help="Take damaged and missing shards from another copy of the same data set.",
+        show_default=False,
+    ),
+]
+Rebuild = Annotated[
+    bool,
+    typer.Option("--rebuild-manifest", help="Make a lost manifest anew from the shards."),
+]
+Drop = Annotated[
+    bool, typer.Option("--drop", help="Write the data set anew without its damaged blocks.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Tell what would be done, change nothing.")
+]
+SamplesPerShard = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
+]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Bytes of a shard, about.", show_default=False),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Samples of a block.", show_default="as it was"),
+]
+Compression = Annotated[
+    str | None,
+    typer.Option(metavar="zstd|none", help="Of all fields.", show_default="as it was"),
+]
+Parts = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME=SHARE...", help="Such as train=0.9 test=0.1.", show_default=False
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Another seed, other parts.")]
+By = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FIELD",
+        help="Share out each value of this integer field by itself.",
+        show_default=False,
+    ),
+]
+
+
+def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -> None:
+    """Tell what a data set holds: samples, fields, shards.
+
+    Reads the manifest and the sizes of files, no data; with --sample one sample.
+
+    For instance:
+
+      hpctrain data info data/train
+
+      hpctrain data info data/train --sample 0
+
+      hpctrain data info data/train --json | jq .num_samples
+    """
+    from hpctrain.data.tools.info import info as info_of  # noqa: PLC0415
+
+    found = info_of(directory)
+    shown: Sequence[Shown] = ()
+    if sample is not None:
+        from hpctrain.data.tools.info import peek  # noqa: PLC0415
+
+        shown = peek(directory, sample)
+    if json:
+        record = asdict(found)
+        if sample is not None:
+            record["sample"] = {"index": sample, "fields": [asdict(field) for field in shown]}
+        typer.echo(dumps(record, indent=1))
+        return
+    for line in _lines_of(found):
+        typer.echo(line)
+    for field in shown:
+        values = " ".join(map(_shown, field.values))
+        more = " ..." if prod(field.shape) > len(field.values) else ""
+        typer.echo(f"sample {sample}: {field.name} {field.shape} {values}{more}")
+
+
+def verify(directory: Directory, *, json: AsJson = False) -> None:
+    """Check every byte of a data set against the checksums that were written with it.
+
+    All ranks that were started together share out the shards. The exit code is 0
+    if the data set is whole, 1 if anything is wrong, 2 if it could not be checked.
+
+    For instance:
+
+      hpctrain data verify data/train
+
+      mpirun -n 16 hpctrain data verify data/train
+
+      hpctrain data verify data/train --json | jq .faults
+    """
+    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
+
+    with _ranks() as comm, ToolBar("checking", comm) as bar:
+        report = check(directory, comm, start=bar.start)
+    _say(comm, [dumps(asdict(report), indent=1)] if json else report.lines())
+    if not report.is_whole:
+        raise typer.Exit(FAULT)
+
+
+def repair(
+    directory: Directory,
+    *,
+    source: Copy = None,
+    rebuild_manifest: Rebuild = False,
+    drop: Drop = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Make a damaged data set whole again, and remove files that are no part of it.
+
+    Checks it as verify does, then does what the options allow, in this order:
+    the manifest, shards from a copy, the rest without what is lost. Each step is
+    atomic. The exit code is 0 if the data set is whole afterwards, else 1.
+
+    For instance:
+
+      hpctrain data repair data/train --from /archive/train --dry-run
+
+      hpctrain data repair data/train --from /archive/train
+
+      hpctrain data repair data/train --rebuild-manifest
+
+      hpctrain data repair data/train --drop
+    """
+    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.data.tools.repair import RepairPlan  # noqa: PLC0415
+    from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
+
+    plan = RepairPlan(source=source, rebuild_manifest=rebuild_manifest, drop=drop, dry_run=dry_run)
+    with _ranks() as comm, ToolBar("repairing", comm) as bar:
+        outcome = carry_out(directory, plan, comm, start=bar.start)
+    _say(comm, ["dry run, nothing is changed; it would be:"] if dry_run else [])
+    _say(comm, [*outcome.deeds, *outcome.report.lines()])
+    if not outcome.report.is_whole:
+        raise typer.Exit(FAULT)
+
+
+def reshard(
+    directory: Directory,
+    out: Out,
+    *,
+    samples_per_shard: SamplesPerShard = None,
+    shard_size: ShardSize = None,
+    block_size: BlockSize = None,
+    compression: Compression = None,
+) -> None:
+    """Write a data set anew with other shards, blocks or compression.
+
+    The samples and their order stay. All ranks that were started together share
+    the work. After a kill, the same command goes on where the finished shards end.
+
+    For instance:
+
+      hpctrain data reshard data/train data/train-large --shard-size 1GiB
+
+      mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
+    """
+    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
+    from hpctrain.data.tools.reshard import Shape  # noqa: PLC0415
+    from hpctrain.data.tools.reshard import reshard as write  # noqa: PLC0415
+
+    shape = Shape(
+        samples_per_shard=samples_per_shard,
+        shard_bytes=parse_bytes(shard_size) if shard_size else None,
+        block_size=block_size,
+        compression=compression,
+    )
+    with _ranks() as comm, ToolBar("writing", comm) as bar:
+        manifest = write(directory, out, shape, comm, start=bar.start)
+    _say(comm, [_summary(out, manifest)])
+
+
+def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: By = None) -> None:
+    """Share out the samples of a data set at random: each part is a data set, OUT/NAME.
+
+    Every sample is in one part. The same seed makes the same parts, on any number
+    of ranks. All ranks that were started together share the work.
+
+    For instance:
+
+      hpctrain data split data/all data train=0.9 test=0.1
+
+      hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
+    """
+    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.data.tools.shares import parse_shares  # noqa: PLC0415
+    from hpctrain.data.tools.split import split as write  # noqa: PLC0415
+
+    shares = parse_shares(parts)
+    with _ranks() as comm, ToolBar("writing", comm) as bar:
+        manifests = write(directory, out, shares, comm, seed=seed, by=by, start=bar.start)
+    _say(comm, [_summary(out / name, manifest) for name, manifest in manifests.items()])
+
+
+@contextmanager
+def _ranks() -> "Iterator[Communicator | None]":
+    """Join the ranks that were started together; None for a process alone, which loads no MPI."""
+    from hpctrain.cluster.env import launched  # noqa: PLC0415
+    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
+
+    found = launched()
+    if found is None or found.size == 1:
+        yield None
+        return
+    from hpctrain.cli.joined import joined  # noqa: PLC0415
+
+    comm = joined()
+    try:
+        yield comm
+    except DataError as error:
+        # Every rank has it: one of them tells it, and no rank ends the others.
+        raise MismatchError(str(error)) from error
+
+
+def _say(comm: "Communicator | None", lines: "Sequence[str]") -> None:
+    for line in lines if comm is None or comm.rank == 0 else ():
+        typer.echo(line)
+
+
+_MOST_SHARDS = 20
+"""Listed one by one; of more only the first and the last."""
+
+
+def _lines_of(info: "Info") -> "Iterator[str]":
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
+
+    yield f"{info.directory}: {info.num_samples} samples of the split {info.split}"
+    yield f"uuid        {info.uuid}"
+    if info.created_by:
+        yield f"created by  {info.created_by}"
+    yield f"block size  {info.block_size} samples"
+    if info.classes:
+        yield f"classes     {len(info.classes)}, named in classes.txt"
+    yield ""
+    rows = [("field", "shape", "dtype", "compression", "bytes")]
+    for field in info.fields:
+        shape = ", ".join(map(str, field.shape))
+        if field.mean_length is not None:
+            shape = f"length{', ' * bool(shape)}{shape}; mean length {field.mean_length:.1f}"
+        dtype, size = field.dtype.lstrip("|<"), format_bytes(field.num_bytes)
+        rows.append((field.name, f"({shape})", dtype, field.compression or "none", size))
+    yield from _columns(rows)
+    yield ""
+    shards = [
+        (s.file, str(s.num_samples), format_bytes(s.num_bytes), s.state) for s in info.shards
+    ]
+    head = ("shard", "samples", "bytes", "file")
+    if len(shards) > _MOST_SHARDS:
+        faults = [row for row in shards[1:-1] if row[-1] != "here"]
+        shards = [shards[0], *faults[:_MOST_SHARDS], ("...", "", "", ""), shards[-1]]
+    yield from _columns([head, *shards])
+    plural = "s" * (len(info.shards) != 1)
+    yield f"{len(info.shards)} shard{plural}, {format_bytes(info.num_bytes)}"
+
+
+def _columns(rows: "Sequence[Sequence[str]]") -> "Iterator[str]":
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        texts = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
+        yield "  ".join(texts).rstrip()
+
+
+def _shown(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def _summary(directory: Path, manifest: "Manifest") -> str:
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
+
+    size = format_bytes(manifest.num_bytes)
+    num_shards = len(manifest.shards)
+    shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"
+
 
 EXAMPLES = """
 For instance:

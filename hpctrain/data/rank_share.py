@@ -11,8 +11,8 @@ from hpctrain.comm.agreement import by_rank, raise_if_any
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.data.loader import Loader
+from hpctrain.data.sample_identity import identity_of
 from hpctrain.data.shared_loader import Counts, SharedLoader, StreamLoader
-from hpctrain.data.tools.sample_identity import identity_of
 from hpctrain.data.torch_dataloader import Stream
 from hpctrain.runtime.world import current
 

@@ -13,7 +13,7 @@ from hpctrain.collectives.objects import allgather_object, broadcast_object
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.logs import logger
-from hpctrain.data.tools.sample_identity import identity_of_samples
+from hpctrain.data.sample_identity import identity_of_samples
 from hpctrain.negotiation.reduce_op import Min
 
 BATCHES_PER_MESSAGE = 64

@@ -1,47 +1,52 @@
 """Copy a data set to storage that the ranks of a node share: once per node, not once per rank."""
 
+import errno
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import env
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import PART, reason_of
-from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.logs import logger
-from hpctrain.core.units import format_bytes
-from hpctrain.data.format.crc import combine
-from hpctrain.data.io.staging.node_copy import Copied, Copier, CopyShare, damaged, rank_of
-from hpctrain.data.io.staging.place import folders, sites
-from hpctrain.data.io.staging.staged_shard import StagedOpener
-from hpctrain.data.io.staging.staging_directory import StageDirectory, sweep
-from hpctrain.data.io.staging.staging_plan import Chosen, ShardPlan, plan_of, wanted_blocks
+from hpctrain.core.units import MIB, format_bytes
+from hpctrain.data.format.layout import Manifest, ShardEntry
+from hpctrain.data.io.chunks import ChunkCache
+from hpctrain.data.io.open_shard import OpenShard, check_file
+from hpctrain.data.io.shardfile import ShardIO
+from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.salvage import UNREADABLE
+from hpctrain.data.tools.turns import in_turns
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
+FIRST_S, EVERY_S = 10.0, 30.0
+"""When a copy says how far it is, and how often from then on."""
+
+_PIECE_BYTES = 8 * MIB
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 def stage(
-    dataset: ShardedDataset,
-    node: "Communicator",
-    to: Path | str = "auto",
-    blocks: ArrayLike | None = None,
+    dataset: ShardedDataset, node: "Communicator", to: Path | str = "auto"
 ) -> ShardedDataset:
     """Copy a data set to a folder of this node, shared by its ranks, and read it from there.
 
-    Collective over the ranks of a node: each copies a part, and all return when all is there.
-    Bytes are compared with their checksums on the way. The copy is removed when no rank of the
-    node reads it any more, by whatever end; what is left of killed jobs is removed at the start.
+    Collective over the ranks of a node: each copies some of the shards, one at a time, and all
+    return when all is there. Bytes are compared with their checksums on the way. The copy is
+    removed when no rank of the node reads it any more; what killed jobs have left is removed by
+    the next one that copies to the same folder.
 
-    What does not fit, also what a disk that fills up meanwhile does not take, is read from where
-    the data set is; one line of the log says so.
+    Shards that do not fit, also those that a disk that fills up meanwhile does not take, are read
+    from where the data set is; one line of the log says so.
 
     Args:
         dataset: the same on every rank.
@@ -49,99 +54,182 @@ def stage(
         to: a folder, made if missing; by default ``HPCTRAIN_STAGE_DIR``, else the job's folder
             for temporary files if it is on a disk of the node, else the node's memory, at most
             half of what is free.
-        blocks: where not all fits, what to copy: ``(num_blocks,)`` numbers of blocks of
-            ``dataset.block_size`` samples, such as those of the node's lanes; by default as many
-            shards as fit.
 
     Returns:
         The data set with another way to its files; ``dataset`` itself where nothing was copied.
 
     Raises:
-        CorruptError: a shard of the data set is damaged; on every rank of the node.
-        DataError: the folder cannot be used; on every rank of the node.
+        DataError: a shard of the data set is damaged, or the folder cannot be used; on every rank
+            of the node.
     """
-    task, lease = _chosen_together(dataset, node, to, blocks)
-    if task is None:
+    held: NodeFolder | None = None
+    chosen: list[int] = []
+    with agreed(node, DataError), _explained(dataset):
+        if node.rank == 0:
+            held, chosen = _choose(dataset, to)
+    path, chosen = node.broadcast_object((held.path if held else None, chosen))
+    if path is None:
         return dataset
-    copied = Copied()
     try:
-        lease = lease or StageDirectory.join(task.directory)
-    except OSError as error:
-        copied.error = DataError(
-            f"cannot use {task.directory}: {reason_of(error)}; every rank of a node must see it"
-        )
-    else:
-        copier = Copier(
-            dataset.path, task.directory, dataset.manifest, rank=node.rank, size=node.size
-        )
-        copied = copier.copy(task.plans)
-    try:
-        present = _finish(dataset, node, task, node.allgather_object(copied))
+        with agreed(node, DataError), _explained(dataset):
+            held = held or NodeFolder.join(path)
+        copier = _Copier(dataset, path)
+        in_turns(node, copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0))
+        done = node.allgather_object((copier.present, copier.full))
     except BaseException:
-        if lease is not None:
-            lease.close()
+        if held is not None:
+            held.close()
         raise
-    if lease is None or not present:
-        if lease is not None:
-            lease.close()
+    present = frozenset(index for some, _ in done for index in some)
+    if node.rank == 0:
+        _tell(dataset, path, present, next((full for _, full in done if full), ""))
+    if not present:
+        held.close()
         return dataset
-    return dataset.with_opener(StagedOpener(task.directory, present, lease))
+    return dataset.with_opener(StagedOpener(path, present, held))
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What the node copies, and where to."""
+@dataclass(frozen=True)
+class StagedOpener:
+    """Opens shards from the node's copy where it has them; picklable."""
 
     directory: Path
-    plans: list[ShardPlan]
+    """Of the copy."""
+    present: frozenset[int]
+    """Numbers of the shards that were copied."""
+    held: NodeFolder | None = field(repr=False, compare=False)
+    """Keeps the copy; the process that made it has it, not those that got this by pickle."""
+
+    def __call__(
+        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
+    ) -> OpenShard:
+        """Open a shard; from ``directory`` where there is no copy, or none that can be read."""
+        if index in self.present:
+            try:
+                return OpenShard(self.directory, manifest, index, io=io, chunks=chunks)
+            except CorruptError as error:
+                logger.warning("%s; it is read from %s from now on", error, directory)
+        return OpenShard(directory, manifest, index, io=io, chunks=chunks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return {**self.__dict__, "held": None}
 
 
-def _chosen_together(
-    dataset: ShardedDataset, node: "Communicator", to: Path | str, blocks: ArrayLike | None
-) -> tuple[_Task | None, StageDirectory | None]:
-    """Let rank 0 choose; all learn of it. Only rank 0 holds the directory so far."""
-    task: _Task | str | None = None
-    lease = None
-    if node.rank == 0:
+class _Copier:
+    """Copies the shards of one rank."""
+
+    def __init__(self, dataset: ShardedDataset, target: Path) -> None:
+        self._dataset = dataset
+        self._target = target
+        self.present: list[int] = []
+        """Shards that are there, whole."""
+        self.full = ""
+        """Why the storage took no more."""
+
+    def copy(self, indices: list[int], *, tells: bool) -> Iterator[None]:
+        """Copy shards a piece at a time, until all are there or the storage is full."""
+        shards = self._dataset.manifest.shards
+        total_bytes = sum(shards[index].num_bytes for index in indices)
+        num_bytes, next_s = 0, time.monotonic() + FIRST_S
+        for index in indices:
+            for piece_bytes in self._copy_shard(index):
+                num_bytes += piece_bytes
+                if tells and time.monotonic() >= next_s:
+                    next_s = time.monotonic() + EVERY_S
+                    logger.warning(
+                        "this rank has copied %s of %s to %s",
+                        format_bytes(num_bytes),
+                        format_bytes(total_bytes),
+                        self._target,
+                    )
+                yield
+            if self.full:
+                return
+            self.present.append(index)
+
+    def _copy_shard(self, index: int) -> Iterator[int]:
+        target = self._target / self._dataset.manifest.shards[index].file
+        part = target.with_name(target.name + PART)
         try:
-            task, lease = _choose(dataset, to, blocks)
-        except (*UNREADABLE, HpctrainError) as error:
-            task = f"cannot copy data set {dataset.path} to this node: {reason_of(error)}"
-    task = node.broadcast_object(task)
-    if isinstance(task, str):
-        raise DataError(task)
-    return task, lease
-
-
-def _choose(
-    dataset: ShardedDataset, to: Path | str, blocks: ArrayLike | None
-) -> tuple[_Task | None, StageDirectory | None]:
-    for folder in folders(to):
-        for left_over in sweep(folder):
-            logger.info("removed %s of a job that was killed", left_over)
-    manifest, wanted = dataset.manifest, None
-    if blocks is not None:
-        length = dataset.block_size
-        wanted = wanted_blocks(manifest, np.asarray(blocks, np.int64) * length, length)
-    found = sites(to, dataset.path)
-    choices = []
-    for site in found:
-        plans = plan_of(dataset.path, manifest, wanted, site.room_bytes)
-        choices.append((sum(plan.num_bytes for plan in plans), site, plans))
-    choices.sort(key=lambda choice: -choice[0])  # equal ones stay in their order
-    refusals = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
-    for num_bytes, site, plans in choices:
-        if not num_bytes:
-            break
-        try:
-            lease = StageDirectory.create(site.folder, _label(manifest.uuid))
+            with part.open("wb") as file:
+                for piece in self._pieces(index):
+                    file.write(piece)
+                    yield len(piece)
+            part.rename(target)
         except OSError as error:
-            refusals.append(f"{site.folder} refuses: {reason_of(error)}")
-            continue
-        _tell(dataset, plans, num_bytes, lease.path)
-        return _Task(lease.path, plans), lease
-    _tell_nothing(dataset, refusals, explicit=to != "auto")
-    return None, None
+            part.unlink(missing_ok=True)
+            if error.errno not in _FULL:
+                raise DataError(
+                    f"cannot write {part}: {reason_of(error)}; check the storage of this node, or "
+                    f"read the data set where it is: stage=None"
+                ) from error
+            self.full = reason_of(error)
+
+    def _pieces(self, index: int) -> Iterator[bytes]:
+        """Yield the bytes of a shard; after the last one, all of them have proved to be right."""
+        directory, manifest = self._dataset.path, self._dataset.manifest
+        shard = manifest.shards[index]
+        check_file(directory, manifest, index)
+        why, crc = "it has the wrong crc32", 0
+        try:
+            with (directory / shard.file).open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    crc = crc32(piece, crc)
+                    yield piece
+        except OSError as error:
+            why, crc = reason_of(error), ~shard.crc32
+        if crc != shard.crc32:
+            first = sum(before.num_samples for before in manifest.shards[:index])
+            stop = first + shard.num_samples
+            raise CorruptError(
+                f"shard {directory / shard.file} is damaged, so it is not copied to the node: "
+                f"{why} (samples {first} to {stop - 1}); find all damage with "
+                f"hpctrain data verify {directory}",
+                first,
+                stop,
+            )
+
+
+@contextmanager
+def _explained(dataset: ShardedDataset) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot copy data set {dataset.path} to this node: {error}; every rank of the node "
+            f"must see the folder and may write there"
+        ) from error
+
+
+def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None, list[int]]:
+    """Return the folder that has room for most of the data set, and the shards that fit."""
+    found = sites(to, dataset.path)
+    for site in found:
+        for left_over in sweep(site.folder):
+            logger.info("removed %s of a job that was killed", left_over)
+    shards, total_bytes = dataset.manifest.shards, dataset.manifest.num_bytes
+    if found:
+        best = max(found, key=lambda site: min(site.room_bytes, total_bytes))
+        if chosen := _fitting(shards, best.room_bytes):
+            return NodeFolder.create(best.folder, _label(dataset.uuid)), chosen
+    rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
+    logger.warning(
+        "data set %s is read from where it is, %s fit nowhere else on this node: %s",
+        dataset.path,
+        format_bytes(total_bytes),
+        "; ".join(rooms) or "no other storage is the node's own",
+    )
+    return None, []
+
+
+def _fitting(shards: Iterable[ShardEntry], room_bytes: int) -> list[int]:
+    chosen = []
+    for index, shard in enumerate(shards):
+        if shard.num_bytes <= room_bytes:
+            chosen.append(index)
+            room_bytes -= shard.num_bytes
+    return chosen
 
 
 def _label(uuid: str) -> str:
@@ -149,91 +237,19 @@ def _label(uuid: str) -> str:
     return re.sub(r"[^\w.-]", "_", f"{uuid[:8]}-{job}")
 
 
-def _tell(
-    dataset: ShardedDataset, plans: Sequence[ShardPlan], num_bytes: int, target: Path
-) -> None:
-    if num_bytes == dataset.manifest.num_bytes:
-        logger.info(
-            "data set %s is copied to %s: %s", dataset.path, target, format_bytes(num_bytes)
-        )
-    else:
-        logger.warning(
-            "%s of the %s of data set %s are copied to %s, from %d of %d shards: there is no room "
-            "for more; the rest is read from where it is",
-            format_bytes(num_bytes),
-            format_bytes(dataset.manifest.num_bytes),
-            dataset.path,
-            target.parent,
-            len(plans),
-            len(dataset.manifest.shards),
-        )
-
-
-def _tell_nothing(dataset: ShardedDataset, refusals: Sequence[str], *, explicit: bool) -> None:
-    if not refusals and not explicit:
-        logger.info(
-            "data set %s is read from where it is: no other storage of this node", dataset.path
-        )
+def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
+    shards = dataset.manifest.shards
+    size = format_bytes(sum(shards[index].num_bytes for index in present))
+    if len(present) == len(shards):
+        logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return
     logger.warning(
-        "data set %s is read from where it is, %s fit nowhere on this node: %s",
+        "%d of %d shards of data set %s are copied to %s, %s: %s; the rest is read from where "
+        "it is",
+        len(present),
+        len(shards),
         dataset.path,
-        format_bytes(dataset.manifest.num_bytes),
-        "; ".join(refusals),
+        path.parent,
+        size,
+        why or "there is no room for more",
     )
-
-
-def _finish(
-    dataset: ShardedDataset, node: "Communicator", task: _Task, copied: Sequence[Copied]
-) -> dict[int, Chosen | None]:
-    """Give the complete copies their names and return them; or raise on all ranks."""
-    for one in copied:
-        if one.error is not None:
-            raise one.error
-    present: dict[int, Chosen | None] = {}
-    for plan in task.plans:
-        shares = [one.shares.get(plan.index) for one in copied]
-        if any(share is None or not share.complete for share in shares):
-            continue  # the storage is full
-        if plan.blocks is None:
-            _check_whole(dataset, plan.index, [share for share in shares if share is not None])
-        present[plan.index] = plan.blocks
-    refusal = ""
-    if node.rank == 0:
-        try:
-            _publish(dataset, task, present)
-        except OSError as error:
-            refusal = f"cannot use the copy in {task.directory}: {reason_of(error)}"
-        if full := next((one.full for one in copied if one.full), ""):
-            logger.warning(
-                "%s took %d of %d shards of data set %s and no more: %s; the rest is read from "
-                "where it is",
-                task.directory.parent,
-                len(present),
-                len(task.plans),
-                dataset.path,
-                full,
-            )
-    if refusal := node.broadcast_object(refusal):  # after it, all copies have their names
-        raise DataError(refusal)
-    return present
-
-
-def _check_whole(dataset: ShardedDataset, index: int, shares: Sequence[CopyShare]) -> None:
-    """Compare the crc32 of a file with that of its parts."""
-    crc32 = 0
-    for turn in range(len(shares)):
-        mine = shares[rank_of(turn, index, len(shares))]
-        crc32 = combine(crc32, mine.crc32, mine.num_bytes)
-    if crc32 != dataset.manifest.shards[index].crc32:
-        raise damaged(dataset.path, dataset.manifest, index, "it has the wrong crc32")
-
-
-def _publish(dataset: ShardedDataset, task: _Task, present: Mapping[int, Chosen | None]) -> None:
-    for plan in task.plans:
-        path = task.directory / dataset.manifest.shards[plan.index].file
-        part = path.with_name(path.name + PART)
-        if plan.index in present:
-            part.rename(path)
-        else:
-            part.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.compression import load_filters, rows_per_chunk
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
 from hpctrain.data.format.publication import (
     Publication,
@@ -28,7 +28,6 @@ from hpctrain.data.format.publication import (
     split_in,
 )
 from hpctrain.data.format.rows import Samples, checked_rows, count, cut
-from hpctrain.data.format.valid_names import shard_part
 from hpctrain.data.ragged import Ragged
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.copying.peek import peek
-from hpctrain.data.tools.info import info
+from hpctrain.data.tools.info import info, peek
 from tests.data.mixed_set import mixed, write_mixed
 
 

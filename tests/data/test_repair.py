@@ -145,16 +145,16 @@ def test_a_manifest_needs_all_shards_of_one_data_set(damaged, copy, tmp_path):
     (damaged / MANIFEST).unlink()
     names = sorted(path.name for path in damaged.glob("*.h5"))
     (damaged / names[1]).unlink()
-    with pytest.raises(DataError, match=r"data set \w+ lacks the shards 1 of 3"):
+    with pytest.raises(DataError, match=r"has 2 of 3 shards of \w+; take"):
         repair(damaged, RepairPlan(rebuild_manifest=True))
     (damaged / names[1]).write_bytes(b"no HDF5")
-    with pytest.raises(DataError, match=rf"lacks .*; {names[1]} cannot be used"):
+    with pytest.raises(DataError, match=rf"has 2 of 3 .*; {names[1]} cannot be used"):
         repair(damaged, RepairPlan(rebuild_manifest=True))
     shutil.copy(copy / names[1], damaged)
     write_mixed(tmp_path / "other")
     for path in (tmp_path / "other").glob("*.h5"):
         shutil.copy(path, damaged)
-    with pytest.raises(DataError, match="all shards of 2 data sets"):
+    with pytest.raises(DataError, match=r"has 3 of 3 shards of \w+; 3 of 3"):
         repair(damaged, RepairPlan(rebuild_manifest=True))
 
 

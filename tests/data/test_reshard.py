@@ -9,10 +9,11 @@ import pytest
 import hpctrain
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.copying import copy as copying
-from hpctrain.data.io.copying.copy import share, stream
-from hpctrain.data.tools import reshard, salvage
+from hpctrain.data.tools import blocks as shard_blocks
+from hpctrain.data.tools import reshard, turns
+from hpctrain.data.tools.copying import stream
 from hpctrain.data.tools.reshard import Shape
+from hpctrain.data.tools.turns import share
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter
 from hpctrain.runtime.world import current
@@ -51,7 +52,10 @@ def test_what_is_not_given_stays(original, tmp_path):
     manifest = reshard.reshard(original, tmp_path, Shape())
     before = Manifest.read(original)
     assert manifest.uuid != before.uuid
-    assert replace(manifest, uuid=before.uuid, shards=()) == replace(before, shards=())
+    classes = ("cat", "dog", "emu")  # from the file
+    assert replace(manifest, uuid=before.uuid, shards=()) == replace(
+        before, shards=(), classes=classes
+    )
     assert [shard.num_samples for shard in manifest.shards] == [40, 40, 20]
 
 
@@ -71,14 +75,14 @@ def test_a_size_in_bytes_makes_shards_of_whole_blocks_of_about_that_size(origina
 
 
 def test_pieces_play_no_role(original, tmp_path, monkeypatch):
-    monkeypatch.setattr(salvage, "PIECE_BYTES", 1)
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", 1)
     reshard.reshard(original, tmp_path, Shape(samples_per_shard=30))
     assert samples_in(tmp_path) == samples_in(original)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 500, 10**9])
 def test_any_range_is_streamed_as_it_is(original, monkeypatch, piece_bytes):
-    monkeypatch.setattr(salvage, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", piece_bytes)
     manifest = Manifest.read(original)
     for start, stop in ((0, 100), (0, 1), (39, 41), (45, 47), (99, 100), (50, 50)):
         numbers = []
@@ -124,7 +128,7 @@ def test_a_data_set_is_never_replaced(original, tmp_path):
 
 
 def test_what_was_broken_off_goes_on(original, tmp_path, monkeypatch):
-    monkeypatch.setattr(salvage, "PIECE_BYTES", 1)
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", 1)
     append = ShardWriter.append
 
     def fail(writer, samples):
@@ -166,8 +170,8 @@ def test_what_has_no_meaning_is_refused(options, words):
 def test_the_shards_are_the_same_for_any_number_of_ranks(
     world, comm, tmp_path_factory, monkeypatch
 ):
-    monkeypatch.setattr(copying, "TURN_S", 0.0)  # as many turns as pieces
-    monkeypatch.setattr(salvage, "PIECE_BYTES", 1)
+    monkeypatch.setattr(turns, "TURN_S", 0.0)  # as many turns as pieces
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", 1)
     directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
     if world.rank == 0:
         write_mixed(directory / "set")

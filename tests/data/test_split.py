@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import hpctrain
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.copying.parts import Group, parse_shares, sizes_of
-from hpctrain.data.tools import salvage
+from hpctrain.data.tools import blocks as shard_blocks
+from hpctrain.data.tools.shares import Group, parse_shares, sizes_of
 from hpctrain.data.tools.split import split
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_parts_and_another_one_others(original, tmp
 @pytest.mark.parametrize("by", [None, "label"])
 def test_pieces_and_shards_play_no_role(original, tmp_path, monkeypatch, by):
     split(original, tmp_path / "first", HALVES, by=by)
-    monkeypatch.setattr(salvage, "PIECE_BYTES", 1)
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", 1)
     write_mixed(tmp_path / "set", samples_per_shard=30)
     split(tmp_path / "set", tmp_path / "second", HALVES, by=by)
     assert numbers_in(tmp_path / "first/a") == numbers_in(tmp_path / "second/a")

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.errors import DataError
 from hpctrain.data import staging
-from hpctrain.data.io.staging import node_copy as stage_copy
-from hpctrain.data.io.staging.place import Site
-from hpctrain.data.io.staging.staged_shard import StagedOpener
+from hpctrain.data.node_folder import Site
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.staging import stage
+from hpctrain.data.staging import StagedOpener, stage
 from hpctrain.data.writer import write_arrays
 from hpctrain.runtime.world import current
 from tests.full_disk import largest_file
@@ -45,7 +43,7 @@ def folder(comm, tmp_path):
 def write(comm, folder):
     """Write a data set in three shards, the last one short; return it, opened by all ranks."""
 
-    def make(**options):
+    def make(compression=None):
         if comm.rank == 0:
             rng = np.random.default_rng(0)
             arrays = {
@@ -53,47 +51,39 @@ def write(comm, folder):
                 "number": np.arange(N),
                 "text": Ragged.of([torch.full((n % 9,), n) for n in range(N)]),
             }
-            sizes = {"samples_per_shard": 401, "block_size": 7}
-            write_arrays(folder / "set", arrays, **(sizes | options))
+            sizes = {"samples_per_shard": 401, "block_size": 7, "compression": compression}
+            write_arrays(folder / "set", arrays, **sizes)
         comm.barrier()
         return ShardedDataset.open(folder / "set", comm)
 
     return make
 
 
-@pytest.fixture
-def room(monkeypatch, folder):
-    """Let the node have so much room and no more."""
-
-    def give(num_bytes):
-        (folder / "node").mkdir(exist_ok=True)
-        monkeypatch.setattr(staging, "sites", lambda *_: [Site(folder / "node", num_bytes)])
-
-    return give
-
-
-def assert_same(found, indices):
-    assert found["number"].tolist() == indices.tolist()
-    assert found["text"].values.tolist() == [n for n in indices.tolist() for _ in range(n % 9)]
-    assert found["text"].lengths.tolist() == [n % 9 for n in indices.tolist()]
-
-
 def every(dataset, source):
     """Take all samples in random order and compare them."""
     for indices in np.split(np.random.default_rng(1).permutation(N), 5):
-        found = dataset.take(indices)
-        assert_same(found, indices)
-        assert torch.equal(found["image"], source.take(indices)["image"])
+        found, wanted = dataset.take(indices), source.take(indices)
+        assert found["number"].tolist() == indices.tolist()
+        assert torch.equal(found["image"], wanted["image"])
+        assert found["text"].values.tolist() == wanted["text"].values.tolist()
+        assert found["text"].lengths.tolist() == [n % 9 for n in indices.tolist()]
 
 
 def shards_in(folder):
     return sorted(path.name for path in folder.rglob("*.h5*"))
 
 
+def said_by(comm, caplog):
+    """Return what was said, by one rank."""
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (comm.rank == 0)
+    return comm.broadcast_object("".join(said))
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_the_copy_is_the_data_set(comm, folder, write, compression):
-    source = write(compression=compression)
+    source = write(compression)
     staged = stage(source, comm, folder / "node")
     files = [shard.file for shard in source.manifest.shards]
     assert shards_in(folder / "node") == sorted(files)
@@ -110,134 +100,96 @@ def test_the_copy_is_the_data_set(comm, folder, write, compression):
     assert shards_in(folder / "node") == []
 
 
-def test_what_does_not_fit_is_read_from_the_data_set(comm, folder, write, room, caplog):
+def test_what_does_not_fit_is_read_from_the_data_set(comm, folder, write, monkeypatch, caplog):
     source = write()
-    room(source.manifest.shards[0].num_bytes + 10_000)
+    size = source.manifest.shards[0].num_bytes + 10_000
+    room = [Site(folder / "small", 10_000), Site(folder / "node", size), Site(folder, size)]
+    for site in room:
+        site.folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(staging, "sites", lambda *_: room)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         staged = stage(source, comm)
     assert shards_in(folder / "node") == [source.manifest.shards[0].file]
     every(staged, source)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (comm.rank == 0)
-    assert all("from 1 of 3 shards" in text for text in said)
-    room(10)
+    assert "1 of 3 shards of data set" in said_by(comm, caplog)
+    del room[1:]
     assert stage(source, comm) is source
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_the_chosen_blocks_are_copied_and_no_others(comm, folder, write, room):
-    source = write()
-    blocks = np.random.default_rng(2).permutation(-(-N // 7))[:30]
-    full_bytes = sum(shard.num_bytes for shard in source.manifest.shards)
-    room(full_bytes // 2)
-    staged = stage(source, comm, blocks=blocks)
-    copies = (folder / "node").rglob("*.h5")
-    assert sum(path.stat().st_blocks * 512 for path in copies) < full_bytes // 2
-    every(staged, source)
-    comm.barrier()
-    if comm.rank == 0:
-        (folder / "set").rename(folder / "away")
-    comm.barrier()
-    inside = (blocks[:, None] * 7 + np.arange(7)).ravel()
-    inside = np.random.default_rng(3).permutation(inside[inside < N])
-    outside = np.setdiff1d(np.arange(N), inside)
-    again = pickle.loads(pickle.dumps(staged))
-    assert_same(again.take(inside), inside)
-    with pytest.raises(CorruptError, match="cannot read shard"):
-        again.take(outside)
-
-
-def test_blocks_beyond_the_room_are_read_from_the_data_set(comm, folder, write, room):
-    source = write()
-    room(source.manifest.shards[0].num_bytes // 2)
-    staged = stage(source, comm, blocks=np.arange(0, -(-N // 7), 2))
-    assert len(shards_in(folder / "node")) == 1
-    every(staged, source)
-
-
-def test_compressed_shards_are_copied_as_a_whole(comm, folder, write, room):
-    source = write(compression="zstd")
-    room(source.manifest.shards[0].num_bytes + 100)
-    staged = stage(source, comm, blocks=[0])
-    assert shards_in(folder / "node") == [source.manifest.shards[0].file]
-    every(staged, source)
-
-
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("blocks", [None, list(range(0, N // 7, 4))])
-def test_a_damaged_shard_is_an_error_on_every_rank(comm, folder, write, room, blocks):
-    source = write()
-    total_bytes = sum(shard.num_bytes for shard in source.manifest.shards)
-    room(total_bytes if blocks is None else int(0.9 * total_bytes))
-    if comm.rank == 0:
-        shard = source.manifest.shards[1]
-        with (folder / "set" / shard.file).open("r+b") as file:
-            # Sample 401 + 27 is in block 61 of the data set, and in block 3 of the shard.
-            file.seek(shard.places["image"].offset + 27 * 50 * 7 * 4)
-            file.write(b"damaged")
-    comm.barrier()
-    wanted = [*blocks, 61] if blocks else None
-    with pytest.raises(CorruptError, match="is damaged, so it is not copied") as caught:
-        stage(source, comm, blocks=wanted)
-    assert (caught.value.start, caught.value.stop) == ((422, 429) if blocks else (401, 802))
-    comm.barrier()
-    assert not list((folder / "node").iterdir())
-
-
-def test_a_truncated_or_missing_shard_is_an_error_on_every_rank(comm, folder, write):
-    source = write()
-    file = folder / "set" / source.manifest.shards[2].file
-    if comm.rank == 0:
-        with file.open("r+b") as opened:
-            opened.truncate(file.stat().st_size - 5)
-    comm.barrier()
-    with pytest.raises(CorruptError, match="bytes by its manifest"):
-        stage(source, comm, folder / "node")
-    comm.barrier()
-    if comm.rank == 0:
-        file.unlink()
-    comm.barrier()
-    with pytest.raises(CorruptError, match="No such file"):
-        stage(source, comm, folder / "node")
 
 
 def test_a_full_disk_takes_what_it_can(comm, folder, write, caplog):
     source = write()
+    # Rank 0 copies the first shard, which is too large, and the last one; rank 1 the second.
     limit = source.manifest.shards[2].num_bytes
     with caplog.at_level(logging.WARNING, "hpctrain"), largest_file(limit):
         staged = stage(source, comm, folder / "node")
-    # The first shard does not fit, and nobody tries on.
     assert staged is source
     assert shards_in(folder / "node") == []
     every(staged, source)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (comm.rank == 0)
-    assert all("took 0 of 3 shards" in text and "File too large" in text for text in said)
+    said = said_by(comm, caplog)
+    assert "0 of 3 shards" in said
+    assert "File too large" in said
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(comm, folder, write):
+def cut(file):
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 5)
+
+
+def change(file):
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"damaged")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (change, r"is damaged, so it is not copied .* crc32 \(samples 401 to 801\)"),
+        (cut, "bytes by its manifest"),
+        (Path.unlink, "No such file"),
+    ],
+)
+def test_a_damaged_shard_is_an_error_on_every_rank(comm, folder, write, damage, words):
+    source = write()
+    if comm.rank == 0:
+        damage(folder / "set" / source.manifest.shards[1].file)
+    comm.barrier()
+    with pytest.raises(DataError, match=words):
+        stage(source, comm, folder / "node")
+    comm.barrier()
+    assert not list((folder / "node").iterdir())
+
+
+def test_a_folder_that_one_rank_cannot_use_is_an_error_on_every_rank(
+    comm, folder, write, monkeypatch
+):
     source = write()
     if comm.rank == 0:
         (folder / "file").touch()
     comm.barrier()
     with pytest.raises(DataError, match=r"cannot copy data set .* to this node"):
         stage(source, comm, folder / "file" / "node")
+    if comm.rank == 1:
+        monkeypatch.setattr(staging.NodeFolder, "join", lambda _: (folder / "file/x").mkdir())
+    with pytest.raises(DataError, match="every rank of the node must see the folder"):
+        stage(source, comm, folder / "node")
+    comm.barrier()
+    assert not list((folder / "node").iterdir())
 
 
 def test_a_long_copy_tells_how_far_it_is(comm, folder, write, caplog, monkeypatch):
     source = write()
-    monkeypatch.setattr(stage_copy, "FIRST_S", 0.0)
+    monkeypatch.setattr(staging, "FIRST_S", 0.0)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         stage(source, comm, folder / "node")
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (comm.rank == 0)
-    assert all("this rank has copied" in text for text in said)
+    assert "this rank has copied" in said_by(comm, caplog)
 
 
 def test_a_copy_that_cannot_be_read_is_replaced_by_the_data_set(comm, folder, write):
     source = write()
     staged = stage(source, comm, folder / "node")
-    (path,) = (path for path in (folder / "node").iterdir())
+    (path,) = (folder / "node").iterdir()
     comm.barrier()
     if comm.rank == 0:
         (path / source.manifest.shards[0].file).unlink()

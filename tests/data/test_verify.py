@@ -14,9 +14,10 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.crc import combine
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.tools import pieces, salvage
+from hpctrain.data.format.numbering import combine
+from hpctrain.data.tools import blocks as shard_blocks
+from hpctrain.data.tools import shard_check
 from hpctrain.data.tools.faults import merged
 from hpctrain.data.tools.verify import verify
 from hpctrain.runtime.world import current
@@ -249,9 +250,8 @@ def test_the_pieces_and_the_threads_that_read_them_play_no_role(damaged, monkeyp
     flip(path, found.places["image"].offset + 7 * 24)
     expected = verify(damaged, threads=1)
     assert expected.lost == ((47, 54),)
-    monkeypatch.setattr(salvage, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes * 100)
-    monkeypatch.setattr(pieces, "_WORTH_COMBINING", 100)
+    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shard_check, "PIECE_BYTES", piece_bytes * 100)
     for threads in (1, 3):
         assert verify(damaged, threads=threads) == expected
 

@@ -1,22 +1,21 @@
-"""The names of classes, in a file beside the manifest."""
+"""The names of classes: in the manifest, and for people in a file beside it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import publishing
-from hpctrain.core.errors import DataError
-from hpctrain.data.format.publication import explained
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
+from hpctrain.data.format.layout import Manifest
 
 CLASSES = "classes.txt"
 """The name of label 0 in the first line, and so on."""
 
 
+def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of the labels 0, 1, ...; of an old data set, those in the file."""
+    return manifest.classes or read_classes(directory)
+
+
 def read_classes(directory: Path) -> tuple[str, ...]:
-    """Return the names of the labels 0, 1, ...; none where there is no such file."""
+    """Return the names in the file; none where there is no such file."""
     try:
         text = (directory / CLASSES).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -25,14 +24,12 @@ def read_classes(directory: Path) -> tuple[str, ...]:
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 
-def carry_classes(source: Path, target: Path, comm: "Communicator") -> None:
-    """Copy the names of classes to a data set that has none. Collective.
+def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
+    """Write the file, if there are classes.
 
     Raises:
-        DataError: the disk refuses; on every rank.
+        OSError: the file system refuses.
     """
-    with agreed(comm, DataError), explained(target):
-        is_wanted = (source / CLASSES).exists() and not (target / CLASSES).exists()
-        if comm.rank == 0 and is_wanted:
-            with publishing(target / CLASSES) as part:
-                part.write_bytes((source / CLASSES).read_bytes())
+    if classes:
+        with publishing(directory / CLASSES) as part:
+            part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")

@@ -9,7 +9,8 @@ Samples of a ragged field lie one after another in ``/data/<field>``, with shape
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -17,17 +18,21 @@ from typing import Any, Self
 
 import numpy as np
 
-from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.atomic import PART, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.valid_names import PLAIN_NAME, check_names
 
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
 COMPRESSIONS = (None, "zstd")
+PLAIN_NAME = re.compile(r"\w[\w.-]*")
+SHARD_FILE = re.compile(
+    r"[\w.-]+-[0-9a-f]{8}-(r\d{5,}-)?\d{5,}(-of-\d{5,})?\.h5(\.short)?(\.part)?"
+)
 
 _KINDS = "biuf"
+_MOST = 2**62
 _DAMAGE = (DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -217,12 +222,14 @@ class Manifest:
             )
         if record.pop("crc32", None) != _crc32(record):
             raise DataError("its crc32 is wrong, so it was changed or damaged")
-        check_record(record)
+        if not record["shards"]:
+            raise DataError("it names no shard")
+        _check_numbers(record)
         return cls(
             uuid=record["uuid"],
             split=record["split"],
             block_size=record["block_size"],
-            fields={name: _field(value) for name, value in record["fields"].items()},
+            fields=fields_of(record["fields"]),
             shards=tuple(map(shard_of, record["shards"])),
             classes=tuple(map(str, record.get("classes", ()))),
         )
@@ -262,13 +269,17 @@ def _crc32(record: Mapping[str, Any]) -> int:
     return crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _field(record: dict[str, Any]) -> Field:
-    return Field(
-        shape=tuple(record["shape"]),
-        dtype=record["dtype"],
-        ragged=record["ragged"],
-        compression=record["filter"],
-    )
+def fields_of(record: Mapping[str, Any]) -> dict[str, Field]:
+    """Return the fields from what JSON has of them."""
+    return {
+        name: Field(
+            shape=tuple(field["shape"]),
+            dtype=field["dtype"],
+            ragged=field["ragged"],
+            compression=field["filter"],
+        )
+        for name, field in record.items()
+    }
 
 
 def shard_of(record: dict[str, Any]) -> ShardEntry:
@@ -302,20 +313,6 @@ def _place_record(place: Place) -> dict[str, Any]:
     return record
 
 
-_MOST = 2**62
-
-
-def check_record(record: dict[str, Any]) -> None:
-    """Check that there are shards, and that every number is whole and counts something.
-
-    Raises:
-        DataError: it is not so.
-    """
-    if not record["shards"]:
-        raise DataError("it names no shard")
-    _check_numbers(record)
-
-
 def _check_numbers(value: object) -> None:
     if isinstance(value, dict):
         for one in value.values():
@@ -325,3 +322,31 @@ def _check_numbers(value: object) -> None:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
         raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
+
+
+def check_names(split: str, fields: Collection[str]) -> None:
+    """Check the names that a user chooses.
+
+    Raises:
+        DataError: a name cannot be part of a file name or be an attribute of a batch.
+    """
+    if not PLAIN_NAME.fullmatch(split):
+        raise DataError(f"a split is a word such as train, got {split!r}")
+    if not fields:
+        raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
+    for name in fields:
+        if not name.isidentifier():
+            raise DataError(f"a field has the name of a Python variable, got {name!r}")
+
+
+def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:
+    """Return the name of a shard.
+
+    The start of the uuid keeps the shards of a new data set apart from those it replaces.
+    """
+    return f"{split}-{uuid[:8]}-{shard:05d}-of-{num_shards:05d}.h5"
+
+
+def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
+    """Return the name of a shard, the ``shard``-th of ``rank``, before it has a place in all."""
+    return f"{split}-{uuid[:8]}-r{rank:05d}-{shard:05d}.h5{PART}"

@@ -1,25 +1,23 @@
 """One HDF5 shard while it is written, and where its bytes lie afterwards."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain import __version__
 from hpctrain.core.atomic import PART, crc32_of, sync
 from hpctrain.core.checksum import crc32
 from hpctrain.data.format.columns import new_column
 from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
+from hpctrain.data.format.own import own_dataset
 from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.format.storage import PartFile
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-from numpy.typing import NDArray
 
 _PAGE_BYTES = 4096
 
@@ -88,7 +86,7 @@ class ShardPart:
             num_samples=self.num_samples,
             num_bytes=self.path.stat().st_size,
             crc32=crc32_of(self.path),
-            places=self._with_offsets(places),
+            places=with_offsets(self.path, places),
         )
 
     def abandon(self) -> None:
@@ -151,22 +149,24 @@ class ShardPart:
         self._file.create_dataset(f"index/{name}", data=index)
         return replace(place, index_crc32=crc32(index.data), num_rows=int(index[-1]))
 
-    def _with_offsets(self, places: dict[str, Place]) -> dict[str, Place]:
-        num_bytes = self.path.stat().st_size
-        with h5py.File(self.path, "r", locking=False) as file:
 
-            def offset(path: str) -> int | None:
-                return raw_offset(file[path], num_bytes) if path in file else None
+def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
+    """Return where fields and their tables lie in a finished file."""
+    num_bytes = path.stat().st_size
+    with h5py.File(path, "r", locking=False) as file:
 
-            return {
-                name: replace(
-                    place,
-                    offset=offset(f"data/{name}"),
-                    crc_offset=offset(f"crc/{name}"),
-                    index_offset=offset(f"index/{name}"),
-                )
-                for name, place in places.items()
-            }
+        def offset(table: str) -> int | None:
+            return raw_offset(own_dataset(file, table), num_bytes) if table in file else None
+
+        return {
+            name: replace(
+                place,
+                offset=offset(f"data/{name}"),
+                crc_offset=offset(f"crc/{name}"),
+                index_offset=offset(f"index/{name}"),
+            )
+            for name, place in places.items()
+        }
 
 
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.classes import write_classes
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import Manifest, ShardEntry
+from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file
 from hpctrain.data.format.numbering import number
-from hpctrain.data.format.valid_names import SHARD_FILE, shard_file
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -91,6 +91,7 @@ class Publication:
                 with explained(self._directory):
                     self._check_seen(manifest)
                     manifest.write(self._directory)
+                    write_classes(self._directory, manifest.classes)
             except DataError as error:
                 message = str(error)
             # The last step may fail after the manifest took its place: then the set is whole.

@@ -10,10 +10,6 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.ragged import Ragged
 
-Samples = Mapping[str, ArrayLike | Ragged | Sequence[ArrayLike]]
-"""For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays
-``(length, *shape)``, or a ``Ragged``."""
-
 
 class RaggedRows(NamedTuple):
     """Samples of a ragged field."""
@@ -25,6 +21,10 @@ class RaggedRows(NamedTuple):
 
 
 Rows = Mapping[str, "NDArray[Any] | RaggedRows"]
+
+Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | Rows
+"""For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays
+``(length, *shape)``, or a ``Ragged``."""
 
 
 def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
@@ -80,8 +80,11 @@ def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray
 
 def _ragged(name: str, field: Field, samples: Any) -> RaggedRows:
     if isinstance(samples, Ragged):
-        values = _array(name, field, samples.values.numpy(force=True), "num_rows")
-        offsets = samples.offsets.numpy(force=True).astype(np.int64, copy=False)
+        samples = RaggedRows(
+            samples.values.numpy(force=True), samples.offsets.numpy(force=True).astype(np.int64)
+        )
+    if isinstance(samples, RaggedRows):
+        values, offsets = _array(name, field, samples.values, "num_rows"), samples.offsets
         ends = (0, *offsets, len(values))
         if not len(offsets) or np.any(np.diff(ends) < 0):
             raise DataError(

@@ -1,13 +1,19 @@
-"""Description of a data set, by its manifest."""
+"""Description of a data set by its manifest, and of one sample."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
-from hpctrain.data.format.classes import read_classes
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.classes import classes_of
+from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import Manifest, ShardEntry
+
+_NUM_VALUES = 8
+"""Shown of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +83,7 @@ def info(directory: Path | str) -> Info:
         num_bytes=manifest.num_bytes,
         block_size=manifest.block_size,
         created_by=_created_by(directory / manifest.shards[0].file) if manifest.shards else "",
-        classes=manifest.classes or read_classes(directory),
+        classes=classes_of(directory, manifest),
         fields=tuple(_field(manifest, name) for name in manifest.fields),
         shards=tuple(_shard(directory, shard) for shard in manifest.shards),
     )
@@ -116,3 +122,40 @@ def _created_by(path: Path) -> str:
             return str(file.attrs["created_by"])
     except (OSError, RuntimeError, KeyError):
         return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """One field of one sample."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    values: list[Any]
+    """The first ones."""
+
+
+def peek(directory: Path | str, index: int) -> tuple[Shown, ...]:
+    """Read one sample and tell what it looks like.
+
+    Raises:
+        DataError: there is no such sample, or it cannot be read.
+    """
+    from hpctrain.data.format.rows import RaggedRows  # noqa: PLC0415 - loads torch
+    from hpctrain.data.tools.copying import stream  # noqa: PLC0415
+
+    directory = Path(directory)
+    manifest = Manifest.read(directory)
+    if not 0 <= index < manifest.num_samples:
+        raise DataError(f"samples are 0 to {manifest.num_samples - 1}, got {index}")
+    load_filters(manifest.fields)
+    _, rows = next(stream(directory, manifest, index, index + 1))
+    found = []
+    for name, some in rows.items():
+        values = some[0]
+        if isinstance(some, RaggedRows):
+            values = some.values[some.offsets[0] : some.offsets[1]]
+        first = np.ravel(values)[:_NUM_VALUES].tolist()
+        shape, dtype = np.shape(values), manifest.fields[name].dtype
+        found.append(Shown(name=name, shape=shape, dtype=dtype, values=first))
+    return tuple(found)

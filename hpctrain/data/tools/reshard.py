@@ -1,6 +1,5 @@
 """A data set written anew with other shards, blocks or compression; the same samples."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,16 +7,10 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import carry_classes
+from hpctrain.data.format.classes import classes_of
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest
-from hpctrain.data.format.rows import count
-from hpctrain.data.io.copying.copy import (
-    as_samples,
-    in_turns,
-    read_manifest,
-    share,
-    stream,
-)
+from hpctrain.data.tools.copying import stream, write_rows
+from hpctrain.data.tools.turns import read_manifest, share
 from hpctrain.data.tools.verify import Start
 from hpctrain.data.writer import ShardWriter
 
@@ -89,20 +82,12 @@ def reshard(
         comm=comm,
         resume_key=f"reshard {manifest.uuid}",
         may_replace=False,
-        classes=manifest.classes,
+        classes=classes_of(directory, manifest),
     )
     with writer:
         advance(writer.num_written)
-
-        def copy() -> Iterator[None]:
-            first = mine[0] + writer.num_written
-            for _, rows in stream(directory, manifest, first, mine[1]):
-                writer.append(as_samples(rows))
-                advance(count(rows))
-                yield
-
-        in_turns(comm, copy())
-    carry_classes(directory, out, comm)
+        first = mine[0] + writer.num_written
+        write_rows(writer, stream(directory, manifest, first, mine[1]), comm, advance)
     return writer.manifest
 
 

@@ -1,29 +1,28 @@
 """Check a data set: every byte of it is as it was written, or the report says which are not."""
 
 import os
+import re
 import stat
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.agreement import agreed
-from hpctrain.core.atomic import reason_of
+from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.alone import LOCK
 from hpctrain.data.format.compression import load_filters
-from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import MANIFEST, SHARD_FILE, Manifest
 from hpctrain.data.tools.faults import Fault, FaultReport
-from hpctrain.data.tools.inspection import Advance, inspect
+from hpctrain.data.tools.shard_check import Advance, check_shard
+from hpctrain.data.tools.turns import in_turns
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-import re
-from contextlib import suppress
-
-from hpctrain.core.atomic import PART
-from hpctrain.data.format.alone import LOCK
-from hpctrain.data.format.valid_names import SHARD_FILE
 
 Start = Callable[[int], Advance]
 """Is told how many bytes this rank reads; returns what is told of each piece of them."""
@@ -43,12 +42,12 @@ def verify(
     """Compare each byte of a data set with its manifest.
 
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
-    larger. Collective with ``comm``: the ranks share out the shards.
+    larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
     Args:
         directory: of the data set.
         comm: ranks that share the work; None if one works alone.
-        threads: of this rank that read at once; by default its cores, at most 4.
+        threads: shards that this rank reads at once; by default its cores, at most 4.
         start: makes what follows the progress of this rank.
         manifest: compare with this one instead of the one in the directory; the same on every
             rank.
@@ -123,15 +122,21 @@ def _share(
     mine = range(rank, len(manifest.shards), size)
     advance = start(sum(manifest.shards[i].num_bytes for i in mine)) if start else lambda _: None
     faults: list[Fault] = []
-    for first in range(0, len(manifest.shards), size):
-        index = first + rank
-        if index in mine:
-            faults += inspect(directory, manifest, index, threads=threads, advance=advance)
-        if comm is not None:
-            comm.barrier()  # nobody waits at the end for longer than others wait for a message
-    if comm is not None:
-        faults = [fault for found in comm.allgather_object(faults) for fault in found]
-    return sorted(faults, key=lambda fault: fault.shard or 0)
+    with ThreadPoolExecutor(threads) as pool:
+
+        def check() -> Iterator[None]:
+            for found in pool.map(
+                partial(check_shard, directory, manifest, advance=advance), mine
+            ):
+                faults.extend(found)
+                yield
+
+        if comm is None:
+            list(check())
+            return faults
+        in_turns(comm, check())
+    together = [fault for found in comm.allgather_object(faults) for fault in found]
+    return sorted(together, key=lambda fault: fault.shard or 0)
 
 
 _JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")

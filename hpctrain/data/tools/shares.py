@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.valid_names import PLAIN_NAME
+from hpctrain.data.format.layout import PLAIN_NAME
 from hpctrain.data.order.order import global_order
 
 _TAG = 1 << 63

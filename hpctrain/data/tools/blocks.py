@@ -21,7 +21,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
 from hpctrain.data.format import own
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.layout import Manifest
 
 UNREADABLE = (*own.UNREADABLE, DataError)
 """What a damaged file leads to, below and in HDF5."""
@@ -31,7 +31,7 @@ PIECE_BYTES = 4 * MIB
 
 
 class ShardBlocks:
-    """Reads blocks; several threads may do so at once."""
+    """Reads blocks."""
 
     def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
         """Open the file.
@@ -101,7 +101,7 @@ class ShardBlocks:
 
     def row_bytes(self, name: str) -> int:
         """Return the bytes of a row of ``/data/<name>``: of a sample, or of a part of one."""
-        return self._field(name).sample_bytes
+        return self.manifest.fields[name].sample_bytes
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Read the blocks ``[start, stop)`` of a field, decoded, without a check.
@@ -112,7 +112,7 @@ class ShardBlocks:
         Raises:
             UNREADABLE: they cannot be had.
         """
-        field, bounds = self._field(name), self.bounds(name)
+        field, bounds = self.manifest.fields[name], self.bounds(name)
         first, last = int(bounds[start]), int(bounds[stop])
         shape = (last - first, *field.shape)
         offset = self.shard.places[name].offset
@@ -146,9 +146,6 @@ class ShardBlocks:
                 raise OSError(errno.EIO, f"the file ends at byte {start + done}")
             done += count
 
-    def _field(self, name: str) -> Field:
-        return self.manifest.fields[name]
-
     def _read_offsets(self, name: str) -> NDArray[np.int64]:
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
@@ -160,7 +157,7 @@ class ShardBlocks:
     def _cut_bounds(self, name: str) -> NDArray[np.int64]:
         firsts = np.arange(self.num_blocks + 1) * self.manifest.block_size
         samples = np.minimum(firsts, self.shard.num_samples)
-        return self.offsets(name)[samples] if self._field(name).ragged else samples
+        return self.offsets(name)[samples] if self.manifest.fields[name].ragged else samples
 
     def _array(
         self, path: str, offset: int | None, shape: tuple[int, ...], dtype: str

@@ -1,30 +1,24 @@
 """All samples of a data set in their order, for what writes them anew; bounded memory."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.format.rows import RaggedRows, Rows, cut
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.tools.faults import Range, name_blocks
-from hpctrain.data.tools.salvage import UNREADABLE, ShardBlocks, runs
-
-TURN_S = 2.0
-"""How long a rank works until it hears of the others."""
+from hpctrain.data.format.rows import RaggedRows, Rows, count, cut
+from hpctrain.data.tools.blocks import UNREADABLE, ShardBlocks, runs
+from hpctrain.data.tools.faults import name_blocks
+from hpctrain.data.tools.turns import in_turns
+from hpctrain.data.writer import ShardWriter
 
 
 def stream(
@@ -62,60 +56,25 @@ def stream(
         first = last
 
 
-def as_samples(rows: Rows) -> dict[str, NDArray[Any] | Ragged]:
-    """Return samples as a writer takes them."""
-    return {
-        name: Ragged(torch.from_numpy(some.values), torch.from_numpy(some.offsets))
-        if isinstance(some, RaggedRows)
-        else some
-        for name, some in rows.items()
-    }
-
-
-def share(num_samples: int, comm: Communicator, step: int) -> Range:
-    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
-    num_steps = -(-num_samples // step)
-    start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
-    return min(start, num_samples), min(stop, num_samples)
-
-
-def in_turns(comm: Communicator, work: Iterator[None]) -> None:
-    """Do the work of this rank step by step, until all ranks are done or one fails.
-
-    Collective. Ranks hear of each other often: no one waits longer than a message may take.
+def write_rows(
+    writer: ShardWriter,
+    rows: Iterator[tuple[int, Rows]],
+    comm: Communicator,
+    advance: Callable[[int], None],
+) -> None:
+    """Append the samples of a ``stream``. Collective.
 
     Raises:
-        DataError: the work of a rank raised one; on every rank.
+        DataError: a rank cannot read or write; on every rank.
     """
-    is_done = False
-    while True:
-        with agreed(comm, DataError):
-            is_done = is_done or _turn(work)
-        if all(comm.allgather_object(is_done)):
-            return
 
+    def write() -> Iterator[None]:
+        for _, some in rows:
+            writer.append(some)
+            advance(count(some))
+            yield
 
-def read_manifest(directory: Path, comm: Communicator) -> Manifest:
-    """Read the manifest of a data set, and make its fields readable. Collective.
-
-    Raises:
-        DataError: there is none, or zstd is needed and not installed; on every rank.
-    """
-    manifest: Manifest | None = None
-    with agreed(comm, DataError):
-        if comm.rank == 0:
-            manifest = Manifest.read(directory)
-    manifest = comm.broadcast_object(manifest)
-    assert manifest
-    with agreed(comm, DataError):
-        load_filters(manifest.fields)
-    return manifest
-
-
-def _turn(work: Iterator[None]) -> bool:
-    """Work for some time; say whether all is done."""
-    end = time.monotonic() + TURN_S
-    return all(time.monotonic() < end for _ in work)
+    in_turns(comm, write())
 
 
 def _of_shard(

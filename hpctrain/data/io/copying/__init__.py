@@ -1,1 +1,0 @@
-"""Data sets made from others."""

@@ -1,1 +1,0 @@
-"""Copies of a data set on a node."""

@@ -1,0 +1,181 @@
+"""A folder of one node that lives as long as a process of the job holds its lock."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hpctrain.cluster.memory import available_bytes
+from hpctrain.core import config
+from hpctrain.core.config import Settings
+from hpctrain.data.io.residency import on_local_disk, on_memory_file_system
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
+PREFIX = "hpctrain-"
+LOCK = "lock"
+
+_FREE_SHARE = 0.95
+"""Of a disk or memory that the user chose; others write there too."""
+_MEMORY_SHARE = 0.5
+"""Of free memory that the user did not choose: the ranks need the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A folder of this node, and how many bytes may be put there."""
+
+    folder: Path
+    room_bytes: int
+
+
+def sites(to: Path | str, source: Path) -> list[Site]:
+    """Return the folders that are worth copying to, best first.
+
+    What the user named is taken as it is, and made if missing; for ``auto`` that is
+    HPCTRAIN_STAGE_DIR. Then, for ``auto``, come the job's folders for temporary files and the
+    memory of the node, if they are on a file system of this node and not on that of ``source``.
+
+    Raises:
+        OSError: the folder that the user named cannot be made.
+    """
+    found = []
+    chosen = Settings.from_env().stage_dir if to == "auto" else Path(to)
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        found.append(Site(chosen, _room(chosen, _FREE_SHARE)))
+    for folder in (*config.scratch_folders(), MEMORY) if to == "auto" else ():
+        if _is_own(folder) and folder.stat().st_dev != source.stat().st_dev:
+            share = _MEMORY_SHARE if _in_memory(folder) else _FREE_SHARE
+            found.append(Site(folder, _room(folder, share)))
+    return found
+
+
+class NodeFolder:
+    """One process's hold of a folder; whoever lets go last removes it.
+
+    Each process lets go at its end, or when nothing refers to this any more. What is left when all
+    are killed is removed by the ``sweep`` of a later job.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        """Take over the descriptor of a locked lock file; ``create`` and ``join`` make one."""
+        self.path = path
+        self._end = weakref.finalize(self, _let_go, path, lock, os.getpid())
+
+    @classmethod
+    def create(cls, parent: Path, label: str) -> Self:
+        """Make a folder and hold it.
+
+        Args:
+            parent: exists.
+            label: part of its name, for people.
+
+        Raises:
+            OSError: it cannot be made there, or its file system has no locks.
+        """
+        new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{label}-", dir=parent))
+        try:
+            lock = _locked(new / LOCK, os.O_CREAT)
+            # Locked before it has its name: nobody can find it unlocked.
+            path = new.rename(new.with_name(new.name.removeprefix(".")))
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        return cls(path, lock)
+
+    @classmethod
+    def join(cls, path: Path) -> Self:
+        """Hold a folder that another process holds.
+
+        Raises:
+            OSError: it cannot be seen from here.
+        """
+        return cls(path, _locked(path / LOCK))
+
+    def close(self) -> None:
+        """Let go; the last process removes the folder. Harmless the second time."""
+        self._end()
+
+    def __reduce__(self) -> Any:
+        """Refuse: a copy in another process would hold nothing."""
+        raise TypeError("a NodeFolder belongs to one process")
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the folders of this user whose processes are all gone; return what was removed.
+
+    Several processes may do so at once.
+    """
+    removed = []
+    with suppress(OSError):
+        for path in sorted(parent.glob(f"{PREFIX}*")):
+            with suppress(OSError):
+                if path.stat().st_uid == os.getuid() and _remove_unheld(path):
+                    removed.append(path)
+    return removed
+
+
+def _remove_unheld(path: Path) -> bool:
+    """Remove a folder of which nobody has the lock.
+
+    Raises:
+        OSError: there is no lock, so it is not ours, or somebody has it.
+    """
+    lock = os.open(path / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
+    return True
+
+
+def _locked(path: Path, flags: int = 0) -> int:
+    # NFS gives a lock for this process alone to who may write, so nobody opens it read-only.
+    lock = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _let_go(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child shares the lock and must not give it up
+        return
+    with suppress(BlockingIOError):  # then others still read
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether this process may write there, and other nodes may not."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    return _in_memory(folder) or _asked(folder, on_local_disk)
+
+
+def _in_memory(folder: Path) -> bool:
+    return _asked(folder, on_memory_file_system)
+
+
+def _asked(folder: Path, question: Any) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return bool(question(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _room(folder: Path, share: float) -> int:
+    status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    left_bytes = available_bytes() if _in_memory(folder) else None
+    return int((free_bytes if left_bytes is None else min(free_bytes, left_bytes)) * share)

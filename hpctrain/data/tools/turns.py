@@ -1,0 +1,58 @@
+"""Work of a tool shared by ranks, which hear of each other's errors while they work."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.layout import Manifest
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+
+TURN_S = 2.0
+"""How long a rank works until it hears of the others."""
+
+
+def in_turns(comm: "Communicator", work: Iterator[None]) -> None:
+    """Do the work of this rank step by step, until all ranks are done or one fails.
+
+    Collective. Ranks hear of each other often: no one waits longer than a message may take.
+
+    Raises:
+        DataError: the work of a rank raised one; on every rank.
+    """
+    is_done = False
+    while True:
+        with agreed(comm, DataError):
+            is_done = is_done or _turn(work)
+        if all(comm.allgather_object(is_done)):
+            return
+
+
+def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
+    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
+    num_steps = -(-num_samples // step)
+    start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
+    return min(start, num_samples), min(stop, num_samples)
+
+
+def read_manifest(directory: Path, comm: "Communicator") -> Manifest:
+    """Read the manifest of a data set, and make its fields readable. Collective.
+
+    Raises:
+        DataError: there is none, or zstd is needed and not installed; on every rank.
+    """
+    manifest = on_root(comm, lambda: Manifest.read(directory), DataError)
+    with agreed(comm, DataError):
+        load_filters(manifest.fields)
+    return manifest
+
+
+def _turn(work: Iterator[None]) -> bool:
+    """Work for some time; say whether all is done."""
+    end = time.monotonic() + TURN_S
+    return all(time.monotonic() < end for _ in work)

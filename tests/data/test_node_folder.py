@@ -1,0 +1,187 @@
+"""The folder of a job on a node: where there is room, held by its processes, gone with them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.data import node_folder
+from hpctrain.data.node_folder import LOCK, MEMORY, PREFIX, NodeFolder, sites, sweep
+
+JOB = """
+import os, sys
+from pathlib import Path
+from hpctrain.data.node_folder import NodeFolder, sweep
+held = NodeFolder.create(Path(sys.argv[1]), "test")
+(held.path / "file").write_text("content")
+if not os.fork():
+    sys.exit()  # with all exit handlers
+os.wait()
+print(held.path, (held.path / "file").exists(), flush=True)
+if sys.stdin.readline().strip() == "exception":
+    raise ValueError("bad luck")
+"""
+
+SWEEP = """
+import sys
+from pathlib import Path
+from hpctrain.data.node_folder import sweep
+print(*sweep(Path(sys.argv[1])))
+"""
+
+# The locks of NFS: exclusive ones are for descriptors that may be written to, shared ones for
+# those that may be read.
+NFS = """
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int flock(int file, int operation) {
+    int mode = fcntl(file, F_GETFL) & O_ACCMODE;
+    int refused = operation & LOCK_EX ? O_RDONLY : operation & LOCK_SH ? O_WRONLY : -1;
+    if (mode == refused) { errno = EBADF; return -1; }
+    return syscall(SYS_flock, file, operation);
+}
+"""
+
+
+@pytest.fixture(params=["disk", pytest.param("nfs", marks=pytest.mark.requires("compiler"))])
+def environ(request, tmp_path_factory):
+    """Give the environment of processes whose files are locked as on a disk, or as on NFS."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if request.param == "nfs":
+        folder = tmp_path_factory.mktemp("nfs")
+        (folder / "nfs.c").write_text(NFS)
+        library = str(folder / "nfs.so")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "nfs.c"], check=True)
+        environ["LD_PRELOAD"] = library
+    return environ
+
+
+@contextlib.contextmanager
+def job(parent, environ):
+    """Run a process that holds a folder of its own below ``parent``."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+    try:
+        path, survives_fork = process.stdout.readline().split()
+        assert survives_fork == "True"
+        yield process, Path(path)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_goes_with_the_process_and_after_a_kill_with_the_next_job(tmp_path, environ):
+    def swept():
+        line = [sys.executable, "-c", SWEEP, str(tmp_path)]
+        return subprocess.check_output(line, env=environ, text=True).split()
+
+    with job(tmp_path, environ) as (process, path), job(tmp_path, environ) as (other, own):
+        assert swept() == []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert path.exists()
+        assert swept() == [str(path)]
+        assert not path.exists()
+        other.communicate("exception\n")
+        assert other.returncode == 1
+        assert not own.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_else_is_swept(tmp_path):
+    for name in (f"{PREFIX}mine", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / LOCK).touch()
+    (tmp_path / f"{PREFIX}file").touch()
+    assert sweep(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+    assert sweep(tmp_path / "nowhere") == []
+
+
+def test_the_last_one_who_lets_go_removes_it(tmp_path):
+    first = NodeFolder.create(tmp_path, "test")
+    second = NodeFolder.join(first.path)
+    first.close()
+    first.close()
+    assert second.path.exists()
+    assert sweep(tmp_path) == []
+    del second
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_locked_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks")
+
+    monkeypatch.setattr(node_folder.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks"):
+        NodeFolder.create(tmp_path, "test")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    """Give a node whose folders are where their names say: in memory, on a disk, elsewhere."""
+    for name in ("SLURM_TMPDIR", "TMPDIR", "HPCTRAIN_STAGE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    def lies(where):
+        return lambda descriptor: where in Path(f"/proc/self/fd/{descriptor}").readlink().name
+
+    monkeypatch.setattr(node_folder, "on_memory_file_system", lies("memory"))
+    monkeypatch.setattr(node_folder, "on_local_disk", lies("disk"))
+    monkeypatch.setattr(node_folder, "MEMORY", make("memory"))
+    monkeypatch.setattr(node_folder, "available_bytes", lambda: 1000)
+    return make
+
+
+@pytest.fixture
+def source():
+    """Give a directory on another device than temporary files of tests."""
+    return MEMORY
+
+
+def test_the_jobs_folders_come_before_memory_if_they_are_the_nodes_own(node, source, monkeypatch):
+    slurm, temporary, far = node("disk-a"), node("disk-b"), node("far")
+    monkeypatch.setenv("SLURM_TMPDIR", str(slurm))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    memory = node_folder.MEMORY
+    assert [site.folder for site in sites("auto", source)] == [slurm, temporary, memory]
+    assert sites("auto", temporary) == []  # all beside the data set
+    monkeypatch.setenv("SLURM_TMPDIR", str(far))
+    monkeypatch.setenv("TMPDIR", str(slurm / "missing"))
+    assert [site.folder for site in sites("auto", source)] == [memory]
+    # What the user names is taken as it is, and made.
+    monkeypatch.setenv("HPCTRAIN_STAGE_DIR", str(far / "made"))
+    assert [site.folder for site in sites("auto", source)] == [far / "made", memory]
+    assert (far / "made").is_dir()
+    assert [site.folder for site in sites(far / "other", source)] == [far / "other"]
+
+
+def test_room_is_what_is_free_and_half_of_memory_that_nobody_chose(node, source, monkeypatch):
+    disk = node("disk")
+    monkeypatch.setenv("TMPDIR", str(disk))
+    on_disk, in_memory = sites("auto", source)
+    status = os.statvfs(disk)
+    free_bytes = status.f_bavail * status.f_frsize
+    assert 0.8 * free_bytes < on_disk.room_bytes < free_bytes
+    assert in_memory.room_bytes == 500
+    (chosen,) = sites(node_folder.MEMORY, source)
+    assert chosen.room_bytes == 950
