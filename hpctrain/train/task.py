@@ -19,7 +19,7 @@ from hpctrain.data.batch import Batch
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading.steps import share
-from hpctrain.data.order.stream_partition import lane_blocks, rank_lanes
+from hpctrain.data.order.window import lane_blocks, rank_lanes
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Indices
 from hpctrain.data.staging import stage

@@ -1,6 +1,7 @@
 """A shard of which the node has a copy: all of it, or some blocks."""
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +16,7 @@ from hpctrain.data.format.layout import Manifest
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.open_files import ReadableShard
 from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.read_ahead_queue import ReadPiece
-from hpctrain.data.io.shardfile import ShardIO
+from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.staging.staging_directory import StageDirectory
 from hpctrain.data.io.staging.staging_plan import Chosen
 from hpctrain.data.io.values import Array
@@ -34,7 +34,7 @@ class StagedOpener:
     """Keeps the copy; the process that made it has it, not those that got this by pickle."""
 
     def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
+        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> ReadableShard:
         """Open a shard; from ``directory`` where there is no copy, or none that can be read."""
 
@@ -118,11 +118,10 @@ class PartialShard:
         for shard, here in self._parts(rows):
             shard.gather_ragged(name, rows[here], out, starts[here])
 
-    def coming(self, rows: Array, **how: Any) -> list[ReadPiece]:
-        """Return what brings samples into memory."""
-        return [
-            piece for shard, here in self._parts(rows) for piece in shard.coming(rows[here], **how)
-        ]
+    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
+        """Let threads bring samples into memory."""
+        for shard, here in self._parts(rows):
+            shard.will_need(rows[here], threads, check=check)
 
     def close(self) -> None:
         """Close both files."""
