@@ -22,8 +22,7 @@ from measure import arguments, report
 from numpy.typing import NDArray
 
 from hpctrain.data.order.order import Order, global_order
-from hpctrain.data.order.window import WindowOrder
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowOrder, WindowShape
 
 NUM_CLASSES = 1000
 IN_ONE_CALL = 1 << 18

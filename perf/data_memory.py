@@ -15,8 +15,6 @@ import numpy as np
 import psutil
 from data_ways import Way
 
-from hpctrain.data.io.largepages import large_pages
-
 COLD = 0.01
 """Part of the bytes of a file that may be in memory where it counts as not cached."""
 READ_BYTES = 8 << 20
@@ -63,7 +61,7 @@ def touch_free_memory(num_bytes: int, keep_s: float) -> None:
     ``keep_s`` when all has been touched.
     """
     num_bytes = min(num_bytes, int(MOST_OF_FREE * psutil.virtual_memory().available))
-    with large_pages(num_bytes) as memory:
+    with mmap.mmap(-1, num_bytes) as memory:
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         pages[:] = 1
         time.sleep(keep_s)

@@ -1,7 +1,6 @@
-"""This process: which one it is, in words that mean the same to others, and how it sleeps."""
+"""This process: which one it is, in words that mean the same to others."""
 
 import builtins
-import ctypes
 import multiprocessing
 import os
 import sys
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
-_SET_TIMER_SLACK = 29
 
 
 class ProcessIdentity(NamedTuple):
@@ -52,13 +50,3 @@ def birth(pid: int) -> int | None:
         return None
     state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
     return None if state in ("Z", "X") else int(fields[18])
-
-
-def sharpen_sleep() -> None:
-    """Let this thread, and those it starts from now on, sleep for as short as they ask.
-
-    The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it
-    if prctl is not None:
-        prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # in nanoseconds; 0 means the default

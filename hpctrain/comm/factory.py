@@ -18,6 +18,7 @@ from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.watch import Watch
 from hpctrain.core.config import Settings
+from hpctrain.core.libc import sharpen_sleep
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -123,7 +124,7 @@ def _together(
 ) -> Connection:
     from hpctrain.comm.liveness import Liveness  # noqa: PLC0415 - a world of one needs no MPI
 
-    process.sharpen_sleep()
+    sharpen_sleep()
     presence = Liveness(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     watch = _watch(presence, topology, settings)
     ranks = _Ranks(world, topology, settings, num_threads, watch)

@@ -1,12 +1,14 @@
-"""Files that appear whole or not at all, also when the machine stops in between."""
+"""Files and folders that appear whole or not at all, also when the machine stops in between."""
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpctrain.core.checksum import crc32
+from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
 PART = ".part"
@@ -34,6 +36,41 @@ def publishing(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def appear(room: Path, directory: Path) -> None:
+    """Give a directory its name, and return when that is on disk.
+
+    Args:
+        room: the directory, whose contents are on disk; beside ``directory``.
+        directory: its name from now on; an older directory of that name is removed, at once
+            where the file system can exchange two names. Where it cannot, a kill at the wrong
+            instant leaves neither.
+
+    Raises:
+        OSError: the file system refuses; the older directory is intact.
+    """
+    old = room
+    try:
+        room.rename(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not exchange_names(room, directory):
+            old = directory.with_name(f"{directory.name}.old{PART}")
+            _in_two_steps(room, directory, old)
+    sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    directory.rename(old)
+    try:
+        room.rename(directory)
+    except OSError:
+        old.rename(directory)
+        raise
 
 
 def make_folder(path: Path) -> None:

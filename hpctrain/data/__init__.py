@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpctrain.data.format.layout import MANIFEST, Field
     from hpctrain.data.loader import Loader
     from hpctrain.data.mixture import Mixture
-    from hpctrain.data.order.window_shape import WindowShape
+    from hpctrain.data.order.window import WindowShape
     from hpctrain.data.reader import ShardedDataset
     from hpctrain.data.staging import stage
     from hpctrain.data.subset import Subset
@@ -26,7 +26,7 @@ _HOME = {
     ),
     "hpctrain.data.loader": ("Loader",),
     "hpctrain.data.mixture": ("Mixture",),
-    "hpctrain.data.order.window_shape": ("WindowShape",),
+    "hpctrain.data.order.window": ("WindowShape",),
     "hpctrain.data.reader": ("ShardedDataset",),
     "hpctrain.data.staging": ("stage",),
     "hpctrain.data.subset": ("Subset",),

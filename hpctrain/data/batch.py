@@ -1,9 +1,11 @@
-"""The share of one rank in a global batch."""
+"""Samples that come together: the share of one rank in a global batch, or those asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Values
@@ -42,6 +44,34 @@ class Batch:
         if name != "fields" and name in self.fields:
             return self.fields[name]
         raise AttributeError(f"a batch has no field {name!r}")
+
+
+class Picked(Sequence[dict[str, Tensor]]):
+    """A batch whose items are its samples, as views."""
+
+    def __init__(self, fields: Mapping[str, Values], num_samples: int) -> None:
+        """Take a batch."""
+        self.fields = fields
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[dict[str, Tensor]]": ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return one sample, or several."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        return {name: values[number] for name, values in self.fields.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the samples."""
+        return (self[number] for number in range(len(self)))
 
 
 def padded(fields: Mapping[str, Values]) -> dict[str, Values]:

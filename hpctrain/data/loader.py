@@ -11,17 +11,14 @@ import torch
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.batch import Batch
-from hpctrain.data.loading.batches import Reading
+from hpctrain.data.loading.batches import ReadDepth, Reading, prefetched
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
 from hpctrain.data.loading.loader_arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.position import Position
-from hpctrain.data.loading.prefetch import prefetched
-from hpctrain.data.loading.read_depth import ReadDepth
-from hpctrain.data.loading.skipped import Skipped
-from hpctrain.data.loading.steps import Cut, Steps, Tail, num_steps
+from hpctrain.data.loading.steps import Cut, Skipped, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.order.ordering import Ordering, OrderName
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.transform import Transform
 from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
@@ -252,8 +249,7 @@ class Loader:
 
     def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the steps of ``cut``, several of them together."""
-        at_once = self.dataset.best_read_whole
-        pace = ReadDepth.of(
+        depth = ReadDepth.of(
             self.dataset.sample_bytes * self.global_batch / self.size,
             threads=self.threads,
             prefetch=self.prefetch,
@@ -261,7 +257,6 @@ class Loader:
             is_copy=self.dataset.in_memory and not (self.transform or self.pin_memory),
             has_transform=self.transform is not None,
         )
-        pace = pace.of_copies() if at_once and not (self.transform or self.workers) else pace
         if self.workers:
             self._pool = self._pool or DecodePool(
                 self.dataset,
@@ -273,7 +268,7 @@ class Loader:
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
         reading = Reading(
             dataset=self.dataset,
-            steps=Steps(order, cut, pace.together, pace.depth, at_once=at_once),
+            steps=Steps(order, cut, depth.together, depth.depth),
             skipped=self._skipped,
             seed=self.seed,
             epoch=self.epoch,
@@ -283,10 +278,8 @@ class Loader:
             is_pinned=self.pin_memory,
             draws=self._draws,
         )
-        # Before there are threads that plan: they would keep the disk waiting.
-        reading.begin()
         numbers = range(len(reading.steps))
-        return prefetched(reading.read, numbers, threads=pace.threads, depth=pace.depth)
+        return prefetched(reading.read, numbers, threads=depth.threads, depth=depth.depth)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.

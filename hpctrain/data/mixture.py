@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.io.overlapped_copy import Parts
 from hpctrain.data.order.order import Order, global_order
 from hpctrain.data.ragged import Ragged
 from hpctrain.data.samples import Columns, Indices, Samples, Values, file_of
@@ -87,11 +86,6 @@ class Mixture:
         return all(source.in_memory for source in self.sources)
 
     @property
-    def best_read_whole(self) -> bool:
-        """Whether it is: no, its order may need little of a source."""
-        return False
-
-    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample."""
         sizes = [source.sample_bytes for source in self.sources]
@@ -130,8 +124,8 @@ class Mixture:
         back = np.argsort(np.concatenate(places))
         return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
 
-    def will_need(self, indices: Indices, parts: Parts | None = None) -> None:  # noqa: ARG002
-        """Tell each source which of its samples are read soon; their order is nobody's here."""
+    def will_need(self, indices: Indices) -> None:
+        """Tell each source which of its samples are read soon."""
         for part in self._parts(np.asarray(indices, np.int64)):
             part.source.will_need(part.samples)
 
@@ -200,9 +194,6 @@ class _Onward:
 
     def samples_at(self, positions: Indices) -> Indices:
         return positions + self._start
-
-    def positions_of(self, samples: Indices) -> Indices:
-        return samples - self._start
 
 
 @lru_cache(maxsize=64)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
+from hpctrain.data.batch import Picked
 from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Part, gather, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
-from hpctrain.data.io.picked import Picked
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Values
@@ -52,10 +51,10 @@ class ShardedDataset:
         Args:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
-            io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map those that
-                lie in memory, and on a local disk small samples and what fits into free memory
-                twice. A mapped page that the disk cannot read ends the process; the blocks of a
-                shard not in memory are read before, to be checked: it seldom comes to that.
+            io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map a data set
+                that fits into free memory twice, and shards that lie in memory already. A mapped
+                page that the disk cannot read ends the process; the blocks of a shard not in
+                memory are read before, to be checked: it seldom comes to that.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
@@ -135,13 +134,8 @@ class ShardedDataset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it lies in memory and is mapped, as seen once all shards are open."""
-        return self._own is not None and self._own.look_in_memory()
-
-    @property
-    def best_read_whole(self) -> bool:
-        """Whether it lies on a disk, and this machine's memory will keep all of it."""
-        return self._handles().stay_in_memory and not self.in_memory
+        """Whether all of it is mapped and in memory, as seen once all shards are open."""
+        return self._own is not None and self._own.is_in_memory()
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -188,29 +182,21 @@ class ShardedDataset:
                 continue
             out = empty((len(wanted), *shape), dtype)
             if found:
-                stitched, rows = found
-                stitched.take(name, rows, out)
+                joined, rows = found
+                joined.take(name, rows, out)
             else:
                 gather(name, parts or (), out)
             batch[name] = torch.from_numpy(out)
         return batch
 
-    def will_need(self, indices: ArrayLike, parts: Parts | None = None) -> EarlyCopies | None:
-        """Start to bring samples into memory, and return at once; see ``Samples``.
+    def will_need(self, indices: ArrayLike) -> None:
+        """Start to bring samples into memory, and return at once.
 
         Raises:
             DataError: an index is out of range.
         """
-        handles = self._handles()
-        if handles.is_in_memory:
-            return None
         wanted = self._in_range(indices)
-        return handles.bring(
-            split(wanted, self._starts),
-            num_bytes=len(wanted) * self.sample_bytes,
-            whole_blocks=self._verify != "off",
-            order=parts if self._verify == "first" else None,
-        )
+        self._handles().will_need(split(wanted, self._starts), check=self._verify != "off")
 
     def file_of(self, index: int) -> str:
         """Return the shard that holds a sample."""

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.data.format.layout import Field
-from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.ragged import Ragged
 
 Indices = NDArray[np.int64]
@@ -40,10 +39,6 @@ class Samples(Protocol):
     def in_memory(self) -> bool:
         """Whether taking samples is a copy in memory, with no wait for a disk."""
 
-    @property
-    def best_read_whole(self) -> bool:
-        """Whether it does not lie in memory, but will stay there once it was read."""
-
     def __len__(self) -> int:
         """Return the number of samples."""
 
@@ -54,16 +49,8 @@ class Samples(Protocol):
             CorruptError: some of them are damaged; it says which, in the numbers of this object.
         """
 
-    def will_need(self, indices: Indices, parts: Parts | None = None) -> EarlyCopies | None:
-        """Start to bring samples into memory, and return at once.
-
-        Args:
-            indices: of the samples.
-            parts: what will be taken of them, in that order, if nothing is before all has come.
-
-        Returns:
-            Where to take the parts, if they are copied as they come; else None.
-        """
+    def will_need(self, indices: Indices) -> None:
+        """Start to bring samples into memory, and return at once."""
 
 
 def file_of(samples: Samples, index: int) -> str | None:

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
 from hpctrain.data.samples import Columns, Indices, Samples, file_of
 
 
@@ -68,11 +67,6 @@ class Subset:
         return self.dataset.in_memory
 
     @property
-    def best_read_whole(self) -> bool:
-        """Whether the data set is."""
-        return self.dataset.best_read_whole
-
-    @property
     def sample_bytes(self) -> float:
         """Mean bytes of a sample of the whole data set."""
         return self.dataset.sample_bytes
@@ -100,12 +94,9 @@ class Subset:
             bad = (error.start <= chosen) & (chosen < error.stop)
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
-    def will_need(self, indices: Indices, parts: Parts | None = None) -> EarlyCopies | None:
-        """Tell the data set which of its samples are read soon, and in which order."""
-        chosen = self._chosen(np.asarray(indices, np.int64))
-        if parts is None:
-            return self.dataset.will_need(chosen)
-        return self.dataset.will_need(chosen, lambda: [self._chosen(part) for part in parts()])
+    def will_need(self, indices: Indices) -> None:
+        """Tell the data set which of its samples are read soon."""
+        self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
 
     def file_of(self, index: int) -> str | None:
         """Return the file that holds a sample."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.io.picked import Picked
+from hpctrain.data.batch import Picked
 from hpctrain.data.loading.steps import Cut, Steps, Tail
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.samples import Columns, Samples

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.process import identity, sharpen_sleep
+from hpctrain.cluster.process import identity
+from hpctrain.core.libc import sharpen_sleep
 
 TELL = "from hpctrain.cluster.process import identity; print(identity().namespace)"
 

@@ -24,7 +24,6 @@ class InMemory:
         self.uuid = uuid or f"memory of {num_samples}"
         self.sample_bytes = sample_bytes
         self.in_memory = False  # threads are what is tested
-        self.best_read_whole = False
         self.damaged = list(damaged)
         self.asked = []
         self.taken = []
@@ -48,8 +47,7 @@ class InMemory:
         tokens = torch.from_numpy(np.repeat(np.array(indices), lengths).astype(np.int32))
         return {"number": torch.from_numpy(np.array(indices)), "tokens": Ragged(tokens, offsets)}
 
-    def will_need(self, indices, parts=None):
-        assert parts is None  # those of a data set that is best read whole
+    def will_need(self, indices):
         with self._lock:
             self.asked.append(np.array(indices))
 

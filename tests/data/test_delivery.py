@@ -9,7 +9,7 @@ import pytest
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_begin_to_read_fails_all_ranks(
     loader.consumed = 50  # behind what is damaged
     if world.rank == 1:
         monkeypatch.setattr("subprocess.Popen", refuse)
-        monkeypatch.setattr("hpctrain.data.loading.prefetch.ThreadPoolExecutor.submit", refuse)
+        monkeypatch.setattr("hpctrain.data.loading.batches.ThreadPoolExecutor.submit", refuse)
     with loader, pytest.raises(kinds, match="no more processes"):
         list(loader)
     assert loader.consumed == 50

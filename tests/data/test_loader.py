@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.read_depth import ReadDepth
+from hpctrain.data.loading.batches import ReadDepth
 from hpctrain.data.loading.steps import share
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape
 from hpctrain.data.ragged import Ragged
 from tests.data.memory import InMemory, numbers
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading.position import Position
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape
 from tests.data.memory import InMemory, numbers
 
 ORDERS = st.sampled_from(

@@ -115,7 +115,6 @@ def test_class_sorted_samples_are_mixed_as_by_a_drawn_permutation():
 def test_sequential_order_is_the_identity():
     positions = np.arange(5)
     assert np.array_equal(Sequential().samples_at(positions), positions)
-    assert np.array_equal(Sequential().positions_of(positions), positions)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.checksum import crc32
 from hpctrain.data.io import plain_blocks
-from hpctrain.data.io.plain_blocks import MappedBlocks, PlainBlocks, from_file
+from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
 
 START = 7
 """Of the field in its file."""
@@ -49,7 +49,6 @@ def test_blocks_that_differ_or_cannot_be_read_are_named(file, sizes, data):
     missing = {block for block in asked if sizes[block] and edges[block + 1] > num_bytes}
     read = PlainBlocks(edges, crcs, from_file(file, START))
     assert read.wrong(blocks) == sorted((flipped | missing) & {*asked})
-    assert MappedBlocks(edges, crcs, values).wrong(blocks) == sorted(flipped & {*asked})
 
 
 def test_neighbours_are_read_together_and_not_more_than_is_good():

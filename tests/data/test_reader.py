@@ -103,7 +103,7 @@ def test_shards_of_any_size_join_to_one_array(tmp_path, samples_per_shard):
     ):
         read = dataset.take(indices)
         assert all(np.array_equal(read[name], whole[name][indices]) for name in whole)
-    assert dataset._handles().stitched is not None
+    assert dataset._handles().joined is not None
 
 
 def test_what_was_taken_can_be_changed(reading):

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.loading import steps as steps_module
-from hpctrain.data.loading.steps import FEW, Cut, Steps
-from hpctrain.data.order.order import Sequential, global_order
+from hpctrain.data.loading.steps import Cut, Steps
 from hpctrain.data.order.window import window_order
 
 
@@ -25,18 +24,15 @@ def few_asked():
     batch=st.integers(1, 12),
     size=st.integers(1, 4),
     together=st.integers(1, 3),
-    at_once=st.booleans(),
     data=st.data(),
 )
-def test_each_block_is_asked_for_once_and_before_it_is_read(
-    n, batch, size, together, at_once, data
-):
+def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, together, data):
     block, window = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     lanes = data.draw(st.integers(1, batch))
     order = window_order(n, 1, 0, block=block, window=window, lanes=lanes)
     rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
     cut = Cut(num_samples=n, start=start, global_batch=batch, tail="short", rank=rank, size=size)
-    steps = Steps(order, cut, together, 4, at_once=at_once)
+    steps = Steps(order, cut, together, 4)
     asked: list[int] = []
     for number in range(len(steps)):
         soon = steps.soon(number)
@@ -45,23 +41,3 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(
         if size == 1:
             assert {*(part.indices // block).tolist()} <= {*asked}
     assert len(set(asked)) == len(asked)
-
-
-def asked_first(order, size=1):
-    cut = Cut(num_samples=800, start=0, global_batch=40, tail="short", rank=0, size=size)
-    return len(Steps(order, cut, 1, 4, at_once=True).soon(0))
-
-
-def test_all_is_asked_for_at_once_where_the_first_window_needs_much_of_it():
-    for num_windows in (1, FEW, 5 * FEW):
-        order = window_order(800, 1, 0, block=2, window=400 // num_windows, lanes=1)
-        assert (asked_first(order) == 800) == (num_windows <= FEW)
-
-
-def test_of_a_shuffled_order_few_ranks_ask_for_all_at_once(monkeypatch):
-    shuffled = global_order(800, 1, 0)
-    assert asked_first(shuffled) == asked_first(shuffled, FEW) == 800
-    assert asked_first(shuffled, 2 * FEW) < 100
-    assert asked_first(Sequential()) < 800
-    monkeypatch.setattr(steps_module, "MOST_AT_ONCE", 799)
-    assert asked_first(shuffled) < 800

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import KIB
-from hpctrain.data.order.stream_partition import lane_blocks, rank_lanes
-from hpctrain.data.order.window import window_order
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape, lane_blocks, rank_lanes, window_order
 
 words = st.integers(0, 2**64 - 1)
 shapes = st.builds(
@@ -31,18 +29,17 @@ def test_every_sample_has_one_position(n, seed, epoch, shape):
     order, positions = order_of(n, shape, seed, epoch), np.arange(n)
     samples = order.samples_at(positions)
     assert np.array_equal(np.sort(samples), positions)
-    assert np.array_equal(order.positions_of(samples), positions)
 
 
 @settings(max_examples=50)
 @given(n=st.integers(2**40, 2**61), seed=words, shape=shapes, data=st.data())
-def test_inverse_leads_back_at_any_size(n, seed, shape, data):
+def test_positions_of_any_size_have_samples_of_their_own(n, seed, shape, data):
     order = order_of(n, shape, seed)
-    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1)))
-    samples = order.samples_at(positions)
+    start = data.draw(st.integers(0, n - 1))
+    samples = order.samples_at(np.arange(start, min(start + 5000, n)))
     assert samples.min() >= 0
     assert samples.max() < n
-    assert np.array_equal(order.positions_of(samples), positions)
+    assert len(np.unique(samples)) == len(samples)
 
 
 @settings(max_examples=50)

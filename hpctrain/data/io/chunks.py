@@ -63,7 +63,7 @@ class ChunkCache:
 
 
 class CachedValues:
-    """Values that are read chunk by chunk: by HDF5, or of so few bytes that chunks are kept."""
+    """Values that are read chunk by chunk, by HDF5."""
 
     def __init__(
         self, source: ValueSource, num_rows: int, chunk_rows: int, cache: ChunkCache
@@ -110,10 +110,6 @@ class CachedValues:
                 at, end = (place + done) * size, (place + done + part) * size
                 target[at:end] = source[inside * size : (inside + part) * size]
                 done += part
-
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return the bytes of rows, as far as they are known."""
-        return self._source.extents(starts, stops)
 
     def _chunk(self, home: int) -> NDArray[Any]:
         start = home * self._chunk_rows

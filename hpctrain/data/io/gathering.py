@@ -1,28 +1,76 @@
 """A batch out of several shards: each copies its samples to their places in the batch."""
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.data.io.open_files import ReadableShard
+from hpctrain.core.units import KIB
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Ragged
+
+if TYPE_CHECKING:
+    from hpctrain.data.io.open_files import ReadableShard
 
 Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 """Makes an array to be filled, of a shape and a dtype."""
 
+_SMALL_BYTES = 64 * KIB
+_MAX_PER_SIZE = 16
+_MAX_SIZES = 8
 _MANY = 4096
 """Samples from which on it is worth a look whether they grow."""
+
+
+class Buffers:
+    """Uninitialised arrays whose memory is used again: page faults cost more than a batch's copy.
+
+    A view, a tensor of ``torch.from_numpy`` and whatever shares memory with one keep a buffer
+    from being handed out again. Several threads may call it at once.
+    """
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._free: OrderedDict[int, list[NDArray[np.uint8]]] = OrderedDict()
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return an array to be filled; small ones are always new."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes < _SMALL_BYTES:
+            return np.empty(shape, dtype)
+        # Sizes are rounded up by an eighth at most, so that ragged batches share buffers.
+        step = 1 << (num_bytes.bit_length() - 4)
+        size = -(-num_bytes // step) * step
+        try:
+            # The one that became free last is the likeliest to lie in a cache.
+            memory = self._free[size].pop()
+        except (KeyError, IndexError):
+            memory = np.empty(size, np.uint8)
+        # Not an array's view but a buffer's: all views of it refer to it, not to the memory.
+        whole = np.frombuffer(memory.data, np.uint8)
+        weakref.finalize(whole, self._take_back, memory).atexit = False
+        return whole[:num_bytes].view(dtype).reshape(shape)
+
+    def _take_back(self, memory: NDArray[np.uint8]) -> None:
+        free = self._free.setdefault(len(memory), [])
+        if len(free) < _MAX_PER_SIZE:
+            free.append(memory)
+        if len(self._free) > _MAX_SIZES:
+            with suppress(KeyError):
+                self._free.popitem(last=False)
 
 
 class Part(NamedTuple):
     """The samples of a batch that one shard has."""
 
-    shard: ReadableShard
+    shard: "ReadableShard"
     rows: Array
     """Numbered from the start of the shard."""
     places: Array | None

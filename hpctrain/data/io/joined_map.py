@@ -1,12 +1,12 @@
-"""All shards of a data set as one array, where all lie in memory: one copy gathers a batch.
+"""All shards of a data set as one array, where all are mapped: one copy gathers a batch.
 
 Each shard gets a slot of equally many rows in a range of addresses; between the last row of a
 shard and the next slot nothing is mapped.
 """
 
+import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from math import gcd, lcm
 from typing import Any, Self
 
@@ -14,11 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.units import KIB
-from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.largepages import HUGE_BYTES
-from hpctrain.data.io.mapped import PAGE_BYTES, Space
-from hpctrain.data.io.residency import in_memory
+from hpctrain.data.io.mapped import Space
 from hpctrain.data.io.shardfile import ShardFile
 from hpctrain.data.io.values import Array, take_rows
 
@@ -27,7 +24,7 @@ _FEW = 4
 _SMALL_BYTES = 64 * KIB
 
 
-class Stitched:
+class JoinedMap:
     """The fields that are neither ragged nor filtered, of shards that are mapped."""
 
     def __init__(self, manifest: Manifest, files: Sequence[ShardFile], slot: int) -> None:
@@ -43,31 +40,37 @@ class Stitched:
         self._per_shard = counts[0] if is_even else 0
         self._arrays = {name: _joined(manifest, files, name, slot) for name in names}
         self._checked = np.zeros(-(-len(files) * slot // self._block_size), bool)
-        self._all_checked = False
         for number, file in enumerate(files):
             first = number * slot // self._block_size
             flags = self._checked[first : first + len(file.checked)]
             flags[:] = file.checked
             file.checked = flags
+        self._all_checked = False
         self._turn = 0
 
     @classmethod
     def of(cls, manifest: Manifest, files: Sequence[ShardFile]) -> Self | None:
         """Join files, None where one of them is not mapped or cannot be placed."""
-        if not all(file.is_mapped for file in files):
+        fields = [field for field in manifest.fields.values() if not field.ragged]
+        if not all(file.is_mapped for file in files) or any(f.compression for f in fields):
             return None
-        if is_compressed(manifest.fields):
-            return None
-        sizes = [field.sample_bytes for field in manifest.fields.values() if not field.ragged]
+        sizes = [field.sample_bytes for field in fields]
         most = max(file.shard.num_samples for file in files)
-        for page in (HUGE_BYTES, PAGE_BYTES):
-            # Rows after which every field, and every block, begins anew on such a page.
-            step = lcm(manifest.block_size, *(page // gcd(page, size) for size in sizes if size))
-            slot = -(-most // step) * step
-            if sum(sizes) * slot * len(files) <= _MOST_BYTES:
-                with suppress(OSError, ValueError):
-                    return cls(manifest, files, slot)
-        return None
+        # Rows after which every field, and every block, begins anew on a page.
+        pages = (mmap.PAGESIZE // gcd(mmap.PAGESIZE, size) for size in sizes if size)
+        step = lcm(manifest.block_size, *pages)
+        slot = -(-most // step) * step
+        if sum(sizes) * slot * len(files) > _MOST_BYTES:
+            return None
+        try:
+            return cls(manifest, files, slot)
+        except (OSError, ValueError):  # too few addresses, or bytes that begin on no page
+            return None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether every file was in memory when it was opened, or was read and checked since."""
+        return all(file.was_cached or file.all_checked for file in self._files)
 
     def rows_of(self, wanted: Array) -> Array | None:
         """Return the rows of samples, None if a file of theirs has changed."""
@@ -93,10 +96,6 @@ class Stitched:
             self._all_checked = all(file.all_checked for file in self._files)
         return self._all_checked or bool(self._checked[rows // self._block_size].all())
 
-    def is_in_memory(self) -> bool:
-        """Return whether all files lie in memory, as far as probes tell."""
-        return all(in_memory(file.descriptor, file.shard.num_bytes) for file in self._files)
-
     def take(self, name: str, rows: Array, out: NDArray[Any]) -> None:
         """Copy rows of a field to ``out``."""
         take_rows(self._arrays[name], rows, out)
@@ -116,20 +115,19 @@ class Stitched:
 
 def _joined(manifest: Manifest, files: Sequence[ShardFile], name: str, slot: int) -> NDArray[Any]:
     field = manifest.fields[name]
-    num_bytes, size = len(files) * slot * field.sample_bytes, field.sample_bytes
-    if not num_bytes:
-        return np.empty((len(files) * slot, *field.shape), field.dtype)
-    space = Space(num_bytes, files[0].shard.places[name].offset or 0)
+    shape = (len(files) * slot, *field.shape)
+    most_bytes = max(file.shard.num_samples for file in files) * field.sample_bytes
+    # Less than a page is aligned to nothing in a shard.
+    if most_bytes <= _SMALL_BYTES or files[0].is_kept(name):
+        array = np.empty(shape, field.dtype)
+        for number, file in enumerate(files):
+            count = file.shard.num_samples
+            array[number * slot : number * slot + count] = file.values[name].between(0, count)
+        return array
+    space = Space(shape, field.dtype)
     for number, file in enumerate(files):
-        place, count = file.shard.places[name], file.shard.num_samples * size
-        if place.offset is None:
+        if (offset := file.shard.places[name].offset) is None:
             raise ValueError("only HDF5 can read it")
-        at = number * slot * size
-        if place.offset % PAGE_BYTES == 0:
-            space.map_file(at, file.descriptor, place.offset, count)
-        elif count <= _SMALL_BYTES:
-            # Less than a page is aligned to nothing in a shard.
-            space.put(at, os.pread(file.descriptor, count, place.offset))
-        else:
-            raise ValueError("its bytes do not begin on a page")
-    return space.array(0, (len(files) * slot, *field.shape), field.dtype)
+        num_bytes = file.shard.num_samples * field.sample_bytes
+        space.map_file(number * slot * field.sample_bytes, file.descriptor, offset, num_bytes)
+    return space.array()

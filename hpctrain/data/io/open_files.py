@@ -4,6 +4,7 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -13,26 +14,18 @@ from numpy.typing import NDArray
 
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.core.errors import DataError
-from hpctrain.core.units import GIB
-from hpctrain.data.format.compression import is_compressed
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE
-from hpctrain.data.io.buffers import Buffers
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.joined_map import Stitched
+from hpctrain.data.io.gathering import Buffers
+from hpctrain.data.io.joined_map import JoinedMap
 from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
-from hpctrain.data.io.read_ahead_queue import Line, ReadPiece
-from hpctrain.data.io.shardfile import IO, ShardIO
+from hpctrain.data.io.read_ahead import THREADS
+from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
 
-_FIRST_TRIES = 64
-_WAIT_BYTES = 4 * GIB
-"""Up to here, samples are not to be had before all that is read ahead has come, in file order."""
 _ROOM = 2
-"""So many times the size of a data set must be free before all of it is kept in memory."""
-_ROOM_TWICE = 3
-"""The same where its samples are copied early: then they are in memory twice."""
+"""So many times the size of a data set must be free before all of it is mapped unseen."""
 
 
 class ReadableShard(Protocol):
@@ -54,15 +47,8 @@ class ReadableShard(Protocol):
     ) -> None:
         """Copy samples of a ragged field."""
 
-    def coming(
-        self,
-        rows: Array,
-        *,
-        whole_blocks: bool = True,
-        wait: bool = True,
-        early: EarlyCopies | None = None,
-    ) -> list[ReadPiece]:
-        """Return what brings samples into memory."""
+    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
+        """Let threads bring samples into memory."""
 
     def close(self) -> None:
         """Free what is open."""
@@ -72,7 +58,7 @@ class Opener(Protocol):
     """Opens a shard, picklable; ``OpenShard`` is one."""
 
     def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
+        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> ReadableShard:
         """Open shard ``index``; ``io`` and ``chunks`` as for ``OpenShard``."""
 
@@ -86,24 +72,18 @@ class Handles:
         """Open nothing yet; ``open_shard`` opens a shard by its number and ``io``."""
         self.pid = os.getpid()
         self.buffers = Buffers()
-        self.stitched: Stitched | None = None
-        self.is_in_memory = False
-        """What ``look_in_memory`` has seen."""
+        self.joined: JoinedMap | None = None
         self._manifest = manifest
         self._open_shard = open_shard
         self._shards: OrderedDict[int, ReadableShard] = OrderedDict()
         # HDF5 needs a descriptor of its own, and the program some as well.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
-        room = 0.0 if self._is_full or io != "auto" else _room_for(manifest)
-        self.stay_in_memory = room >= _ROOM
-        """Whether all files do, open, once they were read."""
-        is_ragged = any(field.ragged for field in manifest.fields.values())
-        self._copies_early = room >= _ROOM_TWICE and not is_ragged
-        self._io: ShardIO = "keep" if self.stay_in_memory else io
+        room = (available_bytes() or 0) / max(1, manifest.num_bytes)
+        self._io: IO = "map" if io == "auto" and not self._is_full and room >= _ROOM else io
+        self._can_join = True
         self._lock = Lock()
-        self._line = Line()
-        self._num_tries = 0
+        self._threads = ThreadPoolExecutor(THREADS, "hpctrain-ahead")
 
     def shard(self, index: int) -> ReadableShard:
         """Return an open shard.
@@ -122,64 +102,38 @@ class Handles:
                     self._shards.popitem(last=False)
         return found
 
-    def rows_of(self, wanted: Array) -> tuple[Stitched, Array] | None:
+    def rows_of(self, wanted: Array) -> tuple[JoinedMap, Array] | None:
         """Return the array of all shards and the rows of samples in it, if there is one."""
-        stitched = self.stitched
-        if stitched is None:
-            self._stitch()
+        joined = self.joined
+        if joined is None:
+            joined = self._join()
+        rows = None if joined is None else joined.rows_of(wanted)
+        if joined is None or rows is None:
+            self.joined = None
             return None
-        rows = stitched.rows_of(wanted)
-        if rows is None:
-            self.stitched = None
-            return None
-        return stitched, rows
+        return joined, rows
 
-    def look_in_memory(self) -> bool:
-        """Look whether all shards lie in memory and are mapped; once they do, that is that."""
-        if self.stitched is None:
-            self._stitch()
-        if self.stitched is not None and not self.is_in_memory:
-            self.is_in_memory = self.stitched.is_in_memory()
-        return self.stitched is not None and self.is_in_memory
+    def is_in_memory(self) -> bool:
+        """Return whether all shards are mapped, and were in memory or have come there."""
+        joined = self.joined or self._join()
+        return joined is not None and joined.is_in_memory
 
-    def bring(
-        self,
-        parts: Iterable[tuple[int, Array, Any]],
-        *,
-        num_bytes: float,
-        whole_blocks: bool,
-        order: Parts | None = None,
-    ) -> EarlyCopies | None:
+    def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
         """Begin to bring samples into memory, in threads of their own.
 
         Args:
             parts: of some shards, the number, rows in it, and whatever.
-            num_bytes: of all these samples, about.
-            whole_blocks: as for ``OpenShard.coming``.
-            order: in which they will be taken, if nothing is before all has come.
-
-        Returns:
-            Where to take them, if they are copied as they come.
+            check: as for ``read_ahead``.
         """
-        # A batch that can be had soon is not kept waiting for gigabytes of others.
-        wait, early = num_bytes <= _WAIT_BYTES, None
-        if order is not None and wait and self._copies_early:
-            early = EarlyCopies(self._manifest.fields, self._manifest.num_samples, order)
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
-                shard = self.shard(home)
-                self._line.join(
-                    shard.coming(rows, whole_blocks=whole_blocks, wait=wait, early=early)
-                )
-        return early
+                self.shard(home).will_need(rows, self._threads, check=check)
 
-    def _stitch(self) -> None:
-        """Join all shards to one array, now and then tried: once all are open and in memory."""
-        self._num_tries += 1
-        is_due = self._num_tries < _FIRST_TRIES or self._num_tries % _FIRST_TRIES == 0
-        if len(self._shards) < len(self._manifest.shards) or not is_due:
-            return
+    def _join(self) -> JoinedMap | None:
+        """Join all shards to one array, once all are open and if they can be joined."""
+        if not self._can_join or len(self._shards) < len(self._manifest.shards):
+            return None
         with self._lock:
             shards = [self._shards.get(index) for index in range(len(self._shards))]
             files = [
@@ -187,12 +141,9 @@ class Handles:
                 for shard in shards
                 if isinstance(shard, OpenShard) and type(shard).gather is OpenShard.gather
             ]
-            if self.stitched is None and len(files) == len(shards):
-                self.stitched = Stitched.of(self._manifest, files)
-
-
-def _room_for(manifest: Manifest) -> float:
-    """Return how many times memory could hold all files, 0 if they are not read as they lie."""
-    if is_compressed(manifest.fields):
-        return 0.0
-    return (available_bytes() or 0) / max(1, manifest.num_bytes)
+            if len(files) < len(shards):
+                self._can_join = False
+            elif self.joined is None:
+                self.joined = JoinedMap.of(self._manifest, files)
+                self._can_join = self.joined is not None
+            return self.joined

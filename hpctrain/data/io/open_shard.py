@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,20 +13,12 @@ from numpy.typing import NDArray
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CorruptError
-from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE
-from hpctrain.data.io.ahead import advise, distinct, runs_of
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.overlapped_copy import EarlyCopies
-from hpctrain.data.io.plain_blocks import READ_BYTES
-from hpctrain.data.io.read_ahead_queue import ReadPiece
-from hpctrain.data.io.shardfile import ShardFile, ShardIO
+from hpctrain.data.io.read_ahead import read_ahead, wait_for
+from hpctrain.data.io.shardfile import IO, ShardFile
 from hpctrain.data.io.values import Array
-
-_SPARSE = 4
-"""From every fourth block on, a file of a set that stays in memory is read whole: in its order,
-and in large pages, it comes more than twice as fast."""
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -62,7 +54,7 @@ class OpenShard:
         manifest: Manifest,
         index: int,
         *,
-        io: ShardIO = "auto",
+        io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
         """Open the file.
@@ -72,7 +64,7 @@ class OpenShard:
             manifest: of the data set.
             index: number of the shard.
             io: ``map`` it into memory, ``read`` what is wanted, or ``auto``: map it where it
-                lies in memory; ``keep``: where it will stay there, too.
+                lies in memory.
             chunks: keeps decoded chunks of several shards.
 
         Raises:
@@ -83,7 +75,6 @@ class OpenShard:
         self._first = sum(shard.num_samples for shard in manifest.shards[:index])
         self._io, self._chunks = io, chunks or ChunkCache()
         self._lock = Lock()
-        self._num_taken = 0
         self.file = self._opened()
 
     def check_blocks(self, rows: Array, *, again: bool) -> None:
@@ -102,7 +93,7 @@ class OpenShard:
             return
         blocks = np.unique(rows // self._manifest.block_size)
         if not again:
-            file.arrivals.wait_for(blocks)
+            wait_for(file, blocks[~file.checked[blocks]])
             blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
         file.found(blocks, wrong)
@@ -156,48 +147,15 @@ class OpenShard:
 
         self._read(rows, copy)
 
-    def coming(
-        self,
-        rows: Array,
-        *,
-        whole_blocks: bool = True,
-        wait: bool = True,
-        early: EarlyCopies | None = None,
-    ) -> list[ReadPiece]:
-        """Return what brings samples into memory: pieces of work for several threads, in order.
-
-        Every piece must be done: from now on, whoever takes samples waits for the blocks.
-
-        Args:
-            rows: samples, numbered from the start of this shard, in any order.
-            whole_blocks: bring the whole of their blocks, and check those that are new. What is
-                wrong is left to whoever takes samples of it.
-            wait: for all the blocks; else only for those that are being read.
-            early: copies samples of new blocks as they come, if the file is mapped.
-        """
-        file, size = self.file, self._manifest.block_size
-        if file.in_memory or not len(rows):
-            return []
-        blocks = distinct(rows // size)
-        is_keeping = self._io == "keep" and file.is_mapped
-        if is_keeping and len(blocks) * _SPARSE >= len(file.checked):
-            file.sweep()
-        if not whole_blocks:
-            return [ReadPiece(lambda: ask_for(file, *runs_of(distinct(rows))))]
-        is_new = ~file.checked[blocks]
-        old, new = blocks[~is_new], blocks[is_new]
-        if wait:
-            file.arrivals.expect(new)
-        bring: Callable[[Array], None] = file.bring
-        if early is not None and file.is_mapped and len(new):
-            bring = early.expect(file, self._first, new)
-        return [*pieces_of_old(file, old), *pieces_of_new(file, new, bring)]
+    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
+        """Let threads bring samples into memory; see ``read_ahead``."""
+        read_ahead(threads, self.file, rows, check=check)
 
     def close(self) -> None:
         """Nothing is left to be done: the file is closed when nobody uses it any more."""
 
     def _read(self, rows: Array, copy: Callable[[ShardFile], None]) -> None:
-        file = self._settled(len(rows))
+        file = self.file
         try:
             copy(file)
         except UNREADABLE:
@@ -213,20 +171,11 @@ class OpenShard:
             reason = reason_of(error)
             raise _lost(self._directory, self._manifest, self._index, reason) from error
 
-    def _settled(self, num_samples: int) -> ShardFile:
-        """Return the file; after as many samples as it has, look again where it lies."""
-        self._num_taken += num_samples
-        if self._num_taken > self._shard.num_samples:
-            self._num_taken = 0
-            file = self.file
-            if self._io in ("auto", "keep") and file.wants_map() != file.is_mapped:
-                self._reopened(file)
-        return self.file
-
     def _check_block(self, block: int) -> None:
         file = self.file
         if file.problem(block) is not None:
-            self._forget(file, block)
+            with suppress(OSError):  # so that the next read comes from the disk
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             file = self._reopened(file)
             if (problem := file.problem(block)) is not None:
                 start = self._first + block * self._manifest.block_size
@@ -240,17 +189,6 @@ class OpenShard:
                     stop,
                 )
         file.checked[block] = True
-
-    def _forget(self, file: ShardFile, block: int) -> None:
-        """Let the next read of a block come from the disk."""
-        start = np.array([block * self._manifest.block_size])
-        stop = np.minimum(start + self._manifest.block_size, self._shard.num_samples)
-        with suppress(*UNREADABLE):
-            for name in file.values:
-                for begin, end in zip(*file.extents(name, start, stop), strict=True):
-                    os.posix_fadvise(
-                        file.descriptor, int(begin), int(end - begin), os.POSIX_FADV_DONTNEED
-                    )
 
     def _opened(self) -> ShardFile:
         path = self._directory / self._shard.file
@@ -282,75 +220,3 @@ def _lost(directory: Path, manifest: Manifest, index: int, why: str) -> CorruptE
         start,
         stop,
     )
-
-
-_APART_BYTES = 4 * MIB
-"""Of blocks that lie apart, in one piece of work: they are read one by one anyhow."""
-_SWEPT_BYTES = 64 * MIB
-"""Of a file that is swept, read on by one call."""
-
-
-def pieces_of_old(file: ShardFile, blocks: Array) -> list[ReadPiece]:
-    """Return what brings blocks that were checked before; ``blocks`` grow, maybe none."""
-    return [ReadPiece(lambda: _ask_for_runs(file, blocks))] if len(blocks) else []
-
-
-def pieces_of_new(
-    file: ShardFile, blocks: Array, bring: Callable[[Array], None]
-) -> list[ReadPiece]:
-    """Return what brings and checks blocks.
-
-    Args:
-        file: has them.
-        blocks: growing, maybe none.
-        bring: does so with some of them: ``file.bring``, or what does more.
-    """
-    if file.is_swept:
-        parts = _cut(file, blocks, _SWEPT_BYTES)
-        checks = [ReadPiece(partial(bring, part)) for part in _cut(file, blocks, READ_BYTES)]
-        return [
-            *(ReadPiece(partial(_sweep, file, part), is_sweep=True) for part in parts),
-            *checks,
-        ]
-    # Of blocks that lie apart, the disk has many to find at the same time.
-    num_runs = len(runs_of(blocks)[0]) if len(blocks) else 0
-    if num_runs * MIB > len(blocks) * file.block_bytes:
-        return [
-            ReadPiece(partial(bring, part), partial(_ask_for_runs, file, part))
-            for part in _cut(file, blocks, _APART_BYTES)
-        ]
-    return [ReadPiece(partial(bring, part)) for part in _cut(file, blocks, READ_BYTES)]
-
-
-def ask_for(file: ShardFile, starts: Array, stops: Array) -> None:
-    """Ask for the samples ``[starts[i], stops[i])``; of a file that is swept, wait for them."""
-    for name in file.read_on:
-        begins, ends = file.extents(name, starts, stops)
-        parts = zip(begins.tolist(), ends.tolist(), strict=True)
-        if not (
-            file.is_swept
-            and file.space
-            and all(file.space.bring(begin, end - begin) for begin, end in parts)
-        ):
-            advise(file.descriptor, begins, ends)
-
-
-def _sweep(file: ShardFile, blocks: Array) -> None:
-    """Read on without a gap, while other threads check what has come."""
-    _ask_for_blocks(file, blocks[:1], blocks[-1:] + 1)
-
-
-def _ask_for_runs(file: ShardFile, blocks: Array) -> None:
-    _ask_for_blocks(file, *runs_of(blocks))
-
-
-def _ask_for_blocks(file: ShardFile, starts: Array, stops: Array) -> None:
-    """Ask for the samples of the blocks ``[starts[i], stops[i])``."""
-    size = file.block_size
-    ask_for(file, starts * size, np.minimum(stops * size, file.shard.num_samples))
-
-
-def _cut(file: ShardFile, blocks: Array, num_bytes: int) -> list[Array]:
-    """Cut blocks into parts of about so many bytes each."""
-    num_parts = min(len(blocks), -(-len(blocks) * file.block_bytes // num_bytes))
-    return np.array_split(blocks, num_parts) if num_parts else []

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import MIB
-from hpctrain.data.io.direct import read_into
-from hpctrain.data.io.mapped import Space
-from hpctrain.data.io.values import Array
+from hpctrain.data.io.values import Array, read_into
 
 Read = Callable[[int, int], memoryview]
 """Gives the bytes ``[begin, end)`` of a field; valid until the same thread asks again."""
@@ -27,27 +25,8 @@ READ_BYTES = 2 * MIB
 _SCRATCH = threading.local()
 
 
-class MappedBlocks:
-    """The blocks of one field in one file that lies in memory."""
-
-    def __init__(self, edges: Array, crcs: NDArray[np.uint32], values: NDArray[np.uint8]) -> None:
-        """Take what is needed to check them.
-
-        Args:
-            edges: ``(num_blocks + 1,)``, the byte where each block begins, and the end.
-            crcs: ``(num_blocks,)``.
-            values: the bytes of the field.
-        """
-        self._edges, self._crcs, self._bytes = edges, crcs, values.data
-
-    def wrong(self, blocks: Array) -> list[int]:
-        """Return which of these blocks have another crc32."""
-        data, pieces = self._bytes, _pieces(blocks, self._edges, self._crcs)
-        return [block for block, begin, end, crc in pieces if crc32(data[begin:end]) != crc]
-
-
 class PlainBlocks:
-    """The blocks of one field in one file that is read."""
+    """The blocks of one field in one file."""
 
     def __init__(self, edges: Array, crcs: NDArray[np.uint32], read: Read) -> None:
         """Take what is needed to check them.
@@ -98,32 +77,6 @@ class PlainBlocks:
 def _pieces(blocks: Array, edges: Array, crcs: NDArray[np.uint32]) -> list[_Piece]:
     columns = blocks, edges[blocks], edges[blocks + 1], crcs[blocks]
     return list(zip(*[column.tolist() for column in columns], strict=True))
-
-
-def from_map(
-    space: Space,
-    offset: int,
-    values: NDArray[np.uint8],
-    otherwise: Read,
-    *,
-    when: Callable[[], bool],
-) -> Read:
-    """Read by bringing into memory what is mapped.
-
-    Args:
-        space: where the file is mapped.
-        offset: of the field in it.
-        values: the bytes of the field, mapped.
-        otherwise: reads what is not to be brought or cannot be, or says why.
-        when: whether to bring it.
-    """
-
-    def read(begin: int, end: int) -> memoryview:
-        if when() and space.bring(offset + begin, end - begin):
-            return values.data[begin:end]
-        return otherwise(begin, end)
-
-    return read
 
 
 def from_file(descriptor: int, offset: int) -> Read:

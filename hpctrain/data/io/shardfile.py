@@ -1,36 +1,31 @@
 """The file of one shard, open: its values, its checksums and what has been checked of it."""
 
 import os
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from threading import Event, Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.checksum import crc32
-from hpctrain.core.units import KIB, MIB
+from hpctrain.core.units import MIB
 from hpctrain.data.format.compression import is_compressed, load_filters
 from hpctrain.data.format.layout import Field, Manifest, Place
 from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.io.chunks import CachedValues, ChunkCache, chunk_rows_for
-from hpctrain.data.io.direct import read_at
-from hpctrain.data.io.mapped import Space
-from hpctrain.data.io.plain_blocks import MappedBlocks, PlainBlocks, Read, from_file, from_map
-from hpctrain.data.io.residency import in_memory, on_local_disk
-from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values
+from hpctrain.data.io.mapped import Space, is_cached
+from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
+from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values, as_bytes, read_at
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 IO = Literal["map", "read", "auto"]
-"""What a user may wish."""
-ShardIO = Literal[IO, "keep"]
-"""``keep`` is ``auto`` for a data set that stays in memory once it was read."""
 
-_SMALL_ROW_BYTES = 64
-_SMALL_FIELD_BYTES = 16 * MIB
-_SMALL_SAMPLE_BYTES = 16 * KIB
+_KEPT_ROW_BYTES = 16
+_KEPT_FIELD_BYTES = 64 * MIB
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -38,20 +33,21 @@ class ShardFile:
     """Opened once; a file that changes is opened anew, as another object."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
+        self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> None:
         """Open the file and check that it is the one that the manifest describes.
 
         Raises:
             UNREADABLE: it is not, or it is missing or damaged.
         """
-        self._path, self._manifest, self._io = path, manifest, io
+        self._path, self._manifest = path, manifest
         self.shard = manifest.shards[index]
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
-        self.arrivals = Arrivals(len(self.checked))
+        self.coming: dict[int, Future[None]] = {}
+        """Blocks that are read ahead."""
         self.is_replaced = False
         """Whether the file was opened anew, as another object."""
         self._hdf5: Any = None
@@ -59,12 +55,10 @@ class ShardFile:
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
         self._check_size()
-        self.in_memory = in_memory(self.descriptor, self.shard.num_bytes)
-        self.is_mapped = io == "map" or (
-            io != "read" and (self.in_memory or self._is_mapped_on_disk())
-        )
-        self.space = self._mapping() if self.is_mapped else None
-        self._swept = Event()
+        self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
+        """Whether it lay in memory when it was opened."""
+        self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
+        self._bytes = self._mapped() if self.is_mapped else None
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
             name: self._index(name) for name, field in manifest.fields.items() if field.ragged
@@ -75,8 +69,6 @@ class ShardFile:
         self.values = {
             name: self._values(name, field, chunks) for name, field in manifest.fields.items()
         }
-        self.read_on = [name for name in manifest.fields if not self._is_read_at_once(name)]
-        """The fields that are read as they are wanted."""
         self._has_filters = is_compressed(manifest.fields)
         self._plain_blocks = [
             self._blocks_of(name, place.offset)
@@ -89,27 +81,18 @@ class ShardFile:
         """Bytes of a block, about."""
         return max(1, self.block_size * self.shard.num_bytes // self.shard.num_samples)
 
-    @property
-    def is_swept(self) -> bool:
-        """Whether it is read whole, as it lies, by its map."""
-        return self._swept.is_set()
-
-    def sweep(self) -> None:
-        """Read it so from now on; it is mapped."""
-        self._swept.set()
+    def is_kept(self, name: str) -> bool:
+        """Return whether a field is as labels are: a call for each costs more than to keep all."""
+        field, place = self._manifest.fields[name], self.shard.places[name]
+        size = field.sample_bytes
+        is_small = (
+            size <= _KEPT_ROW_BYTES and self._manifest.num_samples * size <= _KEPT_FIELD_BYTES
+        )
+        return is_small and not field.ragged and place.offset is not None
 
     def is_changed(self) -> bool:
         """Return whether the file was written to or truncated since it was opened."""
         return self._identity() != self.identity
-
-    def wants_map(self) -> bool:
-        """Return whether the file, as it lies now, is better mapped than read.
-
-        Where it lies in memory; and on a local disk, where it stays in memory once it was read,
-        and samples so small that a call for each of them costs more than to bring in its page.
-        Their blocks are checked by reading first.
-        """
-        return in_memory(self.descriptor, self.shard.num_bytes) or self._is_mapped_on_disk()
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
         """Return which of these blocks are not as they were written; ``problem`` says why."""
@@ -118,21 +101,14 @@ class ShardFile:
             wrong.update(block for block in blocks.tolist() if self.problem(block))
         return sorted(wrong)
 
-    def bring(self, blocks: Array, then: Callable[[Array], None] | None = None) -> None:
+    def bring(self, blocks: Array) -> None:
         """Read and check blocks, unless that was done; what is wrong stays unchecked.
 
-        So does a file that was changed: to touch what a map has lost ends the process. With what
-        is new and right, ``then`` is called, before whoever waits for the blocks goes on.
+        So does a file that was changed: to touch what a map has lost ends the process.
         """
-        self.arrivals.expect(blocks)
-        try:
-            new = blocks[~self.checked[blocks]]
-            if not self.is_changed():
-                self.found(new, wrong := self.wrong_blocks(new))
-                if then and (right := np.setdiff1d(new, wrong)).size:
-                    then(right)
-        finally:
-            self.arrivals.arrived(blocks)
+        new = blocks[~self.checked[blocks]]
+        if not self.is_changed():
+            self.found(new, self.wrong_blocks(new))
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Count blocks as checked but for those that are wrong.
@@ -141,11 +117,7 @@ class ShardFile:
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
-
-    def rows_of(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return which rows of a field are the samples ``[starts[i], stops[i])``."""
-        index = self.indices.get(name)
-        return (starts, stops) if index is None else (index[starts], index[stops])
+        self.all_checked = bool(self.checked.all())
 
     def problem(self, block: int) -> str | None:
         """Return what is wrong with a block, None if its crc32 is right."""
@@ -162,9 +134,19 @@ class ShardFile:
                 return f"block {block} of field {name} has the wrong crc32"
         return None
 
-    def extents(self, name: str, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return where samples lie in the file: from byte, to byte."""
-        return self.values[name].extents(*self.rows_of(name, starts, stops))
+    def extents(self, starts: Array, stops: Array) -> list[tuple[Array, Array]]:
+        """Return where samples ``[starts[i], stops[i])`` lie: of each field, from byte, to byte.
+
+        Of filtered fields and of those that were read already nothing is told.
+        """
+        found = []
+        for name, place in self.shard.places.items():
+            if place.offset is None or self.is_kept(name):
+                continue
+            index, size = self.indices.get(name), self._manifest.fields[name].sample_bytes
+            rows = (starts, stops) if index is None else (index[starts], index[stops])
+            found.append((place.offset + rows[0] * size, place.offset + rows[1] * size))
+        return found
 
     def close_hdf5(self) -> None:
         """End all use of HDF5: what is open here would be shared with a file opened anew."""
@@ -175,11 +157,6 @@ class ShardFile:
         """Close the file; mapped memory stays as long as an array refers to it."""
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
-
-    def _is_mapped_on_disk(self) -> bool:
-        mean_bytes = self.shard.num_bytes / self.shard.num_samples
-        is_better = self._io == "keep" or mean_bytes <= _SMALL_SAMPLE_BYTES
-        return is_better and on_local_disk(self.descriptor)
 
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
@@ -192,43 +169,35 @@ class ShardFile:
                 f"it was truncated or replaced"
             )
 
-    def _mapping(self) -> Space:
-        space = Space(self.shard.num_bytes)
+    def _mapped(self) -> NDArray[np.uint8]:
+        space = Space((self.shard.num_bytes,), "|u1")
         space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
-        return space
+        return space.array()
 
     def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        if self.space is not None:
-            return self.space.array(offset, shape, dtype)
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
-        return read_at(self.descriptor, offset, num_bytes).view(dtype).reshape(shape)
+        if self._bytes is None:
+            found = read_at(self.descriptor, offset, num_bytes)
+        else:
+            found = self._bytes[offset : offset + num_bytes]
+        return found.view(dtype).reshape(shape)
 
-    def _blocks_of(self, name: str, offset: int) -> MappedBlocks | PlainBlocks:
+    def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
         size = self._manifest.fields[name].sample_bytes
         edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
         edges[-1] = self.shard.num_samples
         if name in self.indices:
             edges = self.indices[name][edges]
         edges *= size
-        num_bytes = int(edges[-1])
-        if self._is_read_at_once(name) or (self.space is not None and self.in_memory):
-            return MappedBlocks(edges, self.crcs[name], self._plain(offset, (num_bytes,), "|u1"))
-        return PlainBlocks(edges, self.crcs[name], self._reading(offset, num_bytes))
-
-    def _reading(self, offset: int, num_bytes: int) -> Read:
-        """Return what reads a field: by its map, once the file is swept."""
-        plainly = from_file(self.descriptor, offset)
-        if self.space is None:
-            return plainly
-        values = self._plain(offset, (num_bytes,), "|u1")
-        return from_map(self.space, offset, values, plainly, when=self._swept.is_set)
-
-    def _is_read_at_once(self, name: str) -> bool:
-        """Return whether a field is as labels are: a call for each block of it costs more."""
-        field, place = self._manifest.fields[name], self.shard.places[name]
-        num_bytes = self._num_rows(field, place) * field.sample_bytes
-        is_small = field.sample_bytes <= _SMALL_ROW_BYTES and num_bytes <= _SMALL_FIELD_BYTES
-        return is_small and place.offset is not None
+        in_memory = None
+        if self.is_kept(name):
+            in_memory = as_bytes(self.values[name].between(0, self.shard.num_samples))
+        elif self._bytes is not None and self.was_cached:
+            in_memory = self._bytes[offset : offset + int(edges[-1])].data
+        if in_memory is None:  # also of a map: its disk may fail
+            return PlainBlocks(edges, self.crcs[name], from_file(self.descriptor, offset))
+        data = in_memory
+        return PlainBlocks(edges, self.crcs[name], lambda begin, end: data[begin:end])
 
     def _table(self, name: str) -> NDArray[Any]:
         place = self.shard.places[name]
@@ -260,22 +229,16 @@ class ShardFile:
         place = self.shard.places[name]
         shape = (self._num_rows(field, place), *field.shape)
         if not prod(shape) * np.dtype(field.dtype).itemsize:
-            return MappedValues(np.empty(shape, field.dtype), 0)
+            return MappedValues(np.empty(shape, field.dtype))
         if place.offset is None:
             stored = HDF5Values(self._dataset(f"data/{name}", shape, field.dtype))
             return CachedValues(stored, shape[0], stored.chunk_rows, chunks)
-        if self.space is not None:
-            return MappedValues(self.space.array(place.offset, shape, field.dtype), place.offset)
-        direct = DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
-        if field.sample_bytes <= _SMALL_ROW_BYTES and self._is_small(field, chunks):
-            rows_of_chunk = chunk_rows_for(field.shape, direct.dtype)
-            return CachedValues(direct, shape[0], rows_of_chunk, chunks)
-        return direct
-
-    def _is_small(self, field: Field, chunks: ChunkCache) -> bool:
-        # Labels, as a rule: a call for each costs more than to keep them all.
-        num_bytes = self._manifest.num_samples * field.sample_bytes
-        return not field.ragged and num_bytes <= chunks.max_bytes // 4
+        if self.is_kept(name):
+            data = read_at(self.descriptor, place.offset, shape[0] * field.sample_bytes)
+            return MappedValues(data.view(field.dtype).reshape(shape))
+        if self.is_mapped:
+            return MappedValues(self._plain(place.offset, shape, field.dtype))
+        return DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
 
     def _num_rows(self, field: Field, place: Place) -> int:
         return (place.num_rows or 0) if field.ragged else self.shard.num_samples
@@ -322,70 +285,7 @@ class HDF5Values:
             if dataset.chunks
             else chunk_rows_for(dataset.shape[1:], dataset.dtype)
         )
-        self._stored: tuple[Array, Array] | None = None
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows [start, stop), decoded."""
         return np.ascontiguousarray(self._dataset[start:stop])
-
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return the bytes of the stored chunks that hold the rows ``[starts[i], stops[i])``."""
-        if self._stored is None:
-            self._stored = self._stored_chunks()
-        begins, ends = self._stored
-        homes = [
-            np.arange(start // self.chunk_rows, -(-stop // self.chunk_rows))
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-        ]
-        wanted = np.unique(np.concatenate([np.empty(0, np.int64), *homes]))
-        wanted = wanted[wanted < len(begins)]
-        return begins[wanted], ends[wanted]
-
-    def _stored_chunks(self) -> tuple[Array, Array]:
-        num_chunks = -(-len(self._dataset) // self.chunk_rows) if self._dataset.chunks else 0
-        begins, ends = np.zeros((2, num_chunks), np.int64)
-
-        def note(chunk: Any) -> None:
-            home = chunk.chunk_offset[0] // self.chunk_rows
-            if home < num_chunks:  # else the file is damaged, which reading will tell
-                begins[home], ends[home] = chunk.byte_offset, chunk.byte_offset + chunk.size
-
-        if num_chunks:
-            self._dataset.id.chunk_iter(note)
-        return begins, ends
-
-
-class Arrivals:
-    """Of the blocks of one file. Several threads may use it at once."""
-
-    def __init__(self, num_blocks: int) -> None:
-        """Expect nothing yet."""
-        self._is_coming = np.zeros(num_blocks, bool)
-        self._awaited: dict[int, Event] = {}
-        """Set when the block has come."""
-        self._lock = Lock()
-
-    def expect(self, blocks: Array) -> None:
-        """Promise that ``arrived`` will be called for these blocks, whatever happens."""
-        with self._lock:
-            self._is_coming[blocks] = True
-
-    def arrived(self, blocks: Array) -> None:
-        """Keep the promise: somebody has tried to read these blocks."""
-        with self._lock:
-            self._is_coming[blocks] = False
-            here = [block for block in self._awaited if not self._is_coming[block]]
-            events = [self._awaited.pop(block) for block in here]
-        for event in events:
-            event.set()
-
-    def wait_for(self, blocks: Array) -> None:
-        """Return when none of these blocks is on its way."""
-        while (coming := blocks[self._is_coming[blocks]]).size:
-            # Blocks come in about this order: the last one of them is worth waking up for.
-            last = int(coming[-1])
-            with self._lock:
-                if not self._is_coming[last]:
-                    continue
-                event = self._awaited.setdefault(last, Event())
-            event.wait()

@@ -3,14 +3,16 @@
 Three ways, one shape. A row is one sample, or of a ragged field one element of a sample.
 """
 
+import errno
+import os
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.units import KIB
-from hpctrain.data.io.direct import read_at, read_pieces
+from hpctrain.core.units import KIB, MIB
 
 Array = NDArray[np.int64]
 
@@ -21,6 +23,8 @@ _FETCHED_BYTES = range(KIB, 8 * KIB + 1)
 _FETCHED = 8192
 """Rows whose first bytes are fetched together: so many lines stay in a cache until then, and for
 each call another thread may have to be waited for."""
+_MAX_BUFFERS = 512
+_MAX_BYTES = 8 * MIB
 
 
 class Values(Protocol):
@@ -35,9 +39,6 @@ class Values(Protocol):
     def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
         """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``."""
 
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return where the rows ``[starts[i], stops[i])`` lie in the file: from byte, to byte."""
-
 
 class ValueSource(Protocol):
     """Where whole chunks of a field come from."""
@@ -45,21 +46,17 @@ class ValueSource(Protocol):
     def between(self, start: int, stop: int) -> NDArray[Any]:
         """Return the rows [start, stop), contiguous in memory."""
 
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return where the rows ``[starts[i], stops[i])`` lie in the file: from byte, to byte."""
-
 
 class MappedValues:
-    """An array that is the file itself."""
+    """An array that is the file itself, or was read from it at once."""
 
-    def __init__(self, array: NDArray[Any], offset: int) -> None:
-        """Take the array ``(num_rows, *shape)`` and its first byte in the file."""
+    def __init__(self, array: NDArray[Any]) -> None:
+        """Take the array ``(num_rows, *shape)``."""
         self._array = array
-        self._offset = offset
         self._row_bytes = row_bytes(array)
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the bytes in the file themselves."""
+        """Return the bytes of the array themselves."""
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
@@ -84,10 +81,6 @@ class MappedValues:
             strict=True,
         ):
             target[place : place + count] = source[start : start + count]
-
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return the bytes of rows."""
-        return self._offset + starts * self._row_bytes, self._offset + stops * self._row_bytes
 
 
 class DirectValues:
@@ -125,10 +118,6 @@ class DirectValues:
         pieces = zip(*(column.tolist() for column in columns), strict=True)
         read_pieces(self._descriptor, (piece for piece in pieces if piece[1]), as_bytes(out))
 
-    def extents(self, starts: Array, stops: Array) -> tuple[Array, Array]:
-        """Return the bytes of rows."""
-        return self._offset + starts * self._row_bytes, self._offset + stops * self._row_bytes
-
 
 def take_rows(source: NDArray[Any], rows: Array, out: NDArray[Any]) -> None:
     """Copy ``source[rows]`` to ``out``; all are contiguous, and rows in range.
@@ -158,3 +147,55 @@ def as_bytes(array: NDArray[Any]) -> memoryview:
 def row_bytes(array: NDArray[Any]) -> int:
     """Return the bytes of ``array[i]``."""
     return prod(array.shape[1:]) * array.itemsize
+
+
+def read_pieces(descriptor: int, pieces: Iterable[tuple[int, int, int]], out: memoryview) -> None:
+    """Copy pieces of a file: of each ``(offset, size, place)``, to ``out[place:place + size]``.
+
+    Pieces that touch in the file are read by one call, whatever their places.
+
+    Raises:
+        OSError: the file cannot be read, or ends before (EIO).
+    """
+    run: list[memoryview] = []
+    start = stop = 0
+    for offset, size, place in sorted(pieces):
+        if offset != stop or len(run) == _MAX_BUFFERS or stop - start > _MAX_BYTES:
+            if run:
+                read_into(descriptor, run, start, stop - start)
+            run, start = [], offset
+        run.append(out[place : place + size])
+        stop = offset + size
+    if run:
+        read_into(descriptor, run, start, stop - start)
+
+
+def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Return bytes of a file.
+
+    Raises:
+        OSError: the file cannot be read, or ends before (EIO).
+    """
+    out = np.empty(num_bytes, np.uint8)
+    if num_bytes:
+        read_into(descriptor, [out.data], offset, num_bytes)
+    return out
+
+
+def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
+    """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file.
+
+    Raises:
+        OSError: the file cannot be read, or ends before (EIO).
+    """
+    done = os.preadv(descriptor, buffers, offset)
+    while done < num_bytes:
+        # Rare: a signal, or more than 2 GiB at once.
+        rest, skip = [], done
+        for buffer in buffers:
+            rest.append(buffer[min(skip, len(buffer)) :])
+            skip -= min(skip, len(buffer))
+        count = os.preadv(descriptor, rest, offset + done)
+        if not count:
+            raise OSError(errno.EIO, "the file ends before its data")
+        done += count

@@ -1,20 +1,75 @@
 """Read what one rank needs at its next steps: the work of the loader's threads."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from hpctrain.core.units import MIB
 from hpctrain.data.batch import Batch, padded, pinned
-from hpctrain.data.io.overlapped_copy import EarlyCopies, Parts
-from hpctrain.data.loading.skipped import Skipped
-from hpctrain.data.loading.steps import StepPart, Steps
+from hpctrain.data.loading.steps import Skipped, StepPart, Steps
 from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Indices, Samples, Values
+from hpctrain.data.samples import Columns, Samples, Values
 from hpctrain.data.transform import Transform, apply
 from hpctrain.data.workers.pool import DecodePool
+
+T = TypeVar("T")
+
+_PART_BYTES = 8 * MIB
+_PART_BYTES_OF_THREAD = 16 * MIB
+_MOST_TOGETHER = 128
+
+
+class ReadDepth(NamedTuple):
+    """What a rank reads at once, and what at the same time."""
+
+    together: int
+    """Steps that one read gathers: a read costs as much as many small samples."""
+    threads: int
+    depth: int
+    """Reads ahead of the consumer, 0 for none."""
+
+    @classmethod
+    def of(
+        cls,
+        batch_bytes: float,
+        *,
+        threads: int,
+        prefetch: int,
+        workers: int = 0,
+        is_copy: bool = False,
+        has_transform: bool = False,
+    ) -> "ReadDepth":
+        """Choose.
+
+        Args:
+            batch_bytes: of this rank's part of a step.
+            threads: that may read.
+            prefetch: batches that are wanted ahead.
+            workers: processes that read instead, 0 for none.
+            is_copy: whether reading is no more than a copy from memory to memory.
+            has_transform: whether each batch has work of its own, worth a thread.
+        """
+        if workers:
+            # A thread waits for a worker; each worker has its next batch waiting.
+            depth = max(prefetch, 2 * workers)
+            return cls(1, depth, depth)
+        # What a thread reads is handed over, which costs as well.
+        part_bytes = _PART_BYTES if is_copy else _PART_BYTES_OF_THREAD
+        most = 1 if has_transform else _MOST_TOGETHER
+        together = max(1, min(most, int(part_bytes / max(1.0, batch_bytes))))
+        if is_copy:
+            # A thread costs more than the copy that it would hide, and more buffers than one
+            # fall out of the caches.
+            return cls(together, threads, 0)
+        depth = prefetch if together == 1 else max(threads, -(-prefetch // together))
+        return cls(together, threads, depth)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,48 +86,27 @@ class Reading:
     is_padded: bool
     is_pinned: bool
     draws: ThreadDraws
-    _early: EarlyCopies | None = field(default=None, init=False)
-    """Has samples that the data set need not be asked for."""
-
-    def begin(self) -> None:
-        """Ask for what should be on its way before the first part is read."""
-        is_plain = self.pool is None and not len(self.skipped)
-        self._ask(0, self.steps.all_parts if self.steps.at_once and is_plain else None)
 
     def read(self, number: int) -> list[Batch | Exception]:
         """Return the batch of each step of a part, or what prevents it."""
         part = self.steps.part(number)
-        columns = self._copied(number, part.indices)
-        if number and columns is None:
-            self._ask(number)
+        if not self.dataset.in_memory:
+            with contextlib.suppress(Exception):  # told at the step that cannot be read
+                if (soon := self.steps.soon(number)).size:
+                    self.dataset.will_need(soon)
         if len(self.skipped):
             part = part.without(self.skipped)
         if len(part.sizes) == 1:
-            return [self._alone(part, columns)]
+            return [self._alone(part)]
         # An error belongs to one step: then they are read one by one.
         with contextlib.suppress(Exception):
-            return self._batches(part, columns or self.dataset.take(part.indices))
+            return self._batches(part, self.dataset.take(part.indices))
         return [self._alone(single) for single in part.singles()]
 
-    def _ask(self, number: int, parts: Parts | None = None) -> None:
-        if self.dataset.in_memory:
-            return
-        with contextlib.suppress(Exception):  # told at the step that cannot be read
-            if (soon := self.steps.soon(number)).size:
-                self._early = self.dataset.will_need(soon, parts)
-
-    def _copied(self, number: int, indices: Indices) -> Columns | None:
-        """Return the samples of a part, if they were copied early."""
-        if self._early is None:
-            return None
-        with contextlib.suppress(Exception):  # told by who takes it from the data set
-            return self._early.take(number, lambda gaps: self.dataset.take(indices[gaps]))
-        return None
-
-    def _alone(self, part: StepPart, columns: Columns | None = None) -> Batch | Exception:
+    def _alone(self, part: StepPart) -> Batch | Exception:
         try:
             if self.pool is None:
-                columns = columns or self.dataset.take(part.indices)
+                columns = self.dataset.take(part.indices)
                 with self.draws.watched() if self.transform else contextlib.nullcontext():
                     fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
             else:
@@ -111,3 +145,32 @@ def _ragged_cuts(values: Ragged, sizes: list[int]) -> Iterator[Ragged]:
         first, last = int(offsets[0]), int(offsets[-1])
         yield Ragged(values.values[first:last], offsets - first)
         start += size
+
+
+@contextlib.contextmanager
+def prefetched(
+    work: Callable[[int], T], numbers: Iterable[int], *, threads: int, depth: int
+) -> Iterator[Iterator[T]]:
+    """Give the results of ``work(number)`` in order; at most ``depth`` are ahead, 0 for none.
+
+    At the end of the block, however it ends, work in progress is waited for, what has not begun
+    is dropped, and no thread is left.
+    """
+    if not depth:
+        yield map(work, numbers)
+        return
+    pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="hpctrain-loader")
+    pending = (pool.submit(work, number) for number in numbers)
+    try:
+        yield _in_order(pending, depth)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pending: Iterator[Future[T]], depth: int) -> Iterator[T]:
+    ahead = deque(islice(pending, depth))
+    while ahead:
+        # The consumer alone shall have it: its memory is used again once he drops it.
+        given = [ahead.popleft().result()]
+        ahead.extend(islice(pending, 1))
+        yield given.pop()

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.order.ordering import Ordering
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowShape
 from hpctrain.data.samples import Samples
 
 FORMAT = 1

@@ -1,33 +1,61 @@
 """Samples of each step of an epoch on a rank, and those it will read soon."""
 
 import threading
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpctrain.data.loading.skipped import Skipped
-from hpctrain.data.order.order import Order, Sequential
-from hpctrain.data.order.stream_partition import rank_lanes
-from hpctrain.data.order.window import WindowOrder
+from hpctrain.data.order.order import Order
+from hpctrain.data.order.window import WindowOrder, rank_lanes
 from hpctrain.data.samples import Indices
 
 Tail = Literal["short", "drop", "wrap"]
 
 PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
-PLANNED_AT_ONCE = 1 << 20
-"""The same where all is asked for at once: they are planned while the disk is read."""
 AHEAD = 8
 """Steps between asking for single samples and reading them, about."""
 ASKED = 1024
 """Blocks that are asked for together, about."""
-MOST_AT_ONCE = 1 << 22
-"""Samples that are asked for at once: their numbers take memory as well."""
-FEW = 4
-"""With at most so many windows in an epoch, or ranks, the blocks that one needs lie so close to
-each other that they are best read together with all others."""
+
+
+class Skipped:
+    """A set of samples as ranges; never changed, so that threads may share it."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        """Join ranges ``[start, stop)``, which may overlap and touch."""
+        self.ranges: list[tuple[int, int]] = []
+        for start, stop in sorted(ranges):
+            if self.ranges and start <= self.ranges[-1][1]:
+                first, last = self.ranges[-1]
+                self.ranges[-1] = (first, max(last, stop))
+            else:
+                self.ranges.append((start, stop))
+        self._bounds = np.array(self.ranges, np.int64).ravel()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def joined(self, start: int, stop: int) -> "Skipped":
+        """Return these samples and ``[start, stop)``."""
+        return Skipped([*self.ranges, (start, stop)])
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Say whether all of ``[start, stop)`` is in here."""
+        place = bisect_left(self.ranges, (start + 1,))
+        return place > 0 and stop <= self.ranges[place - 1][1]
+
+    def holds(self, indices: Indices) -> NDArray[np.bool_]:
+        """Say for each index whether it is in here."""
+        # Between an odd number of bounds and the next one lies a range.
+        inside: NDArray[np.bool_] = np.searchsorted(self._bounds, indices, side="right") % 2 == 1
+        return inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +152,6 @@ class Cut:
         return range(start, stop if self.tail == "wrap" else min(stop, self.num_samples))
 
 
-def _is_soon_all(order: Order, cut: Cut) -> bool:
-    """Return whether the first batches of a rank come from all over the data set."""
-    is_small_part = FEW * len(cut.own_parts) < cut.num_parts
-    if is_small_part or cut.num_samples > MOST_AT_ONCE or isinstance(order, Sequential):
-        return False
-    return not isinstance(order, WindowOrder) or order.num_turns <= FEW * order.shape.window
-
-
 class Steps:
     """The parts of one rank, and what it should ask for ahead of them. Threads may share it.
 
@@ -140,9 +160,7 @@ class Steps:
     reads few of the lanes.
     """
 
-    def __init__(
-        self, order: Order, cut: Cut, together: int, num_ahead: int, *, at_once: bool = False
-    ) -> None:
+    def __init__(self, order: Order, cut: Cut, together: int, num_ahead: int) -> None:
         """Plan nothing yet.
 
         Args:
@@ -150,16 +168,11 @@ class Steps:
             cut: of the epoch.
             together: steps that are read at once.
             num_ahead: parts that are read at the same time; their plans are kept.
-            at_once: all that the epoch needs may be asked for at its start, and is if its
-                first batches need much of it anyhow.
         """
         self._order, self._cut, self._together = order, cut, together
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
-        self.at_once = at_once and _is_soon_all(order, cut)
-        """Whether all is asked for at the start."""
-        planned = PLANNED_AT_ONCE if self.at_once else PLANNED
-        self._group = max(1, planned // (cut.global_batch * together))
+        self._group = max(1, PLANNED // (cut.global_batch * together))
         self._num_kept = 2 + (num_ahead + self._ahead) // self._group
         self._plans: dict[int, list[StepPart]] = {}
         self._planning = threading.Lock()
@@ -178,21 +191,13 @@ class Steps:
                     del self._plans[min(self._plans)]
             return self._plans[group][place]
 
-    def all_parts(self) -> list[Indices]:
-        """Return what this rank reads in each part."""
-        return [self.part(number).indices for number in range(len(self))]
-
     def soon(self, number: int) -> Indices:
         """Return the samples to ask for when a part is about to be read.
 
         Over all parts, each sample or block once. Blocks are asked for a window ahead.
         """
-        if self.at_once and number:
-            return np.empty(0, np.int64)
         if isinstance(self._order, WindowOrder):
             return self._blocks_soon(self._order, number)
-        if self.at_once:  # each of a few ranks needs some of nearly every block
-            return np.arange(self._cut.num_samples)
         later = number + self._ahead
         parts = range(1 if number == 0 else later, min(later + 1, len(self)))
         if len(parts) == 1:
@@ -211,8 +216,7 @@ class Steps:
         turns = range(order.turns_needed(start, few), order.turns_needed(stop, few))
         if number == 0:
             begun = order.turns_begun(start)
-            end = order.num_turns if self.at_once else max(begun.stop, turns.stop)
-            turns = range(begun.start, end)
+            turns = range(begun.start, max(begun.stop, turns.stop))
         blocks = order.blocks(lanes, turns)
         if number == 0:
             blocks = np.concatenate([blocks, order.rest_blocks(lanes)])

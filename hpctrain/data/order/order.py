@@ -25,11 +25,15 @@ class Order(Protocol):
     def samples_at(self, positions: Indices) -> Indices:
         """Return the samples at some positions, both in [0, n)."""
 
+
+class InvertibleOrder(Order, Protocol):
+    """An order that tells where samples come."""
+
     def positions_of(self, samples: Indices) -> Indices:
         """Return the positions of some samples: the inverse of ``samples_at``."""
 
 
-def global_order(n: int, seed: int, epoch: int) -> Order:
+def global_order(n: int, seed: int, epoch: int) -> InvertibleOrder:
     """Shuffle all samples: any sample can come at any position.
 
     Args:
@@ -63,10 +67,6 @@ class Sequential:
     def samples_at(self, positions: Indices) -> Indices:
         """Return the positions."""
         return positions
-
-    def positions_of(self, samples: Indices) -> Indices:
-        """Return the samples."""
-        return samples
 
 
 class FisherYates:

@@ -7,8 +7,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
-from hpctrain.data.order.window import WindowOrder
-from hpctrain.data.order.window_shape import WindowShape
+from hpctrain.data.order.window import WindowOrder, WindowShape
 from hpctrain.data.samples import Samples
 
 OrderName = Literal["auto", "global", "window", "sequential"]

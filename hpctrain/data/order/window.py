@@ -8,18 +8,75 @@ a rank that reads some of the lanes reads the same part of the data in every epo
 Samples whose blocks do not go round the lanes come one at a time, evenly over the epoch.
 """
 
+from dataclasses import dataclass
+from math import ceil
+
 import numpy as np
 
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import KIB
 from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
 from hpctrain.data.order.order import as_indices, as_words, check_order, global_order
-from hpctrain.data.order.stream_partition import StreamPartition
-from hpctrain.data.order.window_shape import WindowShape
 from hpctrain.data.samples import Indices
 
 _PIECE = 1 << 16  # positions whose intermediate results fit the caches
 
+BLOCK_BYTES = 64 * KIB
+"""A read of this size from a disk costs little more than a smaller one."""
+LANES = 1024
+"""At most about so many by default: every rank of a usual job has lanes of its own."""
+MIXED_PER_SAMPLE, MIXED = 32, 8192
+"""By default a window has so many blocks for each sample of a global batch, and at least so
+many: class-sorted data then come as evenly as from a permutation, within one percent."""
+
 # Keys that no epoch of another order has.
-_TURN, _INSIDE, _REST = 2, 3, 4
+_KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowShape:
+    """What a window order mixes; the samples of ``lanes * window`` blocks are in memory."""
+
+    block: int
+    """Neighbouring samples that are read together."""
+    window: int
+    """Blocks of a lane that are mixed; somewhat more where they do not go into the lane."""
+    lanes: int
+    """Parts of the data that are read side by side."""
+
+    def __post_init__(self) -> None:
+        """Check that all are positive."""
+        if min(self.block, self.window, self.lanes) < 1:
+            raise DataError(
+                f"block, window and lanes of a window order are positive, got {self.block}, "
+                f"{self.window} and {self.lanes}"
+            )
+
+    @classmethod
+    def of(cls, global_batch: int, sample_bytes: float, block_size: int) -> "WindowShape":
+        """Choose a shape that mixes well.
+
+        It keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together: at
+        64 KiB each 512 MiB for a global batch of 256, 8 GiB for one of 4096.
+
+        Args:
+            global_batch: samples of a step.
+            sample_bytes: mean size of a sample.
+            block_size: samples that the data set reads as one.
+        """
+        lanes = global_batch // ceil(global_batch / LANES)
+        mixed = max(MIXED_PER_SAMPLE * global_batch, MIXED)
+        unit_bytes = max(1.0, sample_bytes * block_size)
+        return cls(
+            block=block_size * ceil(BLOCK_BYTES / unit_bytes),
+            window=ceil(mixed / lanes),
+            lanes=lanes,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a window, in all lanes together."""
+        return self.block * self.window * self.lanes
 
 
 def window_order(
@@ -82,17 +139,6 @@ class WindowOrder:
             some = slice(start, start + _PIECE)
             samples[some] = self._samples_at(flat[some])
         return samples.reshape(positions.shape)
-
-    def positions_of(self, samples: Indices) -> Indices:
-        """Compute the positions."""
-        flat = samples.ravel()
-        blocks = flat // self._block
-        slots, offsets = self._lanes.slots(blocks), flat % self._block
-        is_rest = slots >= self._num_turns * self._num_lanes
-        positions = np.empty_like(flat)
-        positions[is_rest] = self._rest_positions(slots[is_rest], offsets[is_rest])
-        positions[~is_rest] = self._lane_positions(slots[~is_rest], offsets[~is_rest])
-        return positions.reshape(samples.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
         """Return the lanes of the samples at some positions, cheaper than the samples."""
@@ -160,10 +206,6 @@ class WindowOrder:
         slots = self._num_turns * self._num_lanes + rest // self._block
         return self._lanes.blocks(slots) * self._block + rest % self._block
 
-    def _rest_positions(self, slots: Indices, offsets: Indices) -> Indices:
-        rest = (slots - self._num_turns * self._num_lanes) * self._block + offsets
-        return self._rest.positions_of(rest) * np.int64(self._stride) + (self._stride - 1)
-
     def _lane_samples(self, numbers: Indices) -> Indices:
         inside, lanes = _divided(numbers, self._num_lanes)
         windows, starts, lengths = self._windows(inside // self._block)
@@ -175,21 +217,6 @@ class WindowOrder:
         )
         turns, offsets = _divided(inside, self._block)
         return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
-
-    def _lane_positions(self, slots: Indices, offsets: Indices) -> Indices:
-        slot_turns, lanes = _divided(slots, self._num_lanes)
-        turns = as_indices(
-            self._turn.backward(as_words(slot_turns), None, self._turn_tweaks(lanes))
-        )
-        windows, starts, lengths = self._windows(turns)
-        inside = as_words((turns - starts) * self._block + offsets)
-        tweaks = self._inside_tweaks(windows, lanes)
-        inside = self._inside.backward(inside, self._limits(lengths), tweaks)
-        numbers: Indices = (as_indices(inside) + starts * self._block) * self._num_lanes + lanes
-        if self._stride == 1:
-            return numbers + self._num_rest
-        numbers += np.minimum(numbers // (self._stride - 1), self._num_rest)
-        return numbers
 
     def _windows(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
         """Return the windows of some turns, and the first turn and the turns of each."""
@@ -237,3 +264,39 @@ def _tweaks(key: int, numbers: Indices) -> Words:
     words = as_words(numbers) + np.uint64(key)
     splitmix64_(words)
     return words
+
+
+def rank_lanes(first: int, last: int, *, size: int, lanes: int) -> range:
+    """Return the lanes that the ranks ``[first, last)`` of ``size`` read, in every epoch.
+
+    A few of their samples are of the next lane, where lanes do not go into ranks or batches.
+    """
+    return range(first * lanes // size, -(-last * lanes // size))
+
+
+def lane_blocks(n: int, seed: int, lane: int, *, block: int, lanes: int) -> Indices:
+    """Return the blocks of a lane; block ``b`` is the samples ``[b * block, (b + 1) * block)``.
+
+    The same in every epoch. Every block is in one lane, a short last one as well.
+    """
+    return StreamPartition(n, seed, block, lanes).blocks(np.arange(lane, -(-n // block), lanes))
+
+
+class StreamPartition:
+    """The blocks of a data set dealt out to lanes: slot ``s`` belongs to lane ``s % lanes``.
+
+    The same in every epoch. So a node reads the same part of the data in every epoch, and can
+    keep it at hand.
+    """
+
+    def __init__(self, n: int, seed: int, block: int, lanes: int) -> None:
+        """Derive the keys; arguments as in ``lane_blocks``."""
+        self.num_full = n // block
+        self.num_turns = self.num_full // lanes
+        self._network = Feistel(max(1, self.num_full), seed, 0, _KEY)
+
+    def blocks(self, slots: Indices) -> Indices:
+        """Return the blocks in some slots; a short last block keeps its number."""
+        full = slots < self.num_full
+        blocks = self._network.forward(as_words(np.where(full, slots, 0)))
+        return np.where(full, as_indices(blocks), slots)

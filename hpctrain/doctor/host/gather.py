@@ -1,12 +1,12 @@
 """Gather the facts of this process; the only place here that looks at the machine as a whole."""
 
-import ctypes
 import os
 import platform
 import re
 import resource
 import shutil
 import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from hpctrain.cluster.libraries import family, libmpi_of
 from hpctrain.cluster.memory import rooms
 from hpctrain.cluster.nics import CLASSES, live_cards
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.libc import read_memory
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.doctor.host.facts import (
     Card,
@@ -186,19 +187,16 @@ def _has_capability(number: int, status: Path = Path("/proc/self/status")) -> bo
     return any(int(each, 16) >> number & 1 for each in sets)
 
 
-class _Span(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 def _copy_error() -> str:
     """Copy some bytes of this process as ranks copy from each other; say what refused it."""
-    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if read is None:  # not Linux
+    source = array("b", b"0123456")
+    try:
+        read_memory(os.getpid(), *source.buffer_info())
+    except OSError as error:
+        return error.strerror or str(error)
+    except NotImplementedError:  # not Linux: MPI does not copy like that there
         return ""
-    source, target = ctypes.create_string_buffer(b"0123456"), ctypes.create_string_buffer(8)
-    spans = [_Span(ctypes.addressof(each), 8) for each in (target, source)]
-    done = read(os.getpid(), ctypes.byref(spans[0]), 1, ctypes.byref(spans[1]), 1, 0)
-    return "" if done == 8 else os.strerror(ctypes.get_errno())
+    return ""
 
 
 _VERSIONED = re.compile(r"\.so\.\d")

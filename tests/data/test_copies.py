@@ -1,19 +1,21 @@
-"""Pieces of a file arrive at their places, whatever their order and size."""
+"""Pieces of a file and rows of an array arrive at their places, whatever their order and size."""
 
 import os
 import random
 from itertools import pairwise
+from mmap import PAGESIZE
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hpctrain.data.io import direct
-from hpctrain.data.io.ahead import runs_of
-from hpctrain.data.io.buffers import Buffers
+from hpctrain.data.io import values
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.mapped import PAGE_BYTES, Space
-from hpctrain.data.io.residency import in_memory, on_memory_file_system
+from hpctrain.data.io.gathering import Buffers
+from hpctrain.data.io.mapped import Space
+from hpctrain.data.io.values import take_rows
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("max_buffers", [1, 3, 512])
 def test_pieces_arrive_at_their_places(file, monkeypatch, max_buffers):
-    monkeypatch.setattr(direct, "_MAX_BUFFERS", max_buffers)
+    monkeypatch.setattr(values, "_MAX_BUFFERS", max_buffers)
     descriptor, data = file
     dice = random.Random(1)
     for _ in range(50):
@@ -40,7 +42,7 @@ def test_pieces_arrive_at_their_places(file, monkeypatch, max_buffers):
         places = np.cumsum([0, *(size for _, size in pieces)]).tolist()
         out = bytearray(len(expected))
         triples = [(*piece, place) for piece, place in zip(pieces, places, strict=False)]
-        direct.read_pieces(descriptor, triples, memoryview(out))
+        values.read_pieces(descriptor, triples, memoryview(out))
         assert out == expected
 
 
@@ -53,44 +55,30 @@ def test_a_call_that_reads_less_goes_on(file, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", read_little)
     out = bytearray(9000)
-    direct.read_pieces(descriptor, [(0, 4000, 5000), (4000, 5000, 0)], memoryview(out))
+    values.read_pieces(descriptor, [(0, 4000, 5000), (4000, 5000, 0)], memoryview(out))
     assert out == data[4000:9000] + data[:4000]
 
 
 def test_the_end_of_a_file_is_told(file):
     with pytest.raises(OSError, match="ends before its data"):
-        direct.read_at(file[0], 9_990, 11)
-    assert direct.read_at(file[0], 9_990, 10).tobytes() == file[1][-10:]
+        values.read_at(file[0], 9_990, 11)
+    assert values.read_at(file[0], 9_990, 10).tobytes() == file[1][-10:]
 
 
 def test_a_file_in_a_space_is_its_bytes(file):
     descriptor, data = file
-    space = Space(4 * PAGE_BYTES)
-    space.map_file(PAGE_BYTES, descriptor, 0, len(data))
-    space.put(0, b"before")
-    array = space.array(0, (PAGE_BYTES + 4000,), "|u1")
+    space = Space((PAGESIZE + 4000,), "|u1")
+    space.map_file(PAGESIZE, descriptor, 0, 4000)
+    array = space.array()
     del space
-    assert array[:6].tobytes() == b"before"
-    assert array[PAGE_BYTES:].tobytes() == data[:4000]
+    assert array[PAGESIZE:].tobytes() == data[:4000]
     with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
+        array[-1] = 1
 
 
 def test_more_addresses_than_there_are_is_an_error():
     with pytest.raises(OSError, match="memory"):
-        Space(1 << 60)
-
-
-def test_a_file_in_memory_is_known():
-    memory = os.memfd_create("memory")
-    assert on_memory_file_system(memory)
-    assert in_memory(memory, 1)
-    os.close(memory)
-
-
-def test_runs_of_numbers():
-    starts, stops = runs_of(np.array([1, 2, 3, 7, 9, 10]))
-    assert list(zip(starts, stops, strict=True)) == [(1, 4), (7, 8), (9, 11)]
+        Space((1 << 60,), "|u1")
 
 
 def test_a_chunk_is_decoded_once_while_it_fits():
@@ -124,3 +112,30 @@ def test_buffers_come_back_when_nobody_has_them(rows):
     assert fourth.ctypes.data not in (address, second.ctypes.data, third.ctypes.data)
     del tensor
     assert buffers.empty((rows - rows // 100, 100), dtype).ctypes.data == address
+
+
+NUM_ROWS = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_fetched():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
+    yield
+    patch.undo()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(), (7,), (255, 4), (16, 16, 4), (8192,), (8193,), (0,)]),
+    dtype=st.sampled_from(["u1", "<f4", "?"]),
+    num_wanted=st.sampled_from([0, 1, 5, 1023, 1024, 1025, 2500]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_are_copied_to_their_places(shape, dtype, num_wanted, seed):
+    generator = np.random.default_rng(seed)
+    source = generator.integers(0, 2, (NUM_ROWS, *shape)).astype(dtype)
+    rows = generator.integers(0, NUM_ROWS, num_wanted)
+    out = np.full((num_wanted, *shape), 9).astype(dtype)
+    take_rows(source, rows, out)
+    assert np.array_equal(out, source[rows])

@@ -1,0 +1,129 @@
+"""The C library of this process: calls of the kernel that Python has no name for."""
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"
+"""Bytes at a fixed address."""
+
+_HERE = -100  # AT_FDCWD: paths are as for any other call
+_EXCHANGE = 2
+_SET_TIMER_SLACK = 29
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """Return the library; other threads of Python run during its calls."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+@cache
+def instant_libc() -> ctypes.PyDLL:
+    """Return the library for calls that take less time than to give up Python's lock."""
+    return ctypes.PyDLL(None, use_errno=True)
+
+
+def map_memory(
+    num_bytes: int,
+    protection: int,
+    flags: int,
+    *,
+    descriptor: int = -1,
+    offset: int = 0,
+    address: int | None = None,
+) -> int:
+    """Map memory or a file as ``mmap(2)`` does, without holding a descriptor; return where.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    found = libc().mmap(address, num_bytes, protection, flags, descriptor, offset)
+    if found is None or found == _FAILED:
+        raise _error()
+    return int(found)
+
+
+def unmap_memory(address: int, num_bytes: int) -> None:
+    """Give addresses back."""
+    libc().munmap(address, num_bytes)
+
+
+def advise_memory(address: int, num_bytes: int, advice: int) -> int:
+    """Tell the kernel about pages as ``madvise(2)`` does; return the errno, 0 if it obeys."""
+    start = address - address % mmap.PAGESIZE
+    refused = libc().madvise(start, address + num_bytes - start, advice)
+    return ctypes.get_errno() if refused else 0
+
+
+def memory_at(address: int, num_bytes: int) -> Segment:
+    """Look at memory that somebody else keeps."""
+    return (ctypes.c_char * num_bytes).from_address(address)
+
+
+def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
+    """Copy memory of a process in one go, as MPI does between the ranks of a node.
+
+    Raises:
+        OSError: the kernel refuses, or there is less than that.
+        NotImplementedError: this system has no such call.
+    """
+    call = getattr(libc(), "process_vm_readv", None)
+    if call is None:
+        raise NotImplementedError("process_vm_readv is a call of Linux")
+    target = ctypes.create_string_buffer(num_bytes)
+    here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))
+    if call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != num_bytes:
+        raise _error()
+    return target.raw
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Exchange two names at once; return False where that cannot be done."""
+    call = getattr(libc(), "renameat2", None)
+    paths = (_HERE, os.fsencode(a), _HERE, os.fsencode(b), ctypes.c_uint(_EXCHANGE))
+    return call is not None and call(*paths) == 0
+
+
+def file_system_magic(descriptor: int) -> int:
+    """Return the number by which ``statfs(2)`` tells file systems apart; 0 where it does not."""
+    # struct statfs begins with f_type, a long; the rest is less than this on any machine.
+    record = ctypes.create_string_buffer(1024)
+    if libc().fstatfs(descriptor, record):
+        return 0
+    return ctypes.c_ulong.from_buffer(record).value & 0xFFFFFFFF
+
+
+def sharpen_sleep() -> None:
+    """Let this thread, and those it starts from now on, sleep for as short as they ask.
+
+    The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
+    """
+    call = getattr(libc(), "prctl", None)  # Linux alone has it
+    if call is not None:
+        call(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # in nanoseconds; 0 means the default
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

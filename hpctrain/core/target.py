@@ -1,0 +1,83 @@
+"""Objects of the user, named as ``module:name`` in a file or on a command line."""
+
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpctrain.core.errors import ConfigError, HpctrainError
+
+NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""How such a name looks."""
+
+_MOST_NAMED = 40
+"""So many names are told where none is like the one that was given."""
+
+
+def make_importable(folder: Path) -> None:
+    """Let modules in ``folder`` be found before all others, as if its script were started."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def resolve(
+    target: str,
+    where: str,
+    *,
+    way_out: str = "put it beside the configuration file or install it",
+    error_type: type[HpctrainError] = ConfigError,
+) -> Any:
+    """Return what ``target``, a ``"module:name"``, names; its module is imported.
+
+    Args:
+        target: the name.
+        where: what named it, such as the key of a file, for the message.
+        way_out: what to do where there is no such module, for the message.
+        error_type: of the errors that are raised.
+
+    Raises:
+        HpctrainError: of ``error_type``: there is no such module, or no such name in it.
+    """
+    if not NAME.fullmatch(target):
+        raise error_type(f'{where} names a function as "module:function", got "{target}"')
+    module_name, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but misses an import of its own says so itself.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise error_type(f'{where} = "{target}" cannot be imported: {error}') from error
+        raise error_type(
+            f'{where} = "{target}": there is no module {error.name}; {way_out}'
+        ) from None
+    return member(module, name, where, error_type=error_type)
+
+
+def member(
+    module: ModuleType, name: str, where: str, *, error_type: type[HpctrainError] = ConfigError
+) -> Any:
+    """Return what is called ``name`` in a module; arguments and errors as those of ``resolve``."""
+    if not hasattr(module, name):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise error_type(f"{where}: {module.__name__} has no {name}{hint(name, public)}")
+    return getattr(module, name)
+
+
+def file_of(target: str) -> tuple[Path, ...]:
+    """Return the file of a module that ``resolve`` has imported, where it has one."""
+    file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
+    return (Path(file),) if file else ()
+
+
+def hint(name: str, valid: Iterable[str]) -> str:
+    """Return the end of a message about a wrong name: the one that was meant, or all there are."""
+    by_lower = {each.lower(): each for each in valid}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    if close:
+        return f"; did you mean {by_lower[close[0]]}?"
+    few = 0 < len(by_lower) <= _MOST_NAMED
+    return f"; there are {', '.join(sorted(by_lower.values()))}" if few else ""

@@ -1,0 +1,136 @@
+"""Blocks read ahead are read once, waited for, and told as damaged to who takes them."""
+
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hpctrain.core.errors import CorruptError
+from hpctrain.data.format.layout import Manifest
+from hpctrain.data.io import read_ahead
+from hpctrain.data.io.open_shard import OpenShard
+from hpctrain.data.io.read_ahead import runs_of
+from hpctrain.data.loader import Loader
+from hpctrain.data.order.window import WindowShape
+from hpctrain.data.reader import ShardedDataset
+from tests.data.conftest import numbered
+from tests.data.mixed_set import flip
+
+
+@pytest.fixture(autouse=True)
+def not_cached(monkeypatch):
+    """Let no file seem to lie in the page cache, where writing has left them."""
+    monkeypatch.setattr("hpctrain.data.io.shardfile.is_cached", lambda *_: False)
+
+
+class Held(Executor):
+    """Does work when it is told to."""
+
+    def __init__(self):
+        self.work = []
+
+    def submit(self, function, *args):
+        future = Future()
+        self.work.append((future, function, args))
+        return future
+
+    def go(self):
+        for future, function, args in self.work:
+            future.set_result(function(*args))
+
+
+@pytest.fixture(params=["map", "read"])
+def shard(request, directory):
+    """Give the first shard, of 40 samples in blocks of 7, open."""
+    return OpenShard(directory, Manifest.read(directory), 0, io=request.param)
+
+
+@pytest.mark.parametrize("at_once", [1, 10**9])
+def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
+    monkeypatch.setattr("hpctrain.data.io.read_ahead._PIECE_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.io.plain_blocks.READ_BYTES", at_once)
+    with ThreadPoolExecutor(2) as threads:
+        shard.will_need(np.array([39, 3, 20]), threads, check=True)
+    assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
+    assert not shard.file.coming
+
+
+def test_what_is_on_its_way_is_waited_for_and_read_once(shard, monkeypatch):
+    read = []
+    wrong_blocks = shard.file.wrong_blocks
+    monkeypatch.setattr(
+        shard.file, "wrong_blocks", lambda blocks: read.extend(blocks) or wrong_blocks(blocks)
+    )
+    held = Held()
+    shard.will_need(np.arange(30), held, check=True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(shard.check_blocks, np.arange(40), again=False)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.1)
+        held.go()
+        waiting.result()
+    assert sorted(read) == [0, 1, 2, 3, 4, 5]
+
+
+def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
+    entry = Manifest.read(directory).shards[0]
+    flip(directory / entry.file, entry.places["number"].offset + 15 * 8)
+    shard = OpenShard(directory, Manifest.read(directory), 0)
+    with ThreadPoolExecutor(2) as threads:
+        shard.will_need(np.arange(40), threads, check=True)
+    assert np.flatnonzero(~shard.file.checked).tolist() == [2]
+    with pytest.raises(CorruptError, match="samples 14 to 20"):
+        shard.check_blocks(np.arange(40), again=False)
+    with pytest.raises(CorruptError, match="samples 14 to 20"):
+        list(Loader(ShardedDataset(directory), global_batch=8))
+
+
+def test_without_checks_samples_are_asked_for_and_nothing_is_waited_for(shard):
+    held = Held()
+    shard.will_need(np.array([39, 3, 20]), held, check=False)
+    assert not shard.file.coming
+    held.go()
+    assert not shard.file.checked.any()
+
+
+@pytest.mark.parametrize("io", ["auto", "map", "read"])
+@pytest.mark.parametrize("verify", ["first", "always", "off"])
+@pytest.mark.parametrize(
+    "order", [{"order": "global"}, {"window": WindowShape(block=7, window=2, lanes=2)}]
+)
+def test_epochs_from_a_disk_have_every_sample(directory, io, verify, order):
+    dataset, image = ShardedDataset(directory, io=io, verify=verify), numbered(100)["image"]
+    assert not dataset.in_memory
+    loader = Loader(dataset, global_batch=8, **order)
+    for _ in range(2):
+        found = []
+        for batch in loader:
+            assert np.array_equal(batch["image"], image[batch["number"]])
+            found += batch["number"].tolist()
+        assert sorted(found) == [*range(100)]
+    # There is room for it, so that all that was checked has stayed.
+    assert dataset.in_memory == (io != "read" and verify != "off")
+
+
+def test_a_set_without_room_in_memory_is_read(directory, monkeypatch):
+    monkeypatch.setattr("hpctrain.data.io.open_files.available_bytes", lambda: 1000)
+    dataset = ShardedDataset(directory)
+    list(Loader(dataset, global_batch=8))
+    assert not dataset.in_memory
+
+
+def test_a_shard_truncated_while_open_is_told(directory):
+    dataset = ShardedDataset(directory)
+    dataset.take([0, 40, 99])
+    path = directory / dataset.manifest.shards[1].file
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(CorruptError, match="truncated or replaced"):
+        list(Loader(dataset, global_batch=8))
+
+
+def test_runs_of_numbers():
+    starts, stops = runs_of(np.array([1, 2, 3, 7, 9, 10]))
+    assert list(zip(starts, stops, strict=True)) == [(1, 4), (7, 8), (9, 11)]
+    assert read_ahead.distinct(np.array([3, 1, 1, 2])).tolist() == [1, 2, 3]
+    assert read_ahead.distinct(np.array([1, 1, 2])).tolist() == [1, 2]
