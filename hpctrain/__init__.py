@@ -23,26 +23,22 @@ if TYPE_CHECKING:
         allreduce_,
         allreduce_async,
         allreduce_async_,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
     )
     from hpctrain.collectives.alltoall import alltoall, alltoall_async
-    from hpctrain.collectives.barrier import barrier
+    from hpctrain.collectives.barrier import barrier, join
     from hpctrain.collectives.broadcast import (
         broadcast,
         broadcast_,
         broadcast_async,
         broadcast_async_,
     )
-    from hpctrain.collectives.grouped_allreduce import (
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-    )
-    from hpctrain.collectives.handles import poll, synchronize
-    from hpctrain.collectives.join import join
     from hpctrain.collectives.objects import allgather_object, broadcast_object
-    from hpctrain.collectives.optimizer_state import broadcast_optimizer_state
-    from hpctrain.collectives.parameters import broadcast_parameters
+    from hpctrain.collectives.operation import poll, synchronize
+    from hpctrain.collectives.parameters import broadcast_optimizer_state, broadcast_parameters
     from hpctrain.collectives.reducescatter import (
         grouped_reducescatter,
         grouped_reducescatter_async,
@@ -79,7 +75,7 @@ if TYPE_CHECKING:
     from hpctrain.local_sgd.local_sgd import LocalSGD
     from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
     from hpctrain.local_sgd.staged_sgd import StagedSGD
-    from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Min, Product, Sum
+    from hpctrain.negotiation.request import Adasum, Average, Max, Min, Product, Sum
     from hpctrain.runtime.built import (
         ccl_built,
         cuda_built,
@@ -149,7 +145,7 @@ _HOME = {
         "nccl_built",
         "rocm_built",
     ),
-    "hpctrain.negotiation.reduce_op": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+    "hpctrain.negotiation.request": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     "hpctrain.collectives.objects": ("allgather_object", "broadcast_object"),
     "hpctrain.collectives.allgather": (
         "allgather",
@@ -162,23 +158,20 @@ _HOME = {
         "allreduce_",
         "allreduce_async",
         "allreduce_async_",
+        "grouped_allreduce",
+        "grouped_allreduce_",
+        "grouped_allreduce_async",
+        "grouped_allreduce_async_",
     ),
     "hpctrain.collectives.alltoall": ("alltoall", "alltoall_async"),
-    "hpctrain.collectives.barrier": ("barrier",),
+    "hpctrain.collectives.barrier": ("barrier", "join"),
     "hpctrain.collectives.broadcast": (
         "broadcast",
         "broadcast_",
         "broadcast_async",
         "broadcast_async_",
     ),
-    "hpctrain.collectives.grouped_allreduce": (
-        "grouped_allreduce",
-        "grouped_allreduce_",
-        "grouped_allreduce_async",
-        "grouped_allreduce_async_",
-    ),
-    "hpctrain.collectives.handles": ("poll", "synchronize"),
-    "hpctrain.collectives.join": ("join",),
+    "hpctrain.collectives.operation": ("poll", "synchronize"),
     "hpctrain.collectives.reducescatter": (
         "grouped_reducescatter",
         "grouped_reducescatter_async",
@@ -186,8 +179,7 @@ _HOME = {
         "reducescatter_async",
     ),
     "hpctrain.collectives.sparse": ("sparse_allreduce_async",),
-    "hpctrain.collectives.optimizer_state": ("broadcast_optimizer_state",),
-    "hpctrain.collectives.parameters": ("broadcast_parameters",),
+    "hpctrain.collectives.parameters": ("broadcast_optimizer_state", "broadcast_parameters"),
     "hpctrain.runtime.process_sets": (
         "ProcessSet",
         "add_process_set",

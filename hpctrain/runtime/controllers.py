@@ -9,10 +9,9 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.stall import StallWatch
+from hpctrain.negotiation.stall import Stalls, StallWatch
 from hpctrain.negotiation.stall_report import SetMember
-from hpctrain.negotiation.stalls import Stalls
-from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.timeline import Timelines
 from hpctrain.negotiation.whereabouts import LastCall
 
 T = TypeVar("T")

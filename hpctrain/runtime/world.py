@@ -22,7 +22,7 @@ from hpctrain.comm.trace import Trace
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError
-from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.timeline import Timelines
 from hpctrain.negotiation.whereabouts import LastCall
 from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, install

@@ -12,8 +12,7 @@ import pytest
 import hpctrain
 from hpctrain.comm.traffic import Traffic
 from hpctrain.core.errors import NotInitializedError
-from hpctrain.negotiation.timeline.timeline import Timeline
-from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.timeline import Timeline, Timelines
 from hpctrain.runtime import timeline_switch
 from tests.full_disk import largest_file
 
@@ -139,7 +138,7 @@ def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
     path = tmp_path / "t.json"
     code = (
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from hpctrain.negotiation.timeline.timeline import Timeline\n"
+        "from hpctrain.negotiation.timeline import Timeline\n"
         "path = Path(sys.argv[1]); timeline = Timeline(path, 0, 1)\n"
         "timeline.negotiate_start('allreduce.last', 'allreduce')\n"
         "while 'last' not in path.read_text(): time.sleep(0.01)\n"

@@ -49,7 +49,7 @@ import sys
 from pathlib import Path
 from mpi4py import MPI
 from hpctrain.runtime.abort import install
-from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.timeline import Timelines
 timelines = Timelines(0, 1)
 timelines.start(sys.argv[1])
 hooks = install(MPI.COMM_WORLD, None)

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.collectives.optimizer_state import broadcast_optimizer_state
-from hpctrain.collectives.parameters import broadcast_parameters
+from hpctrain.collectives.parameters import broadcast_optimizer_state, broadcast_parameters
 from hpctrain.horovod.elastic.sampler import ElasticSampler
 from hpctrain.runtime import world
 
