@@ -95,7 +95,6 @@ if TYPE_CHECKING:
         remove_process_set,
     )
     from hpctrain.runtime.run import run
-    from hpctrain.runtime.timeline_switch import start_timeline, stop_timeline
     from hpctrain.runtime.world import (
         cross_rank,
         cross_size,
@@ -108,6 +107,8 @@ if TYPE_CHECKING:
         rank,
         shutdown,
         size,
+        start_timeline,
+        stop_timeline,
     )
 
 _HOME = {
@@ -187,7 +188,6 @@ _HOME = {
         "remove_process_set",
     ),
     "hpctrain.runtime.run": ("run",),
-    "hpctrain.runtime.timeline_switch": ("start_timeline", "stop_timeline"),
     "hpctrain.runtime.world": (
         "cross_rank",
         "cross_size",
@@ -200,6 +200,8 @@ _HOME = {
         "rank",
         "shutdown",
         "size",
+        "start_timeline",
+        "stop_timeline",
     ),
     "hpctrain.gradients.batch_norm": ("SyncBatchNorm",),
     "hpctrain.local_sgd.diloco": ("DiLoCo",),

@@ -5,26 +5,19 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import DuplicateNameError
 from hpctrain.negotiation.request import Kind, Request, Result
+
+if TYPE_CHECKING:
+    from hpctrain.negotiation.controller import Controller
 
 NUM_UNNAMED = 1024
 """Operations without a name get numbers, which come again so that they become known ones."""
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
-
-
-class Drives(Protocol):
-    """What carries operations out while somebody waits for them."""
-
-    def finish(self, handle: "Handle") -> None:
-        """Return when an operation is done."""
-
-    def look(self) -> None:
-        """Do what can be done without waiting, where no thread does so."""
 
 
 class Handle:
@@ -34,7 +27,7 @@ class Handle:
 
     def __init__(
         self,
-        driver: Drives | None,
+        driver: "Controller | None",
         request: Request,
         name: str | None = None,
         take: Take | None = None,

@@ -8,12 +8,9 @@ import pickle
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
-from hpctrain.negotiation.request import Kind, ReduceOp, Signature
+from hpctrain.negotiation.request import Signature
 
 Part = tuple[Signature, list[int] | None]
 """A description of an operation and the ranks that gave it; None for all ranks below."""
@@ -70,9 +67,7 @@ class Decision(NamedTuple):
 
 def pack_report(report: Report) -> bytes:
     """Write a report of anything."""
-    names = [(name, [(_code(signature), ranks) for signature, ranks in parts])
-             for name, parts in report.names]  # fmt: skip
-    return _pickled(REPORT, (report.bits, names, *report[2:]))
+    return _pickled(REPORT, tuple(report))
 
 
 def pack_bits(bits: int) -> bytes:
@@ -87,11 +82,7 @@ def unpack_bits(message: bytes) -> int:
 
 def unpack_report(message: bytes) -> Report:
     """Read what ``pack_report`` wrote, other than bits alone."""
-    bits, coded, *rest = _unpickled(message)
-    names = tuple(
-        (name, [(_signature(code), ranks) for code, ranks in parts]) for name, parts in coded
-    )
-    return Report(bits, names, *rest)
+    return Report(*_unpickled(message))
 
 
 def pack_slots(slots: list[int]) -> bytes:
@@ -110,21 +101,12 @@ def unpack_slots(message: bytes) -> list[int]:
 
 def pack_decision(decision: Decision) -> bytes:
     """Write any decision."""
-    items = [
-        item if isinstance(item, int) else (item.name, _code(item.signature), item.error)
-        for item in decision.items
-    ]
-    return _pickled(DECISION, (items, decision.join_over))
+    return _pickled(DECISION, tuple(decision))
 
 
 def unpack_decision(message: bytes) -> Decision:
     """Read what ``pack_decision`` wrote."""
-    items, join_over = _unpickled(message)
-    entries = [
-        item if isinstance(item, int) else Entry(item[0], _signature(item[1]), item[2])
-        for item in items
-    ]
-    return Decision(tuple(entries), join_over)
+    return Decision(*_unpickled(message))
 
 
 def pack_questions(questions: list[object]) -> bytes:
@@ -151,34 +133,6 @@ def bits_of(slots: Sequence[int]) -> int:
     for slot in slots:
         digits[slot] = _ONE
     return int(digits[::-1], 2)
-
-
-_Code = tuple[Any, ...]
-"""A signature of strings and numbers alone, which is a tenth of the time to pickle."""
-
-
-@lru_cache(maxsize=4096)
-def _code(signature: Signature) -> _Code:
-    kind, dtypes, shapes, op, *rest = signature
-    return (
-        kind.value,
-        tuple([str(dtype).removeprefix("torch.") for dtype in dtypes]),
-        tuple([tuple(shape) for shape in shapes]),
-        op and op.value,
-        *rest,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _signature(code: _Code) -> Signature:
-    kind, dtypes, shapes, op, *rest = code
-    return Signature(
-        Kind(kind),
-        tuple([getattr(torch, dtype) for dtype in dtypes]),
-        shapes,
-        op and ReduceOp(op),
-        *rest,
-    )
 
 
 def _pickled(kind: int, value: object) -> bytes:

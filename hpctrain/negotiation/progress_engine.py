@@ -20,7 +20,7 @@ from hpctrain.negotiation.stall import Stalls
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
-    from hpctrain.negotiation.timeline import Timelines
+    from hpctrain.negotiation.timeline import Timeline, Timelines
 
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
@@ -161,7 +161,7 @@ class ProgressEngine:
             self._joining.append(handle)
             self._negotiator.join()
             return True
-        if self._timelines is not None and (timeline := self._timelines.current) is not None:
+        if (timeline := self._timeline()) is not None:
             timeline.negotiate_start(handle.name, handle.request.kind.name)
             timeline.rank_ready(handle.name, self._comm.rank)
         try:
@@ -174,13 +174,20 @@ class ProgressEngine:
 
     def _announce_news(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
+        if not self.news:
+            return False
         has_failed = False
         while self.news:
             has_failed |= not self._announce(self.news.popleft())
+        if (timeline := self._timeline()) is not None:
+            timeline.flush()  # it may wait for ever
         return has_failed
 
+    def _timeline(self) -> "Timeline | None":
+        return None if self._timelines is None else self._timelines.current
+
     def _carry_out(self, batch: OperationBatch) -> None:
-        timeline = self._timelines.current if self._timelines is not None else None
+        timeline = self._timeline()
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:

@@ -1,4 +1,4 @@
-"""Trace of named operations in a file: records are cheap, and written when asked or by a thread.
+"""Trace of named operations in a file; records are cheap, and written when asked for.
 
 One row per tensor, as Horovod's timeline has them.
 """
@@ -18,9 +18,6 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from hpctrain.comm.traffic import Traffic
-
-GATHER_S = 0.05
-"""How long after a first record the writer lets others gather."""
 
 RANK = "{rank}"
 """Where a path has this, every rank writes a file of its own."""
@@ -237,7 +234,7 @@ class Timeline:
     """
 
     def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
-        """Make the file and the thread that writes to it.
+        """Make the file.
 
         Args:
             path: the file, emptied if it exists.
@@ -255,12 +252,8 @@ class Timeline:
         self._file.append(self._events.head())
         self._records: deque[Record] = deque()
         self._writing = threading.Lock()
-        self._is_awake = False
-        self._wake = threading.Event()
-        self._end = threading.Event()
+        self._is_open, self._is_over = True, False
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._write, name="hpctrain-timeline", daemon=True)
-        self._thread.start()
 
     def negotiate_start(self, name: str, kind: enum.Enum | str) -> None:
         """Note that this rank has announced an operation of this name."""
@@ -300,6 +293,8 @@ class Timeline:
         if os.getpid() != self._owner:
             return  # a forked child must not write between the lines of its parent
         with self._writing:
+            if self._is_over:
+                return
             events: list[str] = []
             for _ in range(len(self._records)):
                 events += self._events.of(self._records.popleft())
@@ -307,35 +302,17 @@ class Timeline:
                 self._file.append(events)
             except OSError as error:
                 _LOG.warning("the timeline %s ends here: %s", self.path, error)
-                self._give_up()
+                self._is_open = False
 
     def close(self) -> None:
         """Write what there is and end; nothing is recorded any more. Harmless when repeated."""
-        if os.getpid() != self._owner or self._end.is_set():
-            return  # a forked child has neither the thread nor a word to say
-        self._end.set()
-        self._wake.set()
-        self._thread.join()
-
-    def _add(self, record: Record) -> None:
-        self._records.append(record)
-        if not self._is_awake:
-            self._is_awake = True
-            self._wake.set()
-
-    def _write(self) -> None:
-        while not self._end.is_set():
-            self._wake.wait()
-            self._end.wait(GATHER_S)
-            self._wake.clear()
-            self._is_awake = False  # before the records are taken: later ones wake us again
-            self.flush()
+        self._is_open = False
         self.flush()
         with self._writing:
-            self._is_awake = True  # nobody wakes a thread that has ended
-            self._give_up()
-            self._file.close()
+            if not self._is_over and os.getpid() == self._owner:
+                self._is_over = True
+                self._file.close()
 
-    def _give_up(self) -> None:
-        """Take no further records."""
-        self._records = deque(maxlen=0)
+    def _add(self, record: Record) -> None:
+        if self._is_open:
+            self._records.append(record)
