@@ -23,26 +23,22 @@ if TYPE_CHECKING:
         allreduce_,
         allreduce_async,
         allreduce_async_,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
     )
     from hpctrain.collectives.alltoall import alltoall, alltoall_async
-    from hpctrain.collectives.barrier import barrier
+    from hpctrain.collectives.barrier import barrier, join
     from hpctrain.collectives.broadcast import (
         broadcast,
         broadcast_,
         broadcast_async,
         broadcast_async_,
     )
-    from hpctrain.collectives.grouped_allreduce import (
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-    )
-    from hpctrain.collectives.handles import poll, synchronize
-    from hpctrain.collectives.join import join
     from hpctrain.collectives.objects import allgather_object, broadcast_object
-    from hpctrain.collectives.optimizer_state import broadcast_optimizer_state
-    from hpctrain.collectives.parameters import broadcast_parameters
+    from hpctrain.collectives.operation import poll, synchronize
+    from hpctrain.collectives.parameters import broadcast_optimizer_state, broadcast_parameters
     from hpctrain.collectives.reducescatter import (
         grouped_reducescatter,
         grouped_reducescatter_async,
@@ -79,7 +75,7 @@ if TYPE_CHECKING:
     from hpctrain.local_sgd.local_sgd import LocalSGD
     from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
     from hpctrain.local_sgd.staged_sgd import StagedSGD
-    from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Min, Product, Sum
+    from hpctrain.negotiation.request import Adasum, Average, Max, Min, Product, Sum
     from hpctrain.runtime.built import (
         ccl_built,
         cuda_built,
@@ -99,7 +95,6 @@ if TYPE_CHECKING:
         remove_process_set,
     )
     from hpctrain.runtime.run import run
-    from hpctrain.runtime.timeline_switch import start_timeline, stop_timeline
     from hpctrain.runtime.world import (
         cross_rank,
         cross_size,
@@ -112,6 +107,8 @@ if TYPE_CHECKING:
         rank,
         shutdown,
         size,
+        start_timeline,
+        stop_timeline,
     )
 
 _HOME = {
@@ -149,7 +146,7 @@ _HOME = {
         "nccl_built",
         "rocm_built",
     ),
-    "hpctrain.negotiation.reduce_op": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+    "hpctrain.negotiation.request": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     "hpctrain.collectives.objects": ("allgather_object", "broadcast_object"),
     "hpctrain.collectives.allgather": (
         "allgather",
@@ -162,23 +159,20 @@ _HOME = {
         "allreduce_",
         "allreduce_async",
         "allreduce_async_",
+        "grouped_allreduce",
+        "grouped_allreduce_",
+        "grouped_allreduce_async",
+        "grouped_allreduce_async_",
     ),
     "hpctrain.collectives.alltoall": ("alltoall", "alltoall_async"),
-    "hpctrain.collectives.barrier": ("barrier",),
+    "hpctrain.collectives.barrier": ("barrier", "join"),
     "hpctrain.collectives.broadcast": (
         "broadcast",
         "broadcast_",
         "broadcast_async",
         "broadcast_async_",
     ),
-    "hpctrain.collectives.grouped_allreduce": (
-        "grouped_allreduce",
-        "grouped_allreduce_",
-        "grouped_allreduce_async",
-        "grouped_allreduce_async_",
-    ),
-    "hpctrain.collectives.handles": ("poll", "synchronize"),
-    "hpctrain.collectives.join": ("join",),
+    "hpctrain.collectives.operation": ("poll", "synchronize"),
     "hpctrain.collectives.reducescatter": (
         "grouped_reducescatter",
         "grouped_reducescatter_async",
@@ -186,8 +180,7 @@ _HOME = {
         "reducescatter_async",
     ),
     "hpctrain.collectives.sparse": ("sparse_allreduce_async",),
-    "hpctrain.collectives.optimizer_state": ("broadcast_optimizer_state",),
-    "hpctrain.collectives.parameters": ("broadcast_parameters",),
+    "hpctrain.collectives.parameters": ("broadcast_optimizer_state", "broadcast_parameters"),
     "hpctrain.runtime.process_sets": (
         "ProcessSet",
         "add_process_set",
@@ -195,7 +188,6 @@ _HOME = {
         "remove_process_set",
     ),
     "hpctrain.runtime.run": ("run",),
-    "hpctrain.runtime.timeline_switch": ("start_timeline", "stop_timeline"),
     "hpctrain.runtime.world": (
         "cross_rank",
         "cross_size",
@@ -208,6 +200,8 @@ _HOME = {
         "rank",
         "shutdown",
         "size",
+        "start_timeline",
+        "stop_timeline",
     ),
     "hpctrain.gradients.batch_norm": ("SyncBatchNorm",),
     "hpctrain.local_sgd.diloco": ("DiLoCo",),

@@ -1,9 +1,8 @@
 """Training that survives failed operations, with Horovod's names: ``hpctrain.elastic``."""
 
-from hpctrain.horovod.elastic.interrupt import HostsUpdatedInterrupt, HostUpdate
 from hpctrain.horovod.elastic.run import run
 from hpctrain.horovod.elastic.sampler import ElasticSampler
-from hpctrain.horovod.elastic.state import ObjectState, State
+from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, HostUpdate, ObjectState, State
 from hpctrain.horovod.elastic.torch_state import TorchState
 
 __all__ = [

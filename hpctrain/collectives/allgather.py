@@ -6,15 +6,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.gradients import carried_out
-from hpctrain.collectives.grouped_allreduce import grouped_allreduce
-from hpctrain.collectives.handles import Operation, group, only
-from hpctrain.collectives.operation_arguments import (
+from hpctrain.collectives.allreduce import grouped_allreduce
+from hpctrain.collectives.operation import (
+    carried_out,
     check_group,
     check_tensor,
     controller_of,
     named,
+    only,
 )
+from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
@@ -53,7 +54,7 @@ def allgather_async(
     tensor: Tensor,
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``allgather`` does; ``tensor`` must not change until it is done.
 
     Returns:
@@ -63,7 +64,7 @@ def allgather_async(
         DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allgather``.
     """
-    return Operation(controller_of(process_set).submit(_request(_rows([tensor]), name)), only)
+    return controller_of(process_set).submit(_request(_rows([tensor]), name), only)
 
 
 def grouped_allgather(
@@ -87,10 +88,10 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``grouped_allgather`` does; see ``allgather_async``."""
     request = _request(_rows(check_group(tensors)), name)
-    return Operation(controller_of(process_set).submit(request), group)
+    return controller_of(process_set).submit(request)
 
 
 def _rows(tensors: Sequence[Tensor]) -> list[Tensor]:

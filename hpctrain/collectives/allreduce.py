@@ -1,17 +1,26 @@
-"""The values of all ranks become one: ``allreduce`` in its four forms."""
+"""The values of all ranks become one: ``allreduce`` in its eight forms."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from hpctrain.collectives.grouped_allreduce import reduced
-from hpctrain.collectives.handles import Operation, Pending, only
-from hpctrain.collectives.operation_arguments import check_reduction, chosen_op, controller_of
-from hpctrain.collectives.reductions import compressed, reduction
+from hpctrain.collectives.operation import (
+    carried_out,
+    check_group,
+    check_reduction,
+    check_tensor,
+    chosen_op,
+    compressed,
+    controller_of,
+    only,
+    reduction,
+)
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.request import Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -69,7 +78,7 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``allreduce`` does; ``tensor`` must not change until it is done.
 
     Returns:
@@ -81,7 +90,7 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
     """
     op = chosen_op(op, average)
     request = reduction(Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor)
-    return Operation(controller_of(process_set).submit(request), only)
+    return controller_of(process_set).submit(request, only)
 
 
 def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -112,16 +121,146 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = global_process_set,
-) -> Pending:
+) -> Handle:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    if average is not None or op.__class__ is not ReduceOp:
-        op = chosen_op(op, average)
-    controller = controller_of(process_set)
-    if name is not None:
-        again = controller.submit_again(name, tensor, op, prescale_factor, postscale_factor)
-        if again is not None:
-            return again
+    op = chosen_op(op, average)
     request = reduction(
         Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor, in_place=True
     )
-    return controller.submit_tensor(request, name)
+    return controller_of(process_set).submit(request, only)
+
+
+def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    compression: Compressor | type[Compressor] | None = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Return what ``allreduce`` makes of each tensor, as one operation. Collective.
+
+    It starts once all ranks have asked for the whole group. Differentiable as ``allreduce`` is.
+
+    Args:
+        tensors: at each place the same shape and dtype on every rank; the dtypes of a group may
+            differ.
+        average: see ``allreduce``, as all other arguments.
+        name: of the group.
+        compression: of each tensor.
+        op: of all tensors.
+        prescale_factor: of all tensors.
+        postscale_factor: of all tensors.
+        process_set: the ranks that take part.
+
+    Returns:
+        New tensors, in the same order.
+
+    Raises:
+        ConfigError: there is no tensor, or as ``allreduce``.
+        HorovodInternalError: as ``allreduce``.
+        RankLostError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    return compressed(
+        compression,
+        check_group(tensors),
+        check_tensor,
+        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
+    )
+
+
+def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Handle:
+    """Start what ``grouped_allreduce`` does; ``tensors`` must not change until it is done.
+
+    Returns:
+        For ``poll`` and ``synchronize``.
+
+    Raises:
+        DuplicateNameError: an operation of this name is still under way on this rank.
+        ConfigError: as ``allreduce``.
+    """
+    op = chosen_op(op, average)
+    request = reduction(
+        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor
+    )
+    return controller_of(process_set).submit(request)
+
+
+def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> list[Tensor]:
+    """Replace each tensor as ``allreduce_`` does, and return them. Collective.
+
+    As ``grouped_allreduce``, but not differentiable.
+    """
+    return grouped_allreduce_async_(  # type: ignore[no-any-return]
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+
+
+def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
+    tensors: Sequence[Tensor],
+    average: bool | None = None,  # noqa: FBT001
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = global_process_set,
+) -> Handle:
+    """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
+    op = chosen_op(op, average)
+    request = reduction(
+        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor,
+        in_place=True,
+    )  # fmt: skip
+    return controller_of(process_set).submit(request)
+
+
+def reduced(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+) -> list[Tensor]:
+    """Return the reduced tensors, which can be differentiated where that may be wanted."""
+    request = reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale)
+    return carried_out(_Allreduce, request, tensors, process_set)
+
+
+class _Allreduce(torch.autograd.Function):
+    """Reduces the gradients as it reduces the tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.signature, ctx.process_set = request.signature, process_set
+        return tuple(controller_of(process_set).run(request))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, _, op, prescale, postscale, _, _ = ctx.signature
+        return (
+            None,
+            None,
+            *reduced(gradients, None, op, prescale, postscale, ctx.process_set),
+        )

@@ -6,11 +6,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.gradients import applied, wanted
-from hpctrain.collectives.handles import Operation
-from hpctrain.collectives.operation_arguments import check_rows, controller_of, named
+from hpctrain.collectives.operation import applied, check_rows, controller_of, named, wanted
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.request import Kind, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
@@ -59,7 +58,7 @@ def alltoall_async(
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``alltoall`` does; ``tensor`` must not change until it is done.
 
     Returns:
@@ -76,7 +75,7 @@ def alltoall_async(
         rows, received = result[0]
         return rows, _like(received, splits)
 
-    return Operation(controller.submit(request), take)
+    return controller.submit(request, take)
 
 
 def _request(

@@ -1,7 +1,10 @@
-"""The ranks wait for each other: ``barrier``."""
+"""The ranks wait for each other: ``barrier``, and ``join`` for those that have nothing left."""
 
-from hpctrain.collectives.operation_arguments import controller_of
+from hpctrain.collectives.operation import controller_of
+from hpctrain.comm.threads import calls_from_threads
+from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.request import Kind, Request
+from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -13,3 +16,46 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
         RankLostError: another rank died or left.
     """
     controller_of(process_set).run(Request(Kind.BARRIER, None, ()))
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
+    """Take part in the operations of the others with nothing, until all ranks have called this.
+
+    For ranks that have less data than others. Meanwhile they count as ranks: they contribute zeros
+    to sums and averages, no rows to gathers; in steps of a ``DistributedOptimizer`` whose ranks
+    set sample counts they count as ranks without samples. Every operation works but a broadcast
+    from a rank that has joined. Afterwards the ranks that joined early have old weights: broadcast
+    those of the rank that came last. Collective in the end.
+
+    Args:
+        device: Horovod's, for its GPU buffers; without effect.
+
+    Returns:
+        The rank that came last, the same on every rank; it has taken every step.
+
+    Raises:
+        ConfigError: there is a ``DistributedOptimizer``, and MPI takes calls from one thread only.
+        MismatchError: the others step an optimizer with ``op=Adasum``; on every rank.
+        RankLostError: another rank died or left.
+    """
+    controller, here = controller_of(None), world.current()
+    header = here.step_headers.get(here.comm)
+    if header is not None and not calls_from_threads():
+        raise ConfigError(
+            "join() beside DistributedOptimizer needs an MPI that takes calls from several "
+            "threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank as many "
+            "batches"
+        )
+    handle = controller.start_join()
+    try:
+        while header is not None and header.take_part(here.comm):
+            pass  # named operations of the others go on beside it
+    except CommError as error:
+        controller.break_off(f"join() has failed: {error}")  # this rank can take part in no other
+        raise
+    last: int = handle.wait()[0]
+    if header is not None:
+        # Whoever comes last may be heard of first: the others announce themselves beside a step.
+        steppers = header.last_to_step(here.comm)
+        last = last if last in steppers else max(steppers)
+    return last

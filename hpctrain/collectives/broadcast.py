@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.allreduce import allreduce
-from hpctrain.collectives.gradients import applied, wanted
-from hpctrain.collectives.handles import Operation, only
-from hpctrain.collectives.operation_arguments import check_tensor, controller_of, named, root_in
+from hpctrain.collectives.operation import (
+    applied,
+    check_tensor,
+    controller_of,
+    named,
+    only,
+    root_in,
+    wanted,
+)
+from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
@@ -52,7 +59,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``broadcast`` does; ``tensor`` must not change until it is done.
 
     Returns:
@@ -63,7 +70,7 @@ def broadcast_async(
         ConfigError: as ``broadcast``.
     """
     request = _request(tensor, root_rank, name, process_set)
-    return Operation(controller_of(process_set).submit(request), only)
+    return controller_of(process_set).submit(request, only)
 
 
 def broadcast_(
@@ -85,10 +92,10 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet | None = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start what ``broadcast_`` does; see ``broadcast_async``."""
     request = _request(tensor, root_rank, name, process_set, in_place=True)
-    return Operation(controller_of(process_set).submit(request), only)
+    return controller_of(process_set).submit(request, only)
 
 
 def _request(

@@ -1,17 +1,22 @@
-"""The parameters of a model, the same on every rank."""
+"""The parameters of a model and the state of its optimizer, the same on every rank."""
 
 import hashlib
+import io
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer, SparseAdam
 
-from hpctrain.collectives.objects import allgather_object, broadcast_tensors_
+from hpctrain.collectives.objects import allgather_object, broadcast_object, broadcast_tensors_
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+from hpctrain.runtime.world import current
 
 
 def broadcast_parameters(
@@ -73,3 +78,115 @@ def _require_equal(lines: Sequence[str], process_set: ProcessSet | None) -> None
         f"parameters must be the same on every rank, number {number} differs: {by_rank(seen)}; "
         f"build the same model on every rank"
     )
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer,
+    root_rank: int = 0,
+    model: nn.Module | None = None,
+    process_set: ProcessSet | None = global_process_set,
+) -> None:
+    """Give every rank the optimizer state of ``root_rank``, options such as ``lr`` too.
+
+    Collective. The other ranks load it as they would from a checkpoint of ``root_rank``, whatever
+    state they had, and whatever the optimizer keeps: every one of torch's can be given. No step
+    is taken to make a state where there is none: Horovod calls ``step()`` with zero gradients
+    here, which moves weights that decay. Of that, only the zero gradients remain, as scripts may
+    count on them: where ``root_rank`` has no state yet, every parameter without one gets one.
+
+    Args:
+        optimizer: torch's, or that of ``DistributedOptimizer``; with the same parameters, in the
+            same order, on every rank.
+        root_rank: a rank of the world that is in the set.
+        model: tells which parameters have sparse gradients: those of sparse embeddings.
+        process_set: who takes part.
+
+    Raises:
+        ConfigError: this is no optimizer, or a rank is not in the set.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"broadcast_optimizer_state takes an optimizer of torch, got a "
+            f"{type(optimizer).__name__}"
+        )
+    is_root = current().topology.rank == root_rank
+    tensors: list[Tensor] = []
+    skeleton = _lift(optimizer.state_dict(), tensors) if is_root else b""
+    layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    sent = (skeleton, layout)
+    skeleton, layout = broadcast_object(sent, root_rank, "optimizer_state", process_set)
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
+    broadcast_tensors_(tensors, root_rank, "optimizer_state.tensors", process_set)
+    state = _lower(skeleton, tensors)
+    if not is_root:
+        _load(optimizer, state)
+    if not state["state"]:
+        _fill_gradients(optimizer, _sparse(model))
+
+
+class _Lifting(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles everything but tensors, which it moves into a list."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
+
+
+class _Lowering(pickle.Unpickler):
+    """Puts the tensors of the list where ``_Lifting`` took them."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
+
+
+def _lift(value: object, tensors: list[Tensor]) -> bytes:
+    file = io.BytesIO()
+    _Lifting(file, tensors).dump(value)
+    return file.getvalue()
+
+
+def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
+    return cast("dict[str, Any]", _Lowering(io.BytesIO(skeleton), tensors).load())
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state bit for bit.
+
+    ``load_state_dict`` converts what is kept for a parameter to the dtype of the parameter: for
+    parameters of half precision the root may keep it in another.
+    """
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, p in zip(numbers, _parameters(optimizer), strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            loaded = optimizer.state[p][name]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[p][name] = value.to(loaded.device)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _sparse(model: nn.Module | None) -> set[Tensor]:
+    modules = model.modules() if model is not None else ()
+    return {m.weight for m in modules if isinstance(m, nn.Embedding) and m.sparse}
+
+
+def _fill_gradients(optimizer: Optimizer, sparse: set[Tensor]) -> None:
+    for p in _parameters(optimizer):
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+            if isinstance(optimizer, SparseAdam) or (isinstance(optimizer, SGD) and p in sparse):
+                p.grad = p.grad.to_sparse()

@@ -7,20 +7,21 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.allgather import grouped_allgather
-from hpctrain.collectives.gradients import carried_out
-from hpctrain.collectives.handles import Operation, group, only
-from hpctrain.collectives.operation_arguments import (
+from hpctrain.collectives.operation import (
     UnsupportedError,
+    carried_out,
     check_group,
     check_rows,
     chosen_op,
+    compressed,
     controller_of,
+    only,
+    reduction,
 )
-from hpctrain.collectives.reductions import compressed, reduction
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.request import Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -71,7 +72,7 @@ def reducescatter_async(
     process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Operation:
+) -> Handle:
     """Start what ``reducescatter`` does; ``tensor`` must not change until it is done.
 
     Returns:
@@ -83,7 +84,7 @@ def reducescatter_async(
         ConfigError: as ``reducescatter``.
     """
     request = _request([tensor], name, op, prescale_factor, postscale_factor)
-    return Operation(controller_of(process_set).submit(request), only)
+    return controller_of(process_set).submit(request, only)
 
 
 def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -120,10 +121,10 @@ def grouped_reducescatter_async(
     process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Operation:
+) -> Handle:
     """Start what ``grouped_reducescatter`` does; see ``reducescatter_async``."""
     request = _request(check_group(tensors), name, op, prescale_factor, postscale_factor)
-    return Operation(controller_of(process_set).submit(request), group)
+    return controller_of(process_set).submit(request)
 
 
 def _request(

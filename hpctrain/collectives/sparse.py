@@ -3,29 +3,28 @@
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.handles import Operation, group
-from hpctrain.collectives.operation_arguments import check_on_cpu, controller_of, named
+from hpctrain.collectives.operation import check_on_cpu, controller_of, named
 from hpctrain.core.errors import ConfigError
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.handle import Handle
+from hpctrain.negotiation.request import Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SparseOperation:
     """The handle of a sparse all-reduce: call it, or give it to ``synchronize``."""
 
-    def __init__(self, operation: Operation, shape: torch.Size, divisor: int) -> None:
-        self._operation = operation
+    def __init__(self, handle: Handle, shape: torch.Size, divisor: int) -> None:
+        self._handle = handle
         self._shape = shape
         self._divisor = divisor
 
     def done(self) -> bool:
         """Say whether ``wait()`` would return, or raise, at once."""
-        return self._operation.done()
+        return self._handle.done()
 
     def wait(self) -> Tensor:
         """Return the sparse result, not coalesced, or raise what went wrong."""
-        indices, values = self._operation.wait()
+        indices, values = self._handle.wait()
         if self._divisor != 1:
             values = values / self._divisor
         return torch.sparse_coo_tensor(
@@ -71,10 +70,8 @@ def sparse_allreduce_async(
     controller = controller_of(process_set)
     tensor = tensor.detach()
     parts = (tensor._indices().t().contiguous(), tensor._values())  # noqa: SLF001 - not coalesced
-    operation = Operation(
-        controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts)), group
-    )
-    return SparseOperation(operation, tensor.shape, controller.comm.size if is_average else 1)
+    handle = controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts))
+    return SparseOperation(handle, tensor.shape, controller.comm.size if is_average else 1)
 
 
 def _check(tensor: object) -> None:

@@ -14,7 +14,7 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.data.sample_identity import identity_of_samples
-from hpctrain.negotiation.reduce_op import Min
+from hpctrain.negotiation.request import Min
 
 BATCHES_PER_MESSAGE = 64
 """Rank 0 tells the others its order in pieces, so that an order may be endless."""

@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.reduce_op import Sum
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Kind, Request, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 

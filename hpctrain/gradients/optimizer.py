@@ -31,7 +31,7 @@ from hpctrain.gradients.gradient_buckets import Grouping, Groups
 from hpctrain.gradients.parameter_names import named, names_of
 from hpctrain.gradients.reduction import Reduction, ReductionOptions
 from hpctrain.gradients.step_header import StepHeader
-from hpctrain.negotiation.reduce_op import Adasum, Average, ReduceOp, Sum
+from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 

@@ -9,20 +9,15 @@ from hpctrain.comm.owner import Owner
 from hpctrain.comm.threads import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.units import MIB
-from hpctrain.negotiation.handle import Handle, TensorHandle
+from hpctrain.negotiation.handle import Handle, Take
 from hpctrain.negotiation.progress_engine import JOIN, BreakOff, ProgressEngine
 from hpctrain.negotiation.progress_thread import ProgressThread
-from hpctrain.negotiation.recurring import Recurring
 from hpctrain.negotiation.request import Kind, Request, Result
-from hpctrain.negotiation.response_cache import NUM_SLOTS
-from hpctrain.negotiation.stalls import Stalls
+from hpctrain.negotiation.stall import Stalls
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.negotiation.reduce_op import ReduceOp
-    from hpctrain.negotiation.timeline.timelines import Timelines
+    from hpctrain.negotiation.timeline import Timelines
 
 _CLOSE = "<close>"
 """The name of the last operation of all."""
@@ -72,51 +67,19 @@ class Controller:
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""
         self._owner = Owner()
-        self._recurring: dict[str, Recurring] = {}
 
     @eager
-    def submit(self, request: Request) -> Handle:
+    def submit(self, request: Request, take: Take | None = None) -> Handle:
         """Start an operation; somebody will ask for its result later.
+
+        Args:
+            request: what to do.
+            take: makes what the handle gives of the result.
 
         Raises:
             DuplicateNameError: an operation of this name is under way on this rank.
         """
-        handle = Handle(self, request)
-        self._enter(handle)
-        self._driver.nudge()
-        return handle
-
-    @eager
-    def submit_tensor(self, request: Request, known_as: str | None) -> TensorHandle:
-        """Start an operation of one tensor in place; see ``submit``.
-
-        Args:
-            request: what to do.
-            known_as: by which ``submit_again`` will know it; None for never.
-        """
-        recurring = Recurring(request.name or "", request.signature)
-        handle = TensorHandle(self, recurring, request.tensors[0])
-        self._enter(handle)
-        if known_as is not None:
-            if len(self._recurring) >= NUM_SLOTS:
-                self._recurring.clear()
-            self._recurring[known_as] = recurring
-        self._driver.nudge()
-        return handle
-
-    @eager
-    def submit_again(
-        self, known_as: str, tensor: "Tensor", op: "ReduceOp", prescale: float, postscale: float
-    ) -> TensorHandle | None:
-        """Start what was started before, with another tensor, at a fraction of the cost.
-
-        Returns:
-            None if it would not be the same; nothing was started then.
-        """
-        recurring = self._recurring.get(known_as)
-        if recurring is None or not recurring.fits(tensor, op, prescale, postscale):
-            return None
-        handle = TensorHandle(self, recurring, tensor)
+        handle = Handle(self, request, take=take)
         self._enter(handle)
         self._driver.nudge()
         return handle
@@ -126,7 +89,8 @@ class Controller:
         """Start an operation and wait for its result."""
         handle = Handle(self, request)
         self._enter(handle)
-        return handle.wait()
+        result: Result = handle.wait()
+        return result
 
     def start_join(self) -> Handle:
         """Take part in everything with nothing until all ranks do; the result is the last to come.

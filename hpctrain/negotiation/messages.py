@@ -1,4 +1,4 @@
-"""Messages between the negotiators of neighbouring ranks, as bytes.
+"""Messages between the negotiators of neighbouring ranks, as bytes; what the root decides.
 
 The steady state has two messages, both without a pickle: up the tree a vector with a bit for each
 operation that is ready below, down the tree the numbers of the operations to carry out.
@@ -6,29 +6,43 @@ operation that is ready below, down the tree the numbers of the operations to ca
 
 import pickle
 from array import array
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind, Signature
-from hpctrain.negotiation.response_cache import slots_of
+from hpctrain.negotiation.request import Signature
 
 Part = tuple[Signature, list[int] | None]
 """A description of an operation and the ranks that gave it; None for all ranks below."""
 
 BITS, REPORT, SLOTS, VECTOR, DECISION, QUESTIONS = range(6)
 """The first byte of a message."""
-_NUM_DROPS_BYTES = 8
-_START = 1 + _NUM_DROPS_BYTES
+_ONE = ord("1")
+
+
+class Entry(NamedTuple):
+    """One named operation that all ranks have announced."""
+
+    name: str
+    signature: Signature
+    error: str | None = None
+    """What to raise on every rank instead of carrying it out."""
+
+
+@dataclass(slots=True)
+class OperationBatch:
+    """Operations to carry out now, in this order; the same on every rank."""
+
+    entries: tuple[Entry, ...]
+    join_over: int | None = None
+    """The rank that joined last, when all have joined: nobody is joined any more."""
+    runs: list[list[int]] | None = field(default=None, compare=False)
+    """Which of them share a message, once that is known: the same batch comes again."""
 
 
 class Report(NamedTuple):
     """What a rank tells its parent about itself and the ranks below it."""
 
-    num_drops: int = 0
-    """Which version of the slots it speaks of."""
     bits: int = 0
     """Operations with a number that all of them have announced, alike."""
     names: tuple[tuple[str, list[Part]], ...] = ()
@@ -43,97 +57,56 @@ class Report(NamedTuple):
     answers: tuple[tuple[int, object], ...] = ()
 
 
-class NewEntry(NamedTuple):
-    """An operation that gets a number, or an error."""
-
-    name: str
-    signature: Signature
-    error: str | None
-    joined: bool
-
-
-class KnownEntry(NamedTuple):
-    """An operation that has a number."""
-
-    slot: int
-    joined: bool
-
-
 class Decision(NamedTuple):
     """What the root has decided."""
 
-    items: tuple[NewEntry | KnownEntry, ...]
+    items: tuple[Entry | int, ...]
+    """Operations; of those that have a number, that."""
     join_over: int | None
 
 
 def pack_report(report: Report) -> bytes:
     """Write a report of anything."""
-    names = [(name, [(_code(signature), ranks) for signature, ranks in parts])
-             for name, parts in report.names]  # fmt: skip
-    return _pickled(REPORT, (*report[:2], names, *report[3:]))
+    return _pickled(REPORT, tuple(report))
 
 
-def pack_bits(num_drops: int, bits: int) -> bytes:
+def pack_bits(bits: int) -> bytes:
     """Write a report of bits alone."""
-    vector = bits.to_bytes((bits.bit_length() + 7) // 8, "little")
-    return b"\0" + num_drops.to_bytes(_NUM_DROPS_BYTES, "little") + vector
+    return b"\0" + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
-def unpack_bits(message: bytes) -> tuple[int, int]:
+def unpack_bits(message: bytes) -> int:
     """Read what ``pack_bits`` wrote."""
-    return int.from_bytes(message[1:_START], "little"), int.from_bytes(message[_START:], "little")
+    return int.from_bytes(message[1:], "little")
 
 
 def unpack_report(message: bytes) -> Report:
     """Read what ``pack_report`` wrote, other than bits alone."""
-    num_drops, bits, coded, *rest = _unpickled(message)
-    names = tuple(
-        (name, [(_signature(code), ranks) for code, ranks in parts]) for name, parts in coded
-    )
-    return Report(num_drops, bits, names, *rest)
+    return Report(*_unpickled(message))
 
 
 def pack_slots(slots: list[int]) -> bytes:
     """Write a decision on operations with numbers alone; keeps their order."""
-    highest = max(slots)
-    if 16 * len(slots) <= highest or slots != sorted(slots):
+    if 16 * len(slots) <= max(slots) or slots != sorted(slots):
         return b"\2" + array("H", slots).tobytes()
-    bits = bytearray(highest // 8 + 1)
-    for slot in slots:
-        bits[slot >> 3] |= 1 << (slot & 7)
-    return b"\3" + bits
+    return b"\3" + pack_bits(bits_of(slots))[1:]
 
 
 def unpack_slots(message: bytes) -> list[int]:
     """Read what ``pack_slots`` wrote."""
     if message[0] == VECTOR:
-        return slots_of(int.from_bytes(message[1:], "little"))
+        return slots_of(unpack_bits(message))
     return array("H", message[1:]).tolist()
 
 
 def pack_decision(decision: Decision) -> bytes:
     """Write any decision."""
-    items = [
-        tuple(item)
-        if isinstance(item, KnownEntry)
-        else (item.name, _code(item.signature), item.error, item.joined)
-        for item in decision.items
-    ]
-    return _pickled(DECISION, (items, decision.join_over))
+    return _pickled(DECISION, tuple(decision))
 
 
 def unpack_decision(message: bytes) -> Decision:
     """Read what ``pack_decision`` wrote."""
-    items, join_over = _unpickled(message)
-    return Decision(
-        tuple(
-            KnownEntry(*item)
-            if len(item) == len(KnownEntry._fields)
-            else NewEntry(item[0], _signature(item[1]), item[2], item[3])
-            for item in items
-        ),
-        join_over,
-    )
+    return Decision(*_unpickled(message))
 
 
 def pack_questions(questions: list[object]) -> bytes:
@@ -147,32 +120,19 @@ def unpack_questions(message: bytes) -> list[object]:
     return questions
 
 
-_Code = tuple[Any, ...]
-"""A signature of strings and numbers alone, which is a tenth of the time to pickle."""
+def slots_of(bits: int) -> list[int]:
+    """Return the numbers of the bits that are set, ascending."""
+    return [slot for slot, bit in enumerate(bin(bits)[:1:-1]) if bit == "1"]
 
 
-@lru_cache(maxsize=4096)
-def _code(signature: Signature) -> _Code:
-    kind, dtypes, shapes, op, *rest = signature
-    return (
-        kind.value,
-        tuple([str(dtype).removeprefix("torch.") for dtype in dtypes]),
-        tuple([tuple(shape) for shape in shapes]),
-        op and op.value,
-        *rest,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _signature(code: _Code) -> Signature:
-    kind, dtypes, shapes, op, *rest = code
-    return Signature(
-        Kind(kind),
-        tuple([getattr(torch, dtype) for dtype in dtypes]),
-        shapes,
-        op and ReduceOp(op),
-        *rest,
-    )
+def bits_of(slots: Sequence[int]) -> int:
+    """Return a number with these bits set."""
+    if not slots:
+        return 0
+    digits = bytearray(b"0") * (max(slots) + 1)
+    for slot in slots:
+        digits[slot] = _ONE
+    return int(digits[::-1], 2)
 
 
 def _pickled(kind: int, value: object) -> bytes:

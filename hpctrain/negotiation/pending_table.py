@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hpctrain.negotiation.messages import Part
-from hpctrain.negotiation.response_cache import Drop, ResponseCache, slots_of
+from hpctrain.negotiation.messages import Part, slots_of
+from hpctrain.negotiation.response_cache import ResponseCache
 
 OWN = 0
 """The source that is this rank; its children are sources 1, 2, ..."""
@@ -82,20 +82,6 @@ class PendingTable:
             self._parts.pop(name, None)
             self._touched.pop(name, None)
             self._taken_names.discard(name)
-
-    def rename(self, dropped: Drop) -> None:
-        """Keep by name what has lost its number before it was decided."""
-        slot, entry = dropped
-        bit = 1 << slot
-        if not any(bits & bit for bits in self.bits):
-            return
-        was_taken = self._taken_bits & bit or entry.name in self._taken_names
-        for source, bits in enumerate(self.bits):
-            if bits & bit:
-                self.add_name(source, entry.name, [(entry.signature, None)])
-        if was_taken:
-            self._taken_names.add(entry.name)
-        self.clear(bit, ())
 
     def is_empty(self) -> bool:
         """Say whether nothing is announced that is not decided."""

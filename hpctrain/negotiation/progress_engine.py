@@ -10,23 +10,20 @@ from hpctrain.core.errors import (
     OperationMismatchError,
     RankLostError,
 )
-from hpctrain.negotiation.execution import Executor, stand_in
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.names import Names
+from hpctrain.negotiation.execution import Executor
+from hpctrain.negotiation.handle import Handle, Names
+from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
-from hpctrain.negotiation.operation_batch import Entry, OperationBatch
-from hpctrain.negotiation.stalls import Stalls
+from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.stall import Stalls
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
-    from hpctrain.negotiation.timeline.timelines import Timelines
+    from hpctrain.negotiation.timeline import Timeline, Timelines
 
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
-
-_MANY = 8
-"""From here on it pays to treat operations all at once."""
 
 
 class BreakOff(NamedTuple):
@@ -164,51 +161,41 @@ class ProgressEngine:
             self._joining.append(handle)
             self._negotiator.join()
             return True
-        if self._timelines is not None and (timeline := self._timelines.current) is not None:
+        if (timeline := self._timeline()) is not None:
             timeline.negotiate_start(handle.name, handle.request.kind.name)
             timeline.rank_ready(handle.name, self._comm.rank)
         try:
             self._negotiator.announce(handle.name, handle.request.signature)
         except CommError as error:  # this rank has joined
-            self._leave(handle.name)
+            self._leave([handle.name])
             handle.fail(error)
             return False
         return True
 
-    def _is_plain(self) -> bool:
-        """Say whether no timeline has to hear of each operation."""
-        return self._timelines is None or self._timelines.current is None
-
     def _announce_news(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
-        news, has_failed = self.news, False
-        if len(news) > _MANY and self._is_plain():
-            self._announce_many()
-        while news:
-            has_failed |= not self._announce(news.popleft())
+        if not self.news:
+            return False
+        has_failed = False
+        while self.news:
+            has_failed |= not self._announce(self.news.popleft())
+        if (timeline := self._timeline()) is not None:
+            timeline.flush()  # it may wait for ever
         return has_failed
 
-    def _announce_many(self) -> None:
-        """Announce all news up to a join that have been decided before; leave the others there."""
-        news = self.news
-        many = [news.popleft() for _ in range(len(news))]
-        names = [handle.name for handle in many]
-        end = names.index(JOIN) if JOIN in names else len(many)
-        others = self._negotiator.announce_known(many[:end])
-        news.extendleft(reversed(others + many[end:]))
+    def _timeline(self) -> "Timeline | None":
+        return None if self._timelines is None else self._timelines.current
 
     def _carry_out(self, batch: OperationBatch) -> None:
-        timeline = self._timelines.current if self._timelines is not None else None
+        timeline = self._timeline()
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:
                 timeline.negotiate_end(entry.name)
-        handles, plan = self._of_this_rank(batch), None
-        if len(handles) > _MANY and len(handles) == len(batch.entries):
-            plan = batch.entries
+        handles = self._of_this_rank(batch)
         if handles:
             self._in_hand = handles
-            self._executor.carry_out(handles, timeline, plan)
+            self._executor.carry_out(handles, timeline, batch)
             self._in_hand = []
             self._stalls.note(handles[-1])
         if batch.join_over is not None:
@@ -221,34 +208,28 @@ class ProgressEngine:
 
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
         """Return what this rank has of a batch, without what has failed."""
-        entries = batch.entries
-        if len(entries) > _MANY and not any(entry.error for entry in entries):
-            handles = self.names.leave_all([entry.name for entry in entries])
-            if handles is not None:
-                return handles
-        return [handle for entry in entries if (handle := self._agreed(entry))]
+        found = []
+        handles = self._leave([entry.name for entry in batch.entries])
+        for entry, handle in zip(batch.entries, handles, strict=True):
+            if entry.error is not None:
+                if handle is not None:
+                    handle.fail(OperationMismatchError(entry.error))
+            elif handle is None:  # this rank has joined
+                request = stand_in(entry.signature, self._comm.size)
+                found.append(Handle(None, request, entry.name))
+            else:
+                found.append(handle)
+        return found
 
-    def _agreed(self, entry: Entry) -> Handle | None:
-        """Return what this rank has of a decided operation; None if it has failed."""
-        handle = self._leave(entry.name)
-        if entry.error is not None:
-            if handle is not None:
-                handle.fail(OperationMismatchError(entry.error))
-            return None
-        if handle is None:  # this rank has joined
-            request = stand_in(entry.signature, self._comm.rank, self._comm.size)
-            handle = Handle(None, request, entry.name)
-        return handle
-
-    def _leave(self, name: str) -> Handle | None:
-        """Forget an operation, and turn to the one that has waited for its name."""
-        handle, successor = self.names.leave(name)
-        if successor is not None:
-            self.news.appendleft(successor)  # a join may have been submitted after it
+    def _leave(self, names: list[str]) -> list[Handle | None]:
+        """Forget operations, and turn to those that have waited for their names."""
+        handles, successors = self.names.leave(names)
+        if successors:
+            self.news.extendleft(successors)  # a join may have been submitted after them
             if not self.names.num_behind:
                 self.news.extend(self._joining_later)
                 self._joining_later = []
-        return handle
+        return handles
 
     def _talk(self) -> bool:
         """Answer questions of other ranks, if there are any; on the root, hear their answers."""

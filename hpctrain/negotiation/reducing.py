@@ -1,4 +1,7 @@
-"""Reduction of values over all ranks, with the factors and the averages of Horovod."""
+"""Reduction of values over all ranks, with the factors and the averages of Horovod.
+
+And what is neutral to it, of a rank that has joined.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.ops import Op, combination, scale_
-from hpctrain.negotiation.reduce_op import ReduceOp
+from hpctrain.negotiation.request import Kind, ReduceOp, Request, Signature
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -41,8 +44,6 @@ class Recipe(NamedTuple):
     """Of integers, also rounded towards zero; 1 for none."""
     is_plain: bool
     """Whether the communicator does it all."""
-    is_addition: bool
-    """Whether it is plain, and the sum of two ranks is torch's own of two tensors."""
 
 
 @lru_cache(maxsize=1024)
@@ -59,14 +60,12 @@ def recipe(
         CommError: there is no such reduction of this dtype.
     """
     how = combination(dtype, _OPS[op])
-    adds = how.op is Op.SUM and how.wide is how.lane is dtype
     before = None if prescale == 1.0 else prescale
     divisor = size if op is ReduceOp.AVERAGE else 1
     if dtype.is_floating_point or dtype.is_complex:
         factor = postscale / divisor
         scale = None if factor == 1.0 else factor
-        is_plain = before is None
-        return Recipe(None, before, how.op, scale, None, 1, is_plain, is_plain and adds)
+        return Recipe(None, before, how.op, scale, None, 1, before is None)
     wide = None
     if op is ReduceOp.AVERAGE and dtype in _SMALL_INTEGERS:
         wide = torch.int32
@@ -74,7 +73,7 @@ def recipe(
         wide = torch.int64  # torch does not divide uint32
     after = None if postscale == 1.0 else postscale
     is_plain = before is None and after is None and divisor == 1
-    return Recipe(wide, before, how.op, None, after, divisor, is_plain, is_plain and adds)
+    return Recipe(wide, before, how.op, None, after, divisor, is_plain)
 
 
 def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
@@ -90,20 +89,6 @@ def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
     finish_(wide, how)
     if wide.dtype is not tensor.dtype:
         tensor.copy_(wide)
-
-
-def add_(given: list[Tensor], taken: list[Tensor], others: list[Tensor], how: Recipe) -> None:
-    """Write into ``taken`` the sums of ``given`` and of what the other of two ranks has.
-
-    Not collective. The results have the same bits on both ranks, but for the sign and the payload
-    of a NaN. It is for a recipe that is an addition.
-    """
-    assert how.is_addition
-    if taken is not given:
-        torch._foreach_copy_(taken, given)
-    torch._foreach_add_(taken, others)
-    if how.scale is not None:
-        torch._foreach_mul_(taken, how.scale)
 
 
 def reduce_scatter(
@@ -150,3 +135,61 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
     quotient.div_(divisor, rounding_mode="trunc").mul_(2)
     quotient += (signed - quotient * divisor) >= divisor  # the rest is less than twice the divisor
     signed.copy_(quotient)
+
+
+def stand_in(signature: Signature, size: int) -> Request:
+    """Return a request that changes nothing for the other ranks.
+
+    Args:
+        signature: of the operation; not of a broadcast from this rank, which nobody can replace.
+        size: number of ranks of the set.
+
+    Returns:
+        To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast.
+        Its signature is the one given.
+    """
+    kind, dtypes, shapes, op, prescale, postscale, root, _ = signature
+    tensors = []
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        if signature.is_free:
+            tensors.append(torch.empty((0, *shape), dtype=dtype, device="cpu"))
+        elif op is None:
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        else:
+            tensors.append(_neutral(shape, dtype, op, prescale))
+    return Request(
+        kind,
+        None,
+        tensors,
+        in_place=True,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        root=root,
+        splits=[0] * size if kind is Kind.ALLTOALL else None,
+    )
+
+
+def _neutral(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, prescale: float) -> Tensor:
+    """Return elements that are neutral once they are multiplied by ``prescale``."""
+    value: float = 0
+    if op is ReduceOp.PRODUCT:
+        value = 1 / (prescale or 1)
+    elif op in (ReduceOp.MIN, ReduceOp.MAX):
+        value = _range(dtype)[(op is ReduceOp.MIN) == (prescale >= 0)]
+    if dtype.is_floating_point or dtype.is_complex:
+        element = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+    else:
+        element = torch.tensor(round(value), dtype=dtype, device="cpu")
+    return element.expand(shape).clone(memory_format=torch.contiguous_format)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype is torch.bool:
+        return 0, 1
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    infinity = torch.tensor(torch.inf, device="cpu")
+    if infinity.to(dtype).to(torch.float32).isinf():  # not all of those with 8 bits
+        return -torch.inf, torch.inf
+    return torch.finfo(dtype).min, torch.finfo(dtype).max

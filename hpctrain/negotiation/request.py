@@ -7,7 +7,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.negotiation.reduce_op import ReduceOp
+
+class ReduceOp(enum.Enum):
+    """How the values of all ranks become one; Horovod's names."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    ADASUM = "adasum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+
+
+Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 
 class Kind(enum.Enum):
@@ -20,7 +35,7 @@ class Kind(enum.Enum):
     REDUCESCATTER = "reducescatter"
     BARRIER = "barrier"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
+    __hash__ = object.__hash__
 
 
 _FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)

@@ -1,12 +1,13 @@
-"""A named operation that some rank does not submit: who is it, and what does it do instead?
+"""Stall inspector: named operations that some rank does not submit, and what it does instead.
 
-Pure: it is told the time, and somebody else carries questions and answers between the ranks. A
-rank that has waited for long asks all ranks, by way of the root, which collects the answers and
+A rank that has waited for long asks all ranks, by way of the root, which collects the answers and
 reports.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.stall_report import (
@@ -18,6 +19,11 @@ from hpctrain.negotiation.stall_report import (
     unanswered,
 )
 from hpctrain.negotiation.whereabouts import LastCall, main_stack
+
+if TYPE_CHECKING:
+    from hpctrain.negotiation.handle import Handle
+
+_LOG = logging.getLogger(__name__)
 
 HANG = 86
 """Exit code of ranks that are ended because one of them keeps the others waiting."""
@@ -41,7 +47,10 @@ class StallReport(NamedTuple):
 
 
 class StallWatch:
-    """Asks, answers and, on the root, reports. Not thread-safe."""
+    """Asks, answers and, on the root, reports. Not thread-safe.
+
+    Pure: it is told the time, and somebody else carries questions and answers between the ranks.
+    """
 
     def __init__(
         self,
@@ -63,9 +72,8 @@ class StallWatch:
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
         self._number, self._members, self._last_call = number, members, last_call
-        self._asked: dict[
-            str, tuple[float, float]
-        ] = {}  # submitted when, to be asked from what age
+        self._asked: dict[str, tuple[float, float]] = {}
+        """When each was submitted, and from what age on it is to be asked about."""
         self._num_questions = 0
         self._unheard: dict[tuple[int, int], tuple[Question, float]] = {}
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
@@ -163,3 +171,61 @@ class StallWatch:
         return not question.is_final and any(
             question.ages_s.keys() <= inquiry.ages_s.keys() for inquiry in self._inquiries.values()
         )
+
+
+class Stalls:
+    """Asks and answers by a ``StallWatch``, and tells what comes of it; silent without one."""
+
+    def __init__(
+        self,
+        watch: StallWatch | None = None,
+        last_call: LastCall | None = None,
+        end: Callable[[int], object] | None = None,
+    ) -> None:
+        """Take a watch.
+
+        Args:
+            watch: of this process set.
+            last_call: is told of every operation.
+            end: ends all ranks with an exit code.
+        """
+        self._watch, self._last_call, self._end = watch, last_call, end
+
+    def enter(self) -> None:
+        """Remember that this thread communicates."""
+        if self._last_call is not None:
+            self._last_call.enter()
+
+    def note(self, handle: "Handle") -> None:
+        """Remember an operation that is over."""
+        if self._last_call is not None:
+            self._last_call.note(handle.request.kind.value, handle.name)
+
+    def due(self, oldest: Mapping[str, float]) -> Question | None:
+        """Return what is to be asked now, and report what was found out."""
+        if self._watch is None:
+            return None
+        now = time.monotonic()
+        self._report(now)
+        return self._watch.due(now, oldest)
+
+    def answer(
+        self, question: object, oldest: Mapping[str, float], *, joined: bool
+    ) -> Answer | None:
+        """Answer a question of another rank."""
+        if self._watch is None or not isinstance(question, Question):
+            return None
+        return self._watch.heard(time.monotonic(), question, oldest, joined=joined)
+
+    def take(self, number: int, answer: object) -> None:
+        """Hear the answer of a rank; on the root."""
+        if self._watch is not None and isinstance(answer, Answer):
+            self._watch.take(number, answer)
+            self._report(time.monotonic())
+
+    def _report(self, now: float) -> None:
+        assert self._watch is not None
+        for report in self._watch.reports(now):
+            _LOG.log(logging.ERROR if report.is_final else logging.WARNING, "%s", report.text)
+            if report.is_final and self._end is not None:
+                self._end(HANG)

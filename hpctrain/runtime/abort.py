@@ -3,7 +3,9 @@
 import contextlib
 import faulthandler
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,8 +18,8 @@ from hpctrain.core.errors import RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-import shutil
-import subprocess
+
+    from hpctrain.comm.liveness import Liveness
 
 FAILED = 1
 RANK_LOST = 87
@@ -59,6 +61,17 @@ def install(world: Abortable, log_dir: Path | None) -> "FailureHooks":
     hooks.log_to(log_dir)
     hooks.install()
     return hooks
+
+
+def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
+    """Wait until every rank has come to its end; end all ranks if one of them never will.
+
+    Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.
+    """
+    try:
+        presence.farewell()
+    except BaseException as error:  # at exit Python would print it and go on
+        hooks.end(error)
 
 
 class FailureHooks:

@@ -1,15 +1,18 @@
-"""The process sets of a world: their numbers, and what each communicates through."""
+"""Process sets of a world: what ranks ask for, and what each communicates through."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.comm.threads import calls_from_threads
+from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     ConfigError,
     HorovodInternalError,
@@ -18,13 +21,98 @@ from hpctrain.core.errors import (
 )
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
-from hpctrain.runtime.controllers import Controllers
-from hpctrain.runtime.wanted_sets import Wanted, agreed, check_ranks
+from hpctrain.negotiation.stall import Stalls, StallWatch
+from hpctrain.negotiation.stall_report import SetMember
+from hpctrain.negotiation.timeline import Timelines
+from hpctrain.negotiation.whereabouts import LastCall
 
 if TYPE_CHECKING:
     from hpctrain.runtime.process_sets import ProcessSet
 
 T = TypeVar("T")
+
+
+class Wanted(NamedTuple):
+    """A process set that a rank asks for."""
+
+    ranks: tuple[int, ...]
+    """Of the world, sorted."""
+    by_communicator: bool
+    """Whether the ranks are those of a communicator, of which each rank of the world has its own:
+    then there are as many sets as communicators."""
+
+
+def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
+    """Return the sets that all ranks ask for, in the order of their numbers.
+
+    As in Horovod, those of communicators come before those of ranks.
+
+    Args:
+        lists: what each rank asks for, by rank.
+
+    Raises:
+        MismatchError: they ask for different sets.
+    """
+    shown = [
+        ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
+        for wanted in lists
+    ]
+    if len(set(shown)) > 1:
+        raise MismatchError(
+            f"all ranks must register the same process sets in the same order, got "
+            f"{by_rank(shown)}"
+        )
+    columns = list(zip(*lists, strict=True))
+    of_comms = [sorted({one.ranks for one in c}) for c in columns if c[0].by_communicator]
+    of_ranks = [c[0].ranks for c in columns if not c[0].by_communicator]
+    return [*(ranks for sets in of_comms for ranks in sets), *of_ranks]
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Refuse a set that is empty, or names a rank twice or one that does not exist.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+        raise ConfigError(
+            f"a process set has one or more ranks from 0 to {size - 1}, each once, got "
+            f"{list(ranks)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Controllers:
+    """What the controllers of a world have in common."""
+
+    topology: Topology
+    plan: Plan
+    settings: Settings
+    timelines: Timelines
+    last_call: LastCall
+    end: Callable[[int], object] | None
+    """Ends all ranks with an exit code; None in a world of one."""
+
+    def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
+        """Make the controller of a process set. Collective over ``comm``.
+
+        Args:
+            comm: its ranks; nobody else may use it, the controller closes it.
+            ranks: their numbers in the world.
+        """
+        settings, plan = self.settings, self.plan
+        nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
+        hosts = {rank: host for members, host in nodes for rank in members}
+        members = [SetMember(rank, hosts[rank]) for rank in ranks]
+        watch = StallWatch(settings, comm.rank, members, self.last_call)
+        return Controller(
+            comm,
+            fusion_bytes=_first(settings.fusion_bytes, plan.fusion_bytes),
+            cycle_s=_first(settings.cycle_s, plan.cycle_s),
+            timeout_s=settings.timeout,
+            timelines=self.timelines,
+            stalls=Stalls(watch, self.last_call, self.end),
+        )
 
 
 class Registered:
@@ -131,7 +219,7 @@ class ProcessSets:
             ConfigError: a set cannot be made, or is there already; on every rank.
         """
         lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
-        every = agreed(lists)
+        every = wanted_by_all(lists)
         for ranks in every:
             self._check(ranks, new=new)
         for ranks in every:
@@ -269,3 +357,7 @@ def in_order(comm: Communicator, function: Callable[[Communicator], T], inside: 
     results: list[T] = []
     comm.submit(lambda: results.append(function(inside))).wait()
     return results[0]
+
+
+def _first(setting: T | None, of_plan: T) -> T:
+    return of_plan if setting is None else setting

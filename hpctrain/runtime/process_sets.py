@@ -7,8 +7,7 @@ from hpctrain.comm.mpi_world import is_communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
-from hpctrain.runtime.process_set_table import Registered
-from hpctrain.runtime.wanted_sets import Wanted
+from hpctrain.runtime.process_set_table import Registered, Wanted
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm

@@ -1,9 +1,12 @@
 """``hpctrain.run``: call a function on several ranks, from a notebook or a script."""
 
+import contextlib
 import os
 import pickle
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ T = TypeVar("T")
 CALL = "call.pkl"
 RESULT = "result-{rank}.pkl"
 FAILURE = "failure-{rank}.pkl"
+_WORKER = "from hpctrain.runtime.run import work; work()"
 
 
 class RankError(HpctrainError):
@@ -83,7 +87,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hpctrain-run-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
-        worker = [sys.executable, "-m", "hpctrain.runtime.run_worker", name]
+        worker = [sys.executable, "-c", _WORKER, name]
         environ = mpiexec.environment()
         # The ranks import what this process can, a module beside the notebook too.
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -125,3 +129,43 @@ def _load(file: Path) -> Any:
 
 def _result(folder: Path, rank: int) -> Path:
     return folder / RESULT.format(rank=rank)
+
+
+def work() -> None:
+    """Be one rank of ``run``: call the function and leave its result, or its failure.
+
+    Both lie in the folder that the command line names.
+    """
+    from hpctrain.runtime import world  # noqa: PLC0415 - who calls run() needs no torch
+
+    folder = Path(sys.argv[1])
+    world.init()
+    rank = world.rank()
+    try:
+        fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - ours
+        result = cloudpickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:
+        failure = cloudpickle.dumps(_describe(rank, error))
+        _write(folder / FAILURE.format(rank=rank), failure)
+        raise  # the hook of init ends the other ranks
+    _write(folder / RESULT.format(rank=rank), result)
+
+
+def _describe(rank: int, error: BaseException) -> Failure:
+    exception = b""
+    with contextlib.suppress(Exception):  # an exception may hold what cannot be pickled
+        exception = cloudpickle.dumps(error)
+    return Failure(
+        rank=rank,
+        when_s=time.time(),
+        summary=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        exception=exception,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: this rank may be killed any moment."""
+    half = path.with_suffix(".half")
+    half.write_bytes(content)
+    half.replace(path)

@@ -22,14 +22,12 @@ from hpctrain.comm.trace import Trace
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError
-from hpctrain.negotiation.timeline.timelines import Timelines
+from hpctrain.negotiation.timeline import Timelines
 from hpctrain.negotiation.whereabouts import LastCall
 from hpctrain.runtime import lazy_dynamo
-from hpctrain.runtime.abort import FailureHooks, install
-from hpctrain.runtime.controllers import Controllers
-from hpctrain.runtime.exit import leave
-from hpctrain.runtime.process_set_table import ProcessSets, beside
-from hpctrain.runtime.wanted_sets import Wanted
+from hpctrain.runtime.abort import FailureHooks, install, leave
+from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
+from hpctrain.runtime.rebuild import Rebuild, Stage
 
 if TYPE_CHECKING:
     from hpctrain.comm.finalize import BeforeFinalize
@@ -75,6 +73,8 @@ class World:
     """The same ranks for MPI; None in a world of one."""
     given: "MpiComm | None"
     """The communicator that ``init`` was given."""
+    rebuild: Rebuild
+    """Who holds state about the ranks."""
     timelines: Timelines
     """The timeline that this rank records, if any."""
     last_call: LastCall
@@ -200,9 +200,13 @@ def join(settings: Settings, chosen: object = None) -> None:
         last_call=LastCall(),
         end=hooks.abort if hooks is not None else None,
     )
+    sets = ProcessSets(inside, comm, controllers)
+    rebuild = Rebuild()
+    rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
+    rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
     _world = World(
         comm=comm,
-        sets=ProcessSets(inside, comm, controllers),
+        sets=sets,
         topology=found.topology,
         plan=found.plan,
         plan_origin=found.plan_origin,
@@ -212,6 +216,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         hooks=hooks,
         ranks=ranks,
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
+        rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
         step_headers=WeakKeyDictionary(),
@@ -265,9 +270,8 @@ def _leave(leaving: World) -> None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
-    leaving.sets.close()
+    leaving.rebuild.close()
     leaving.comm.close()
-    leaving.timelines.stop()
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
     if leaving.hooks is not None and sys.exc_info()[0] is None:
@@ -323,3 +327,28 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Say whether every node has the same number of ranks."""
     return current().topology.is_homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Record what named operations do from now on, in a file that Perfetto and Chrome open.
+
+    Not collective. A timeline that is being recorded in another file ends.
+
+    Args:
+        file_path: the file of rank 0, the only one that records; with ``{rank}`` in it, which
+            becomes the number of each, every rank that calls this writes a file.
+        mark_cycles: whether to mark where each round of the controller begins.
+
+    Raises:
+        NotInitializedError: ``init`` was not called; a ``ValueError``.
+    """
+    current().timelines.start(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline: its file is complete. Not collective; harmless without one.
+
+    Raises:
+        NotInitializedError: ``init`` was not called; a ``ValueError``.
+    """
+    current().timelines.stop()

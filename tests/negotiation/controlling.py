@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpctrain.negotiation.reduce_op import Sum
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Kind, Request, Sum
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)

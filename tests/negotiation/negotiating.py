@@ -7,9 +7,9 @@ from random import Random
 import torch
 
 from hpctrain.comm.control_channel.message_tree import Tree
-from hpctrain.negotiation.negotiator import Negotiator, OperationBatch
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind, Signature
+from hpctrain.negotiation.messages import OperationBatch
+from hpctrain.negotiation.negotiator import Negotiator
+from hpctrain.negotiation.request import Kind, ReduceOp, Signature
 
 
 def signature_of(

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
-from hpctrain.negotiation.reduce_op import Average, Max
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Average, Kind, Max, Request
 from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
 
 

@@ -11,8 +11,7 @@ import torch
 
 from hpctrain.core.errors import HorovodInternalError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.reduce_op import Sum
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Kind, Request, Sum
 from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
 
 

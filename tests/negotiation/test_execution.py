@@ -4,10 +4,20 @@ import pytest
 import torch
 
 from hpctrain.core.errors import CommError, RankLostError
-from hpctrain.negotiation.execution import Executor, stand_in
+from hpctrain.negotiation.execution import Executor
 from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.request import (
+    Adasum,
+    Average,
+    Kind,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Request,
+    Sum,
+)
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 SHAPES = ((3,), (), (2, 5), (0,), (2, 0, 3), (4, 4))
@@ -147,7 +157,7 @@ def test_a_stand_in_changes_nothing(ranks, op):
         mine = Request(Kind.ALLREDUCE, None, (torch.ones(2, 3).to(dtype),), op=op)
         last = ranks.size - 1
         if ranks.rank == last:
-            mine = stand_in(mine.signature, ranks.rank, ranks.size)
+            mine = stand_in(mine.signature, ranks.size)
         assert mine.signature.shapes == ((2, 3),)
         (handle,) = carried_out(Executor(ranks), [mine])
         if ranks.size > 1 and dtype is not torch.bool:
@@ -170,7 +180,7 @@ def test_a_stand_in_has_no_rows_and_leaves_room(ranks):
         Request(Kind.BARRIER, None, ()),
     ]
     if ranks.rank == last:
-        others = [stand_in(request.signature, last, size) for request in requests]
+        others = [stand_in(request.signature, size) for request in requests]
         signatures = [request.signature for request in requests]
         assert [request.signature for request in others] == signatures
         requests = others if size > 1 else requests

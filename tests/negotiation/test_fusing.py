@@ -4,9 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.negotiation.fusing import DIRECT_BYTES, fusible_bytes, runs
-from hpctrain.negotiation.reduce_op import Adasum, Average, Max, Sum
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.fusion_buffer import DIRECT_BYTES, fusible_bytes, runs
+from hpctrain.negotiation.request import Adasum, Average, Kind, Max, Request, Sum
 
 DTYPES = (torch.float32, torch.int64)
 

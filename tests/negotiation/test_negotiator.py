@@ -3,8 +3,16 @@
 import pytest
 
 from hpctrain.core.errors import CommError
-from hpctrain.negotiation.messages import BITS, REPORT, SLOTS, VECTOR, pack_slots, unpack_slots
-from hpctrain.negotiation.negotiator import Entry, OperationBatch
+from hpctrain.negotiation.messages import (
+    BITS,
+    REPORT,
+    SLOTS,
+    VECTOR,
+    Entry,
+    OperationBatch,
+    pack_slots,
+    unpack_slots,
+)
 from hpctrain.negotiation.request import Kind
 from tests.negotiation.negotiating import Ranks, chain, signature_of, star
 
@@ -20,8 +28,8 @@ def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[OperationBatch]
     return ranks.settle()
 
 
-def plain(*names: str, joined: bool = False) -> tuple[Entry, ...]:
-    return tuple(Entry(name, FOUR, None, joined) for name in names)
+def plain(*names: str) -> tuple[Entry, ...]:
+    return tuple(Entry(name, FOUR) for name in names)
 
 
 def test_nothing_is_decided_before_the_last_rank_has_announced():
@@ -68,7 +76,7 @@ def test_one_known_name_is_a_few_bytes():
     ranks.messages.clear()
     announced(ranks, "t999")
     assert [(message[0], len(message)) for *_, message in ranks.messages] == [
-        (BITS, 134),
+        (BITS, 126),
         (SLOTS, 3),
     ]
 
@@ -85,7 +93,7 @@ def test_a_mismatch_names_every_rank_and_leaves_no_trace():
         negotiator.announce("a", FIVE if rank in (2, 4) else FOUR)
     [batch] = ranks.settle()
     [entry] = batch.entries
-    assert entry == Entry("a", FOUR, entry.error, joined=False)
+    assert entry == Entry("a", FOUR, entry.error)
     assert entry.error == (
         'operation "a" must be the same on all ranks, got allreduce (sum) of float32 [4] on ranks '
         "0-1,3,5 and allreduce (sum) of float32 [5] on ranks 2,4; submit it with the same kind, "
@@ -93,7 +101,7 @@ def test_a_mismatch_names_every_rank_and_leaves_no_trace():
         "operations different names"
     )
     assert announced(ranks, "a", signature=FIVE) == [
-        OperationBatch((Entry("a", FIVE, None, joined=False),), None)
+        OperationBatch((Entry("a", FIVE, None),), None)
     ]
 
 
@@ -131,55 +139,14 @@ def test_a_shape_that_changes_on_all_ranks_is_taken_and_known_afterwards():
     assert {message[0] for *_, message in ranks.messages} == {BITS, VECTOR}
 
 
-def test_the_operation_whose_last_decision_is_oldest_gives_its_number_away():
+def test_the_first_names_have_numbers_as_long_as_there_are_some():
     ranks = Ranks(star(2), num_slots=2)
     for name in "abac":
         announced(ranks, name)
-    for name, kind in (("a", BITS), ("c", BITS), ("b", REPORT)):
+    for name, kind in (("a", BITS), ("b", BITS), ("c", REPORT)):
         ranks.messages.clear()
         announced(ranks, name)
         assert ranks.messages[0][2][0] == kind, name
-
-
-def test_a_name_that_lost_its_number_while_some_ranks_had_announced_it_is_still_decided():
-    ranks = Ranks(star(3), num_slots=2)
-    announced(ranks, "a")
-    ranks.negotiators[1].announce("a", FOUR)
-    ranks.post(1)  # its bit is under way while others take the number
-    announced(ranks, "b")
-    announced(ranks, "c")
-    announced(ranks, "d")
-    for rank in (0, 2):
-        ranks.negotiators[rank].announce("a", FOUR)
-    assert ranks.settle() == [OperationBatch(plain("a"), None)]
-
-
-def test_a_bit_is_read_as_its_sender_meant_it():
-    ranks = Ranks(star(3), num_slots=1)
-    announced(ranks, "a")
-    for negotiator in ranks.negotiators:
-        negotiator.announce("b", FOUR)
-    ranks.negotiators[2].announce("a", FOUR)
-    for rank in range(3):
-        ranks.post(rank)
-    ranks.deliver((1, 0))
-    ranks.deliver((2, 0))
-    ranks.post(0)  # decides b, which takes the number of a
-    ranks.negotiators[1].announce("a", FOUR)  # has not heard of b
-    ranks.post(1)
-    ranks.deliver((1, 0))
-    ranks.negotiators[0].announce("a", FOUR)
-    assert ranks.settle() == [OperationBatch(plain("b"), None), OperationBatch(plain("a"), None)]
-
-
-def test_a_silent_rank_tells_what_it_knows_so_that_records_stay_short():
-    ranks = Ranks(star(2), num_slots=1)
-    ranks.negotiators[1].join()
-    for index in range(2500):
-        ranks.negotiators[0].announce(f"t{index}", FOUR)
-        ranks.settle()
-    assert len(ranks.negotiators[0]._slots._record) < 1100
-    assert len(ranks.negotiators[1]._slots._record) == 0
 
 
 def test_a_rank_that_has_joined_counts_for_everything_after_its_own_operations():
@@ -190,7 +157,7 @@ def test_a_rank_that_has_joined_counts_for_everything_after_its_own_operations()
     for negotiator in ranks.negotiators[:2]:
         negotiator.announce("a", FOUR)
         negotiator.announce("b", FOUR)
-    assert ranks.settle() == [OperationBatch(plain("a") + plain("b", joined=True), None)]
+    assert ranks.settle() == [OperationBatch(plain("a") + plain("b"), None)]
     with pytest.raises(CommError, match="rank 2; submit it before"):
         last.announce("c", FOUR)
     ranks.negotiators[1].join()
@@ -219,7 +186,7 @@ def test_what_only_a_joined_rank_has_announced_is_decided_with_the_join():
     for rank in (1, 2, 0):
         ranks.negotiators[rank].join()
         batches = ranks.settle()
-    assert batches == [OperationBatch(plain("a", joined=True), 0)]
+    assert batches == [OperationBatch(plain("a"), 0)]
 
 
 def test_a_broadcast_needs_its_root_among_those_that_announced_it():
@@ -232,7 +199,7 @@ def test_a_broadcast_needs_its_root_among_those_that_announced_it():
         ranks.negotiators[0].announce(name, FROM_1)
     [batch] = ranks.settle()
     early, late = batch.entries
-    assert early == Entry("early", FROM_1, None, joined=True)
+    assert early == Entry("early", FROM_1, None)
     assert late.error == (
         'the root of a broadcast must take part in it, "late" is to come from rank 1, which has '
         "joined; let that rank join after its last broadcast, or choose another root rank"

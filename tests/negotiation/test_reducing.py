@@ -5,8 +5,8 @@ import torch
 
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.negotiation.reduce_op import Average, Sum
 from hpctrain.negotiation.reducing import recipe, reduce_, reduce_scatter
+from hpctrain.negotiation.request import Average, Sum
 
 
 def lanes_of(tensor):

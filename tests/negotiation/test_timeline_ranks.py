@@ -1,12 +1,15 @@
-"""What named operations of real ranks leave in their timelines."""
+"""What named operations of real ranks leave in their timelines, however a rank ends."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import hpctrain
-from hpctrain.runtime.timeline_switch import start_timeline, stop_timeline
+from hpctrain.runtime.world import start_timeline, stop_timeline
+from tests.runtime.victims import run_ranks
 
 
 def rows(path):
@@ -25,26 +28,17 @@ def test_every_rank_writes_a_timeline_of_what_it_does(hvd, tmp_path):
     start_timeline(str(tmp_path / "t-{rank}.json"), mark_cycles=True)
     hvd.allreduce(torch.ones(3), name="loss")
     hvd.allgather(torch.ones(2, 2), name="rows")
+    hvd.grouped_allreduce([torch.ones(3), torch.ones(5)], name="two")
     stop_timeline()
     hvd.allreduce(torch.ones(3), name="late")
     found = rows(tmp_path / f"t-{hvd.rank()}.json")
     mine = found.pop(f"rank {hvd.rank()}")
     assert set(mine) == {"CYCLE_START"}
-    assert set(found) == {"allreduce.loss", "allgather.rows"}
+    assert set(found) == {"allreduce.loss", "allgather.rows", "allreduce.two"}
     assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", str(hvd.rank())} <= set(found["allreduce.loss"])
     assert {"NEGOTIATE_ALLGATHER", "ALLGATHER"} <= set(found["allgather.rows"])
-
-
-@pytest.mark.ranks(2)
-def test_what_travels_together_shows_the_copies(hvd, tmp_path):
-    path = tmp_path / "t-{rank}.json"
-    start_timeline(str(path))
-    hvd.grouped_allreduce([torch.ones(3), torch.ones(5)], name="two")
-    stop_timeline()
-    (events,) = rows(tmp_path / f"t-{hvd.rank()}.json").values()
-    phases = [name for name in events if "MEMCPY" in name or name == "MPI_ALLREDUCE"]
+    phases = [name for name in found["allreduce.two"] if "MEMCPY" in name or "MPI_" in name]
     assert phases == ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
-    assert {"WAIT", "NODE", "RAIL"} & set(events[events.index("MPI_ALLREDUCE") :])
 
 
 @pytest.mark.ranks(1, 2)
@@ -67,3 +61,62 @@ def test_two_levels_show_the_rail_and_the_node(tmp_path):
     hpctrain.shutdown()
     events = rows(tmp_path / f"t-{rank}.json")["allreduce.loss"]
     assert {"RAIL", "NODE"} <= set(events[events.index("MPI_ALLREDUCE") :])
+
+
+def open_slices(path):
+    """Names of tensors, and how many slices of each have begun and have not ended."""
+    events = json.loads(path.read_text())
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "process_name"
+    }
+    counts = dict.fromkeys(names.values(), 0)
+    for event in events:
+        counts[names[event["pid"]]] += {"B": 1, "E": -1}.get(event["ph"], 0)
+    return counts
+
+
+@pytest.mark.launches
+def test_what_a_rank_has_received_is_in_its_timeline_when_it_is_killed(tmp_path):
+    body = """
+    hvd.start_timeline(str(HERE / "{rank}.json"))
+    for step in range(50):
+        hvd.allreduce(torch.ones(10), name=f"step.{step}")
+    tensors = [torch.ones(10) for _ in range(3)]
+    hvd.grouped_allreduce(tensors, name="last")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.allreduce(torch.ones(10), name="never")
+    """
+    run_ranks(tmp_path, body)
+    for rank in range(2):
+        found = open_slices(tmp_path / f"{rank}.json")
+        last = [name for name in found if "last" in name]
+        assert last, f"rank {rank} lacks its last operation"
+        assert [found[name] for name in last] == [0] * len(last)
+        assert {f"allreduce.step.{step}" for step in range(50)} <= found.keys()
+
+
+ABORT = """
+import sys
+from pathlib import Path
+from mpi4py import MPI
+from hpctrain.runtime.abort import install
+from hpctrain.negotiation.timeline import Timelines
+timelines = Timelines(0, 1)
+timelines.start(sys.argv[1])
+hooks = install(MPI.COMM_WORLD, None)
+hooks.last_words.append(timelines.stop)
+timelines.current.negotiate_start("allreduce.late", "allreduce")
+hooks.abort(86)
+"""
+
+
+def test_ranks_that_are_ended_for_another_write_what_they_waited_for(tmp_path):
+    path = tmp_path / "t.json"
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 86, done.stderr
+    assert open_slices(path)["allreduce.late"] == 1

@@ -12,8 +12,7 @@ from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.core.finding import Finding
-from hpctrain.runtime.abort import install
-from hpctrain.runtime.exit import leave
+from hpctrain.runtime.abort import install, leave
 
 
 @contextmanager

@@ -1,19 +1,71 @@
 """``elastic.run``: take training up again after a failed operation, on all ranks or on none."""
 
+import contextlib
+import enum
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
+from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import CommError, HorovodInternalError, MismatchError
 from hpctrain.core.logs import logger
-from hpctrain.horovod.elastic.ending import End, Ending, agree
-from hpctrain.horovod.elastic.interrupt import HostsUpdatedInterrupt
-from hpctrain.horovod.elastic.state import State
+from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
 from hpctrain.runtime import world
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
+T = TypeVar("T")
+
+
+MAX_STRAYS = 1000
+"""Operations that other ranks may still have under way when one wants to agree."""
+
+
+class End(enum.IntEnum):
+    """How an attempt has ended, the gravest last."""
+
+    DONE = 0
+    UPDATED = 1
+    """Hosts come or go."""
+    MET_OTHERS = 2
+    """An operation of this rank has met another one of a rank that had left the way."""
+    FAILED = 3
+
+
+class Ending(NamedTuple):
+    """The end of an attempt on one rank, or on all together."""
+
+    end: End
+    error: Exception | None = None
+    skip_sync: bool = False
+    text: str = ""
+    """What went wrong, by rank; of all ranks together."""
+
+
+def agree(comm: "Communicator", mine: Ending) -> Ending:
+    """Return how the attempt has ended on all ranks together: as on the rank it is worst on.
+
+    Collective, the same result on every rank. A rank that comes here meets others that are still
+    training in whatever they do next: both raise, the others come here as well, and this one
+    tries again.
+    """
+    told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
+    endings = _gather(comm, told)
+    worst = max(end for end, _, _ in endings)
+    text = by_rank([message if end == worst else None for end, _, message in endings])
+    skip_sync = all(end is End.UPDATED and skip for end, skip, _ in endings)
+    return Ending(worst, mine.error, skip_sync, text)
+
+
+def _gather(comm: "Communicator", told: T) -> list[T]:
+    for _ in range(MAX_STRAYS):
+        with contextlib.suppress(MismatchError):
+            return comm.allgather_object(told)
+    return comm.allgather_object(told)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -58,7 +110,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             together = _agree(mine)
             if together.end is End.DONE:
                 return result[0]
-            remake_world()
+            world.current().rebuild.renew()
             if together.end is End.MET_OTHERS:
                 raise mine.error or MismatchError(together.text)
             resets.count(together, mine.error)
@@ -86,16 +138,6 @@ def _agree(mine: Ending) -> Ending:
     if mine.end is not End.DONE:  # fetches those who wait for a named operation of this rank
         here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
     return agree(here.comm, mine)
-
-
-def remake_world() -> None:
-    """Make the world in which training is taken up again. Collective.
-
-    Today it is the same world: every rank is there, or the job has ended. This is the place where
-    a world of other ranks takes its place, once ranks can be replaced in a running job; all that
-    follows (callbacks, samplers, synchronization) asks for the world of that moment.
-    """
-    world.current().sets.renew()
 
 
 MAX_IN_VAIN = 3

@@ -1,6 +1,7 @@
 """State that all ranks must hold alike to go on together, and its last commit."""
 
 import copy
+import enum
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -9,12 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.comm.ops import Op
-from hpctrain.core.errors import ConfigError
-from hpctrain.horovod.elastic.interrupt import HostsUpdatedInterrupt, HostUpdate
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.runtime import world
 
 Broadcast = Callable[[Any], Any]
 """Returns the object of rank 0 on every rank."""
+
+
+class HostUpdate(enum.IntFlag):
+    """What has happened to the hosts of a job."""
+
+    NONE = 0
+    REMOVED = 1
+    ADDED = 2
+
+
+class HostsUpdatedInterrupt(HpctrainError, RuntimeError):  # noqa: N818 - Horovod's name
+    """The hosts of the job change; ``elastic.run`` takes training up again, nothing is lost."""
+
+    def __init__(self, skip_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's
+        """Say whether the ranks that stay hold the same state already: hosts only leave."""
+        super().__init__(
+            "the hosts of this job change; let hpctrain.elastic.run call the function that commits"
+        )
+        self.skip_sync = skip_sync
 
 
 class State(ABC):

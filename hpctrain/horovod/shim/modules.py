@@ -25,7 +25,7 @@ def _names(names: Iterable[str], home: str = "hpctrain") -> dict[str, str]:
 
 _STATES = "hpctrain.elastic"
 _HALF = "hpctrain.compress.half"
-_UTIL = "hpctrain.horovod.shim.util"
+_OURS = "hpctrain.horovod.shim.functions"
 
 _LOCAL = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
 _ERRORS = {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
@@ -42,13 +42,13 @@ _FUNCTIONS = {
 _PROCESS_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
 _TORCH = set(hpctrain.__all__) - _OWN
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
-_UTILITIES = ("env", "is_iterable", "num_rank_is_power_2", "split_list")
+_OURSITIES = ("env", "is_iterable", "num_rank_is_power_2", "split_list")
 
 MODULES: Mapping[str, Names] = MappingProxyType(
     {
         "horovod": {
             "__version__": "hpctrain.horovod.shim.modules:VERSION",
-            "run": "hpctrain.horovod.shim.runner:run",
+            "run": "hpctrain.horovod.shim.functions:run",
         },
         "horovod.common": {},
         "horovod.common.elastic": {
@@ -57,12 +57,12 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         },
         "horovod.common.exceptions": {
             "HorovodInternalError": "hpctrain:HorovodInternalError",
-            "HorovodVersionMismatchError": f"{_UTIL}:HorovodVersionMismatchError",
+            "HorovodVersionMismatchError": f"{_OURS}:HorovodVersionMismatchError",
             "HostsUpdatedInterrupt": f"{_STATES}:HostsUpdatedInterrupt",
         },
         "horovod.common.process_sets": _names(_PROCESS_SETS),
-        "horovod.common.util": _names((*_BUILT, *_UTILITIES), _UTIL),
-        "horovod.runner": {"run": "hpctrain.horovod.shim.runner:run"},
+        "horovod.common.util": _names((*_BUILT, *_OURSITIES), _OURS),
+        "horovod.runner": {"run": "hpctrain.horovod.shim.functions:run"},
         "horovod.torch": _names(_TORCH),
         "horovod.torch.compression": {
             "Compression": "hpctrain:Compression",
@@ -91,14 +91,14 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         ),
         "horovod.torch.mpi_ops": {
             **_names((_TORCH - _TRAINING - _FUNCTIONS) | {"is_homogeneous"}),
-            "num_rank_is_power_2": f"{_UTIL}:num_rank_is_power_2",
+            "num_rank_is_power_2": f"{_OURS}:num_rank_is_power_2",
         },
         "horovod.torch.optimizer": {
             **_names(("Adasum", "Average", "Compression", "DistributedOptimizer", "Sum")),
             **_names(("ProcessSet", "global_process_set", "rocm_built", "size", "synchronize")),
             **_names(("allreduce_async_", "grouped_allreduce_async_", "sparse_allreduce_async")),
             **_names(("broadcast_object",)),
-            "split_list": f"{_UTIL}:split_list",
+            "split_list": f"{_OURS}:split_list",
         },
         "horovod.torch.sync_batch_norm": _names(
             ("Sum", "SyncBatchNorm", "allgather_async", "allreduce_async", "size", "synchronize")

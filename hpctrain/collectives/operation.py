@@ -1,22 +1,38 @@
-"""Arguments of operations: checked on this rank, before anything is submitted."""
+"""Common parts of all operations: checked arguments, handles, compression, derivatives."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
+from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.half import Compression
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.reduce_op import ReduceOp
-from hpctrain.negotiation.request import Kind
+from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
 from hpctrain.runtime.world import current
 
 _PREFIX = {kind: f"{kind.value}." for kind in Kind}
+
+only: Callable[[Result], Tensor] = itemgetter(0)
+"""Takes the single tensor of a result."""
+
+
+class Pending(Protocol):
+    """An operation that was started."""
+
+    def done(self) -> bool:
+        """Say whether ``wait()`` would return, or raise, at once."""
+
+    def wait(self) -> Any:
+        """Return the result, or raise what went wrong; may be called again."""
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -156,6 +172,125 @@ def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
 def name_of_layout(tensor: Tensor) -> str:
     """Return the layout of a tensor as users write it."""
     return str(tensor.layout).removeprefix("torch.")
+
+
+def reduction(  # noqa: PLR0913 - what users give
+    kind: Kind,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    *,
+    in_place: bool = False,
+) -> Request:
+    """Return the request for a reduction of some tensors.
+
+    Raises:
+        ConfigError: a tensor cannot be taken, or there is no such reduction of its dtype.
+    """
+    for tensor in tensors:
+        check_reduction(tensor, op, prescale, postscale)
+    return Request(
+        kind,
+        named(kind, name),
+        tensors,
+        in_place=in_place,
+        op=op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+
+
+def compressed(
+    compression: Compressor | type[Compressor] | None,
+    tensors: Sequence[Tensor],
+    check: Callable[[Tensor], None],
+    reduce: Callable[[Sequence[Tensor]], list[Tensor]],
+) -> list[Tensor]:
+    """Return what ``reduce`` makes of tensors, compressed on the way.
+
+    Args:
+        compression: None for none.
+        tensors: of the user.
+        check: refuses a tensor that cannot be taken, before it is compressed.
+        reduce: checks and reduces what travels.
+    """
+    if compression is None or compression is Compression.none:
+        return reduce(tensors)
+    for tensor in tensors:
+        check(tensor)
+    packed = [compression.compress(each) for each in tensors]  # type: ignore[call-arg, arg-type]
+    totals = reduce([small for small, _ in packed])
+    return [
+        compression.decompress(total, context)  # type: ignore[call-arg]
+        for total, (_, context) in zip(totals, packed, strict=True)
+    ]
+
+
+def wanted(tensors: Sequence[Tensor]) -> bool:
+    """Say whether somebody may ask for gradients of what is made of ``tensors``."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def applied(function: type[torch.autograd.Function], *args: object) -> Any:
+    """Return what ``function`` returns, which can be differentiated; a tuple is one still."""
+    return function.apply(*args)
+
+
+def carried_out(
+    function: type[torch.autograd.Function],
+    request: Request,
+    tensors: Sequence[Tensor],
+    process_set: ProcessSet | None,
+) -> list[Tensor]:
+    """Return the result of a request, which can be differentiated where that may be wanted.
+
+    Args:
+        function: runs the request; of ``(request, process_set, *tensors)``.
+        request: what to do with ``tensors``.
+        tensors: of the request.
+        process_set: the ranks that take part.
+    """
+    if wanted(tensors):
+        return list(applied(function, request, process_set, *tensors))
+    return controller_of(process_set).run(request)
+
+
+def poll(handle: Pending) -> bool:
+    """Say whether ``synchronize(handle)`` would return, or raise, at once. Not collective.
+
+    Raises:
+        ConfigError: it is no handle.
+    """
+    return _checked(handle).done()
+
+
+def synchronize(handle: Pending) -> Any:
+    """Wait for an operation, and return its result. It may be called again, for the same result.
+
+    Args:
+        handle: what a function whose name has ``_async`` in it has returned.
+
+    Returns:
+        A tensor; a list of them for a ``grouped`` operation; of ``alltoall_async`` the tensor and
+        the received splits. An operation in place returns the tensors that it was given.
+
+    Raises:
+        HorovodInternalError: the operation failed, on every rank of the process set: say, the
+            ranks gave the same name to operations that do not fit together.
+        RankLostError: another rank died or left.
+        ConfigError: it is no handle.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Pending) -> Pending:
+    if hasattr(handle, "wait") and hasattr(handle, "done"):
+        return handle
+    raise ConfigError(
+        f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
+    )
 
 
 @lru_cache(maxsize=256)

@@ -1,1 +1,0 @@
-"""Timeline of named operations, as a file that trace viewers open."""
