@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hpctrain.cluster.interface import srun_type
 from hpctrain.cluster.libraries import libmpi_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 TIMEOUT_S = 60.0
 """A first import from a shared file system may take long."""

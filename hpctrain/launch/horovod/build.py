@@ -27,7 +27,7 @@ from hpctrain.launch.horovod.sdist import VERSION, patch
 from hpctrain.launch.horovod.target import Target, target_of
 from hpctrain.launch.horovod.tools import Tools, find_mpi, look, torch_version
 from hpctrain.launch.pmi import TIMEOUT_S
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 _IMPORT = """
 import json

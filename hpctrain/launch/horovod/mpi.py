@@ -11,7 +11,7 @@ from zlib import crc32
 
 from hpctrain.cluster.libraries import family
 from hpctrain.launch.pmi import TIMEOUT_S, load
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 _VERSIONS = (
     ("openmpi", re.compile(r"Open MPI v([\w.]+)")),

@@ -17,7 +17,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch.horovod import mpi as mpis
 from hpctrain.launch.horovod.mpi import Mpi, which
 from hpctrain.launch.horovod.sdist import USUAL_STANDARD, standard_of
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 CMAKE_NEEDED = (3, 13)
 COMPILERS = ("c++", "g++", "clang++")
