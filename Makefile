@@ -53,7 +53,7 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 .PHONY: .venv-horovod
 .venv-horovod: .venv/horovod-stamp ## build Horovod against the torch and MPI of .venv
 
-.venv/horovod-stamp: .venv/stamp $(wildcard hpctrain/launch/horovod/*.py)
+.venv/horovod-stamp: .venv/stamp hpctrain/launch/horovod_build.py
 	PIP_CONSTRAINT=$(CURDIR)/.ci/constraints.txt $(BIN)/python -m hpctrain horovod build
 	touch $@
 

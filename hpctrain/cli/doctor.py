@@ -86,8 +86,7 @@ def doctor(
 
 def _lint(script: Path) -> "list[Finding]":
     from hpctrain.core.errors import ConfigError  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.lint import lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.script_facts import gather  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
 
     try:
         text = script.read_text(encoding="utf-8")

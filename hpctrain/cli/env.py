@@ -49,7 +49,7 @@ def env(
     if not lock:
         _show()
         return
-    from hpctrain.launch.slurm.lock import lock as text_of  # noqa: PLC0415
+    from hpctrain.launch.lock import lock as text_of  # noqa: PLC0415
 
     text = text_of(frozenset(extra) if extra else None)
     if file is None:
@@ -66,7 +66,7 @@ def _show() -> None:
 
 
 def _place() -> Iterator[Row]:
-    from hpctrain.launch.slurm.lock import machine  # noqa: PLC0415
+    from hpctrain.launch.lock import machine  # noqa: PLC0415
 
     yield "machine", machine()
     yield "environment", sys.prefix
@@ -74,9 +74,8 @@ def _place() -> Iterator[Row]:
 
 def _mpi() -> Iterator[Row]:
     from hpctrain.core.errors import LaunchError  # noqa: PLC0415
-    from hpctrain.launch import pmi  # noqa: PLC0415
+    from hpctrain.launch import lock, pmi  # noqa: PLC0415
     from hpctrain.launch.mpirun import find_mpirun  # noqa: PLC0415
-    from hpctrain.launch.slurm import lock  # noqa: PLC0415
 
     yield "MPI library", lock.mpi()
     try:
@@ -101,7 +100,7 @@ def _launch() -> Iterator[Row]:
 
 
 def _packages() -> Iterator[Row]:
-    from hpctrain.launch.installed import direct  # noqa: PLC0415
+    from hpctrain.launch.lock import direct  # noqa: PLC0415
 
     for package in direct():
         origin = f" from {package.url}" if package.url else ""

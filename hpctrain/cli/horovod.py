@@ -1,12 +1,11 @@
 """``hpctrain horovod build``: Horovod's own engine for this environment."""
 
+import signal
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from hpctrain.launch.horovod.build import Built
 
 EXAMPLES = """
 For instance:
@@ -33,7 +32,6 @@ def _group() -> None:
 Jobs = Annotated[
     int | None,
     typer.Option(
-        "--jobs",
         min=1,
         metavar="N",
         help="Compilers at a time.",
@@ -43,26 +41,10 @@ Jobs = Annotated[
 WheelDir = Annotated[
     Path | None,
     typer.Option(
-        "--wheel-dir",
         metavar="DIR",
         help="Where wheels are kept, in a folder for each set of versions.",
         show_default="~/.cache/hpctrain/horovod",
     ),
-]
-Gpu = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="nccl",
-        help="Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.",
-        show_default="by MPI",
-    ),
-]
-NoInstall = Annotated[
-    bool, typer.Option("--no-install", help="Make the wheel, and leave it at that.")
-]
-Force = Annotated[
-    bool, typer.Option("--force", help="Build although there is a wheel of these versions.")
 ]
 
 
@@ -71,9 +53,20 @@ def build(
     *,
     jobs: Jobs = None,
     wheel_dir: WheelDir = None,
-    gpu: Gpu = None,
-    no_install: NoInstall = False,
-    force: Force = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="nccl",
+            help="Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.",
+            show_default="by MPI",
+        ),
+    ] = None,
+    no_install: Annotated[
+        bool, typer.Option("--no-install", help="Make the wheel, and leave it at that.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build although there is a wheel of these versions.")
+    ] = False,
 ) -> None:
     """Build Horovod against the installed torch and MPI, and install it.
 
@@ -92,23 +85,18 @@ def build(
 
       hpctrain horovod build --gpu nccl
     """
-    from hpctrain.cli.horovod_progress import Show  # noqa: PLC0415
     from hpctrain.core.errors import ConfigError  # noqa: PLC0415
-    from hpctrain.launch.horovod.build import build as make  # noqa: PLC0415
-    from hpctrain.launch.horovod.missing import BuildPlan  # noqa: PLC0415
+    from hpctrain.launch import horovod_build  # noqa: PLC0415
 
     if gpu not in (None, "nccl"):
         raise ConfigError(f"--gpu is nccl, got {gpu!r}; without it MPI reduces tensors on GPUs")
-    plan = BuildPlan(jobs=jobs, gpu="nccl" if gpu else "", install=not no_install)
-    with Show() as show:
-        built = make(plan, show, wheel_dir=wheel_dir, force=force)
-    for line in _closing(built):
-        typer.echo(line)
-
-
-def _closing(built: "Built") -> list[str]:
+    plan = horovod_build.BuildPlan(
+        jobs=jobs, gpu=gpu or "", install=not no_install, wheel_dir=wheel_dir, force=force
+    )
+    # As Ctrl-C does, it ends the compilers and removes their folder.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    built = horovod_build.build(plan, typer.echo)
     kind = "built before, --force builds it anew" if built.is_cached else "built"
-    lines = [f"wheel: {built.wheel} ({kind})"]
+    typer.echo(f"wheel: {built.wheel} ({kind})")
     if built.library is not None:
-        lines.append(f"installed: horovod.torch imports, and uses {built.library}")
-    return lines
+        typer.echo(f"installed: horovod.torch imports, and uses {built.library}")

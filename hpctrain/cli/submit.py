@@ -140,8 +140,7 @@ def submit(  # noqa: PLR0913 - a command's options
       hpctrain submit --template requeue --print > my.sbatch
     """
     from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.limit import sbatch_time  # noqa: PLC0415
-    from hpctrain.launch.slurm.submission import dependency  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import dependency, sbatch_time  # noqa: PLC0415
 
     if template == LIST:
         _list_templates()
@@ -174,7 +173,7 @@ def submit(  # noqa: PLR0913 - a command's options
     if print_only:
         return
     job.check_free(after or "")
-    _check(script)
+    _check(script, job.folder)
     if not dry_run:
         number = job.submit(script)
         typer.echo(job.how_to_watch(number, settings.output or ""))
@@ -222,13 +221,14 @@ def _default_template(settings: "BatchSettings") -> str:
     return "single_node" if settings.nodes == 1 else "multi_node"
 
 
-def _check(script: str) -> None:
+def _check(script: str, made: Path) -> None:
     """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
-    from hpctrain.launch.slurm.lint.lint import lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.script_facts import gather  # noqa: PLC0415
-    from hpctrain.launch.slurm.submission import try_out  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import try_out  # noqa: PLC0415
 
-    findings = [finding for finding in lint(script, facts=gather()) if finding.level != "ok"]
+    findings = [
+        finding for finding in lint(script, facts=gather(made=made)) if finding.level != "ok"
+    ]
     for finding in findings:
         _say(finding)
     try:

@@ -50,7 +50,7 @@ class Job:
             ConfigError: the run is finished.
             LaunchError: a job of it waits or runs.
         """
-        from hpctrain.launch.slurm.submission import still_there  # noqa: PLC0415
+        from hpctrain.launch.slurm.scheduler import still_there  # noqa: PLC0415
         from hpctrain.train.status import status  # noqa: PLC0415
 
         found = status(self.folder)
@@ -76,7 +76,7 @@ class Job:
             LaunchError: Slurm refuses.
         """
         from hpctrain.core.atomic import publishing  # noqa: PLC0415
-        from hpctrain.launch.slurm.submission import submit  # noqa: PLC0415
+        from hpctrain.launch.slurm.scheduler import submit  # noqa: PLC0415
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

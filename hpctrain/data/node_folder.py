@@ -13,12 +13,16 @@ from typing import Any, Self
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.core import config
 from hpctrain.core.config import Settings
-from hpctrain.data.io.residency import on_local_disk, on_memory_file_system
+from hpctrain.core.libc import file_system_magic
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
 PREFIX = "hpctrain-"
 LOCK = "lock"
 
+_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+"""The magic numbers of tmpfs and ramfs, by statfs(2)."""
+_LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
+"""Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
 _FREE_SHARE = 0.95
 """Of a disk or memory that the user chose; others write there too."""
 _MEMORY_SHARE = 0.5
@@ -50,7 +54,7 @@ def sites(to: Path | str, source: Path) -> list[Site]:
         found.append(Site(chosen, _room(chosen, _FREE_SHARE)))
     for folder in (*config.scratch_folders(), MEMORY) if to == "auto" else ():
         if _is_own(folder) and folder.stat().st_dev != source.stat().st_dev:
-            share = _MEMORY_SHARE if _in_memory(folder) else _FREE_SHARE
+            share = _MEMORY_SHARE if _magic(folder) in _MEMORY_FILE_SYSTEMS else _FREE_SHARE
             found.append(Site(folder, _room(folder, share)))
     return found
 
@@ -159,17 +163,13 @@ def _is_own(folder: Path) -> bool:
     """Return whether this process may write there, and other nodes may not."""
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return False
-    return _in_memory(folder) or _asked(folder, on_local_disk)
+    return _magic(folder) in (*_MEMORY_FILE_SYSTEMS, *_LOCAL_FILE_SYSTEMS)
 
 
-def _in_memory(folder: Path) -> bool:
-    return _asked(folder, on_memory_file_system)
-
-
-def _asked(folder: Path, question: Any) -> bool:
+def _magic(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return bool(question(descriptor))
+        return file_system_magic(descriptor)
     finally:
         os.close(descriptor)
 
@@ -177,5 +177,5 @@ def _asked(folder: Path, question: Any) -> bool:
 def _room(folder: Path, share: float) -> int:
     status = os.statvfs(folder)
     free_bytes = status.f_bavail * status.f_frsize
-    left_bytes = available_bytes() if _in_memory(folder) else None
+    left_bytes = available_bytes() if _magic(folder) in _MEMORY_FILE_SYSTEMS else None
     return int((free_bytes if left_bytes is None else min(free_bytes, left_bytes)) * share)

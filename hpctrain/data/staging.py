@@ -20,7 +20,7 @@ from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.shardfile import ShardIO
+from hpctrain.data.io.shardfile import IO
 from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.turns import in_turns
@@ -101,7 +101,7 @@ class StagedOpener:
     """Keeps the copy; the process that made it has it, not those that got this by pickle."""
 
     def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: ShardIO, chunks: ChunkCache
+        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
     ) -> OpenShard:
         """Open a shard; from ``directory`` where there is no copy, or none that can be read."""
         if index in self.present:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hpctrain.cluster.libraries import mpirun_beside
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 

@@ -1,14 +1,15 @@
-"""The process management interface that ``srun --mpi=`` must offer to the MPI library in use."""
+"""The MPI library that ranks load, and the interface that ``srun --mpi=`` must offer to it."""
 
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hpctrain.cluster.interface import srun_type
 from hpctrain.cluster.libraries import libmpi_of
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.query import ask
+from hpctrain.launch.program import ask
 
 TIMEOUT_S = 60.0
 """A first import from a shared file system may take long."""
@@ -24,13 +25,38 @@ print("MPI_Get_library_version:", MPI.Get_library_version())
 """
 
 
-class LoadedLibraries(NamedTuple):
-    """The MPI library that mpi4py loads."""
+_VERSIONS = (
+    ("openmpi", re.compile(r"Open MPI v([\w.]+)")),
+    ("intelmpi", re.compile(r"Intel\(R\) MPI Library ([\w.]+)")),
+    ("craympich", re.compile(r"CRAY MPICH version\s+([\w.]+)")),
+    ("mvapich", re.compile(r"MVAPICH2? Version\s*:\s*([\w.]+)")),
+    ("mpich", re.compile(r"MPICH Version:\s*([\w.]+)")),
+)
+NAMES = {
+    "openmpi": "Open MPI",
+    "intelmpi": "Intel MPI",
+    "craympich": "Cray MPICH",
+    "mvapich": "MVAPICH",
+    "mpich": "MPICH",
+    "mpi": "MPI",
+}
+"""How people call them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mpi:
+    """An MPI library."""
 
     library: Path
-    """The file."""
-    version: str
-    """What ``MPI_Get_library_version`` says, in words of its own."""
+    """The file that mpi4py loads."""
+    vendor: str = "mpi"
+    """A key of ``NAMES``; ``mpi`` for one that nobody has met."""
+    version: str = ""
+
+    @property
+    def label(self) -> str:
+        """As it stands in the version of a wheel: ``openmpi5.0.11``."""
+        return f"{self.vendor}{self.version}"
 
 
 def needed_pmi(library: Path | None = None) -> str:
@@ -50,7 +76,7 @@ def libmpi(environ: Mapping[str, str] | None = None) -> Path:
     return load(environ).library
 
 
-def load(environ: Mapping[str, str] | None = None) -> LoadedLibraries:
+def load(environ: Mapping[str, str] | None = None) -> Mpi:
     """Find the MPI library that mpi4py loads in a rank of this environment.
 
     A process of its own loads it, so this one stays free of MPI.
@@ -81,7 +107,22 @@ def load(environ: Mapping[str, str] | None = None) -> LoadedLibraries:
             f"mpi4py of {sys.prefix} has loaded, but no file named libmpi is among its memory "
             "maps; say what srun needs yourself, e.g. `srun --mpi=pmix`"
         )
-    return LoadedLibraries(found[0], version)
+    vendor, number = parse_version(version)
+    return Mpi(library=found[0], vendor=vendor, version=number)
+
+
+def parse_version(text: str) -> tuple[str, str]:
+    """Read vendor and version from what ``MPI_Get_library_version`` says; ``mpi`` for others."""
+    for vendor, pattern in _VERSIONS:
+        if match := pattern.search(text):
+            return vendor, match[1].rstrip(".")
+    return "mpi", ""
+
+
+def name_of(label: str) -> str:
+    """Write ``openmpi5.0.11`` for people: ``Open MPI 5.0.11``."""
+    vendor = next((each for each in NAMES if label.startswith(each)), "")
+    return f"{NAMES[vendor]} {label.removeprefix(vendor)}".strip() if vendor else label
 
 
 def _reason(stderr: str) -> str:

@@ -1,11 +1,15 @@
-"""Commands as users write them: ``python``, ``hpctrain``, a script, a program."""
+"""Programs: commands as users write them, and commands run for what they print."""
 
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
+
+Said = subprocess.CompletedProcess[str]
+"""What a program has written, and its exit code."""
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
@@ -34,3 +38,35 @@ def resolve(argv: Sequence[str]) -> list[str]:
             f"{first!r}; see `which {first}`"
         )
     return [program, *rest]
+
+
+def ask(
+    line: Sequence[str | Path],
+    environ: Mapping[str, str] | None = None,
+    *,
+    text: str = "",
+    timeout_s: float,
+) -> Said:
+    """Run a program to its end, whatever its exit code.
+
+    Args:
+        line: its path and its arguments.
+        environ: its environment; None for this process's.
+        text: its standard input.
+        timeout_s: time that it gets.
+
+    Raises:
+        OSError: it cannot be run; ``TimeoutError`` where it does not end in time.
+    """
+    try:
+        return subprocess.run(  # noqa: S603 - whoever asks names a program of the user's own
+            line,
+            check=False,
+            capture_output=True,
+            env=None if environ is None else dict(environ),
+            input=text,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(str(error)) from None

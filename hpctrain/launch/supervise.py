@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
 from hpctrain.cluster.env import ASKED
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.hydra_wrapper import is_guard
-from hpctrain.launch.slurm.session import session
+
+FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+"""Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
 
 GRACE_S = 5.0
 """Time that ranks get after a signal, and again after the SIGTERM that follows it."""
@@ -78,6 +81,27 @@ def supervise(
     if ending.timed_out:
         return TIMED_OUT
     return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Give the environment of an mpirun that keeps its files apart; remove them in the end.
+
+    Left to itself, Open MPI 5 names their folder after the process id of mpirun, and one that is
+    killed leaves it behind: the next one that happens to get this id ends with exit code 213.
+
+    There also lies the file in which the ranks find who asked them to stop.
+
+    Args:
+        environ: of mpirun so far; a folder that it names stays.
+    """
+    try:
+        folder = TemporaryDirectory(prefix="hpctrain-mpirun-", ignore_cleanup_errors=True)
+    except OSError:  # nor can mpirun have one: it says so itself
+        yield dict(environ)
+        return
+    with folder as name:
+        yield {FOLDER: name} | dict(environ) | {ASKED: f"{name}/asked"}
 
 
 def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -43,7 +43,7 @@ def machine(tmp_path, monkeypatch):
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.delenv("MPI_TYPE", raising=False)
-    monkeypatch.setattr("hpctrain.launch.slurm.lint.script_facts.needed_pmi", lambda: "pmix")
+    monkeypatch.setattr("hpctrain.launch.slurm.lint.lint.needed_pmi", lambda: "pmix")
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text(CONFIG)
     Path("waiting").touch()

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.comm.engines import horovod_library
 from hpctrain.comm.engines.horovod_library import library
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.horovod.installed_horovod import Installed
+from hpctrain.launch.installed_horovod import Installed
 
 OURS = Path("/usr/lib/libmpi.so.40")
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cluster.libraries import family
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.horovod.installed_horovod import installed
+from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import libmpi
 from tests.cluster.slurm import check as slurm
 from tests.cluster.vcluster.check import obstacle

@@ -9,17 +9,19 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import ConfigError
-from hpctrain.launch.installed import (
+from hpctrain.launch import lock as locking
+from hpctrain.launch.lock import (
     Package,
     direct,
     installed_extras,
+    lock,
+    machine,
     normalized,
     packages,
     parse,
+    wheel_of,
 )
 from hpctrain.launch.pmi import libmpi
-from hpctrain.launch.slurm import lock as locking
-from hpctrain.launch.slurm.lock import lock, machine, wheel_of
 
 PINNED = re.compile(r"[a-z0-9-]+==[\w.+!]+")
 

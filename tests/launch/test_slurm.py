@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.slurm import scheduler
-from hpctrain.launch.slurm.scheduler import job_end, restart_count, seconds_left
+from hpctrain.launch.slurm.scheduler import job_end, restart_count, time_limit_s
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def environ(tmp_path):
     ],
 )
 def test_a_time_left_is_read_as_slurm_writes_it(text, seconds):
-    assert seconds_left(text) == seconds
+    assert time_limit_s(text) == seconds
 
 
 def test_a_newer_slurm_says_the_end_itself_and_is_not_asked(environ, tmp_path):

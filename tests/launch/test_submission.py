@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.submission import dependency, find_sbatch, still_there, submit, try_out
+from hpctrain.launch.slurm.scheduler import dependency, find_sbatch, still_there, submit, try_out
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.libraries import family, loaded_libmpi
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.horovod.installed_horovod import installed
+from hpctrain.launch.installed_horovod import installed
 
 if TYPE_CHECKING:
     from hpctrain.comm.engines.horovod_session import Session

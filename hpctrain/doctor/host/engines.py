@@ -3,8 +3,8 @@
 from hpctrain.cluster.libraries import family
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.host.facts import Facts
-from hpctrain.launch.horovod.installed_horovod import Installed
-from hpctrain.launch.horovod.target import name_of, plain
+from hpctrain.launch.installed_horovod import Installed, plain
+from hpctrain.launch.pmi import name_of
 
 CHECK = "engines"
 

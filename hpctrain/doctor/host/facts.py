@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.memory import Room
-from hpctrain.launch.horovod.installed_horovod import Installed
+from hpctrain.launch.installed_horovod import Installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

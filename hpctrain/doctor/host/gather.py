@@ -30,8 +30,8 @@ from hpctrain.doctor.host.facts import (
     Reached,
 )
 from hpctrain.doctor.host.leftovers import leftovers
-from hpctrain.launch.horovod.installed_horovod import installed
-from hpctrain.launch.horovod.tools import find_mpi
+from hpctrain.launch.installed_horovod import installed
+from hpctrain.launch.pmi import load
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
@@ -92,8 +92,11 @@ def _requirements() -> tuple[str, ...]:
 
 
 def _mpi(environ: Mapping[str, str]) -> MpiFacts:
-    mpi, error = find_mpi(environ)
-    library = mpi.library if mpi else None
+    try:
+        mpi, error = load(environ), ""
+    except LaunchError as failed:
+        mpi, error = None, str(failed)
+    library = mpi.library.resolve() if mpi else None
     return MpiFacts(
         library=library,
         error=error,

@@ -1,18 +1,29 @@
-"""The door to Slurm's commands: what Slurm says of the job that this process is part of."""
+"""The door to Slurm's commands: the job we are part of, and jobs to submit."""
 
 import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.query import Said, ask
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.units import parse_seconds
+from hpctrain.launch.program import Said, ask
 
 ANSWER_S = 10.0
 """Time that a busy controller gets to answer; a run waits for it once, at its start."""
 
-_LEFT = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
+SUBMIT_S = 120.0
+"""Time that it gets where a person waits for a job to be taken."""
+
+UNLIMITED = ("0", "unlimited", "infinite")
+"""Time limits that are none."""
+
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+_OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}
+"""Commands that submit jobs to other schedulers."""
 
 
 def job_end(environ: Mapping[str, str] | None = None) -> float | None:
@@ -32,20 +43,53 @@ def job_end(environ: Mapping[str, str] | None = None) -> float | None:
     if job is None:
         return None
     asked = time.time()  # before the answer: rather stop early
-    left = _ask(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
+    done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
+    if done.returncode:
+        said = done.stderr.strip().partition("\n")[0]
+        raise LaunchError(f"Slurm does not answer: squeue: {said}")
     # The first number of an array names all its tasks, each of which has a line.
-    lines = dict(line.split(maxsplit=1) for line in left.splitlines() if " " in line)
-    seconds = seconds_left(lines.get(job, ""))
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
+    seconds = time_limit_s(lines.get(job, ""))
     return None if seconds is None else asked + seconds
 
 
-def seconds_left(text: str) -> float | None:
-    """Read a duration of Slurm, ``[[days-]hours:]minutes:seconds``; None for any other word."""
-    match = _LEFT.fullmatch(text.strip())
-    if match is None:
+def time_limit_s(text: str) -> float | None:
+    """Read a time as Slurm does; None for no limit and for what is no time.
+
+    Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds.
+    """
+    text = text.strip()
+    if match := _DAYS.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    parts = text.split(":")
+    if len(parts) > 3 or not all(part.isdigit() for part in parts):
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    numbers = [int(part) for part in parts]
+    if len(numbers) == 1:
+        return 60.0 * numbers[0] or None
+    hours = numbers[0] if len(numbers) == 3 else 0
+    return float(hours * 3600 + numbers[-2] * 60 + numbers[-1])
+
+
+def sbatch_time(text: str) -> str:
+    """Return a time limit as sbatch takes it; ``90min`` and ``1h30min`` are read as well.
+
+    Raises:
+        ConfigError: it is neither of Slurm's forms nor a duration.
+    """
+    if time_limit_s(text) is not None or text.lower() in UNLIMITED:
+        return text
+    try:
+        minutes, rest = divmod(parse_seconds(text), 60)
+    except ConfigError:
+        raise ConfigError(
+            f'a time limit is Slurm\'s "01:30:00" or "1-12", or a duration such as "90min", '
+            f"got {text!r}"
+        ) from None
+    hours, minutes = divmod(int(minutes) + (rest > 0), 60)  # Slurm counts in whole minutes
+    return f"{hours:02d}:{minutes:02d}:00"
 
 
 def restart_count(environ: Mapping[str, str] | None = None) -> int:
@@ -60,7 +104,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     *,
     text: str = "",
-    timeout_s: float = ANSWER_S,
+    timeout_s: float | None = None,
 ) -> Said:
     """Run one of Slurm's commands to its end, whatever its exit code.
 
@@ -68,7 +112,7 @@ def run(
         line: the command, by its name or its path, and its arguments.
         environ: its environment; PATH of it finds the command.
         text: its standard input.
-        timeout_s: time that a busy controller gets to answer.
+        timeout_s: time that a busy controller gets to answer; None for ``ANSWER_S``.
 
     Raises:
         LaunchError: there is no such command, or it does not end in time.
@@ -78,14 +122,114 @@ def run(
     if program is None:
         raise LaunchError(f"asking Slurm needs {line[0]} in PATH, there is none")
     try:
-        return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s)
+        return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
     except OSError as error:
         raise LaunchError(f"Slurm does not answer: {error}") from None
 
 
-def _ask(line: list[str], environ: Mapping[str, str]) -> str:
-    done = run(line, environ)
+def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
+    """Return the path of sbatch.
+
+    Raises:
+        LaunchError: there is none; says what works under the scheduler that is there.
+    """
+    environ = os.environ if environ is None else environ
+    path = environ.get("PATH")
+    if found := shutil.which("sbatch", path=path):
+        return found
+    for command, name in _OTHERS.items():
+        if shutil.which(command, path=path):
+            raise LaunchError(
+                f"hpctrain submits to Slurm only, this machine has {name} ({command}) and no "
+                "sbatch; inside a job of its own `hpctrain launch -n RANKS hpctrain train "
+                "CONFIG.toml` starts the ranks on the nodes of the job"
+            )
+    raise LaunchError(
+        "submitting a job needs sbatch, there is none in PATH; go to a login node of the cluster "
+        "or load its Slurm module; without Slurm, `hpctrain launch -n RANKS hpctrain train "
+        "CONFIG.toml` starts the ranks here"
+    )
+
+
+def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
+    """Ask Slurm whether it would take a script, and queue nothing.
+
+    Returns:
+        What Slurm says about it: when the job would start, and where.
+
+    Raises:
+        LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
+    """
+    done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
+    said = _words(done.stderr)
     if done.returncode:
-        said = done.stderr.strip().partition("\n")[0]
-        raise LaunchError(f"Slurm does not answer: {line[0]}: {said}")
-    return done.stdout
+        raise LaunchError(f"Slurm would not take this job; it says: {said}")
+    return re.sub(r"Job \d+ to start", "the job would start", said)
+
+
+def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
+    """Hand a script over to Slurm; return the number of its job.
+
+    The job finds the ``hpctrain`` of this environment first, also where nobody has activated it.
+
+    Raises:
+        LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
+    """
+    environ = os.environ if environ is None else environ
+    done = run(
+        [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
+    )
+    match = re.match(r"\d+", done.stdout)
+    if done.returncode or match is None:
+        said = _words(done.stderr or done.stdout)
+        raise LaunchError(f"Slurm has not taken {path}; it says: {said}")
+    return int(match[0])
+
+
+def still_there(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> list[int]:
+    """Return those of the jobs that wait or run.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    squeue = Path(find_sbatch(environ)).with_name("squeue")
+    # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
+    done = run(
+        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F"], environ, timeout_s=SUBMIT_S
+    )
+    if done.returncode:
+        raise LaunchError(f"Slurm does not answer; it says: {_words(done.stderr)}")
+    found = {int(word) for word in done.stdout.split() if word.isdigit()}
+    return [job for job in jobs if job in found]
+
+
+def dependency(text: str) -> str:
+    """Return what ``--dependency`` takes for a job number, several, or Slurm's own form.
+
+    Raises:
+        LaunchError: the text is none of them.
+    """
+    text = text.strip()
+    if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
+        return "afterok:" + text.replace(",", ":")
+    if re.fullmatch(r"[a-z]+(:[\w+]+)*([,?][a-z]+(:[\w+]+)*)*", text):
+        return text
+    raise LaunchError(
+        f"a job starts after a job number such as 12, several such as 12,13, or a condition of "
+        f"Slurm such as afterany:12, got {text!r}"
+    )
+
+
+def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Put the folder of this environment's ``hpctrain`` in front of PATH if another is there."""
+    ours = Path(sys.executable).parent / "hpctrain"
+    path = environ.get("PATH", os.defpath)
+    if not ours.exists() or shutil.which("hpctrain", path=path) == str(ours):
+        return dict(environ)
+    return {**environ, "PATH": f"{ours.parent}:{path}"}
+
+
+def _words(stderr: str) -> str:
+    """Return what a command of Slurm has said, in one line and without its name."""
+    lines = (re.sub(r"^\w+: (error: )?", "", line) for line in stderr.splitlines())
+    return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip()))

@@ -1,7 +1,7 @@
 import pytest
 
 from hpctrain.doctor.host.engines import check
-from hpctrain.launch.horovod.installed_horovod import Installed
+from hpctrain.launch.installed_horovod import Installed
 from tests.doctor.host.healthy import MPICH, only, with_
 
 BUILT = Installed(version="0.28.1", torch="2.13.0", mpi="openmpi5.0.11", needs="libmpi.so.40")

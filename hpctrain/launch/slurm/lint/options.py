@@ -1,4 +1,4 @@
-"""Options of ``sbatch`` and ``srun``: which there are, and which take a value.
+"""Options of ``sbatch`` and ``srun``, split from the program behind them.
 
 Source: ``sbatch --help`` and ``srun --help`` of Slurm 22.05, and the manual of 24.11.
 """
@@ -7,53 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SHORT = {
-    "A": "account",
-    "a": "array",
-    "B": "extra-node-info",
-    "b": "begin",
-    "C": "constraint",
     "c": "cpus-per-task",
-    "D": "chdir",
-    "d": "dependency",
-    "E": "preserve-env",
     "e": "error",
-    "F": "nodefile",
     "G": "gpus",
-    "H": "hold",
-    "h": "help",
-    "I": "immediate",
-    "i": "input",
     "J": "job-name",
     "K": "kill-on-bad-exit",
     "k": "no-kill",
-    "L": "licenses",
-    "l": "label",
-    "M": "clusters",
     "m": "distribution",
     "N": "nodes",
     "n": "ntasks",
-    "O": "overcommit",
     "o": "output",
-    "p": "partition",
-    "Q": "quiet",
-    "q": "qos",
-    "r": "relative",
-    "S": "core-spec",
-    "s": "oversubscribe",
-    "T": "threads",
     "t": "time",
-    "u": "unbuffered",
-    "V": "version",
-    "v": "verbose",
     "W": "wait",
-    "w": "nodelist",
-    "X": "disable-status",
-    "x": "exclude",
-    "Z": "no-allocate",
 }
-"""One-letter options by their long names."""
+"""One-letter options that a check asks for, by their long names; others keep their letter."""
 
-ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks", "cpu_bind": "cpu-bind"}
+ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks"}
 """Other spellings that Slurm takes."""
 
 FLAGS = frozenset(
@@ -63,6 +32,7 @@ FLAGS = frozenset(
         *("overlap", "oversubscribe", "parsable", "preserve-env", "pty", "quiet"),
         *("quit-on-interrupt", "reboot", "requeue", "resv-ports", "spread-job", "stepmgr"),
         *("test-only", "unbuffered", "usage", "use-min-nodes", "verbose", "version"),
+        *"EHhlOQsuVvXZ",
     )
 )
 """Options that never take a value."""
@@ -70,12 +40,10 @@ FLAGS = frozenset(
 OPTIONAL = frozenset(
     (
         *("bcast", "compress", "exclusive", "get-user-env", "immediate", "kill-on-bad-exit"),
-        *("nice", "no-kill", "propagate", "send-libs"),
+        *("nice", "no-kill", "propagate", "send-libs", "I"),
     )
 )
 """Options whose value, if any, is joined to them: ``--nice=5``, ``-K0``."""
-
-_SBATCH_WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,46 +65,39 @@ def parse(words: Sequence[str | None], *, is_sbatch: bool = False) -> Parsed:
         words: None stands for words that are not known.
         is_sbatch: ``--wait`` is a flag of sbatch, and takes a value of srun.
     """
+    flags = FLAGS | {"wait"} if is_sbatch else FLAGS
     options: dict[str, str | None] = {}
     is_complete = True
     at = 0
     while at < len(words):
         word = words[at]
-        at += 1
         if word is None:
             is_complete = False
-            continue
-        if word == "--":
+        elif word == "--":
+            at += 1
             break
-        if not word.startswith("-") or word == "-":
-            at -= 1
+        elif not word.startswith("-") or word == "-":
             break
-        for name, value, wants_next in _split(word, is_sbatch=is_sbatch):
-            options[name] = value
-            if wants_next:
-                options[name] = words[at] if at < len(words) else ""
+        else:
+            name, value = _split(word, flags, options)
+            if value is None and name not in flags | OPTIONAL:
                 at += 1
+                options[name] = words[at] if at < len(words) else ""
+            else:
+                options[name] = value or ""
+        at += 1
     return Parsed(options, tuple(words[at:]), is_complete)
 
 
-def takes_value(name: str, *, is_sbatch: bool = False) -> bool:
-    """Say whether the word behind this option belongs to it."""
-    return name not in FLAGS and name not in OPTIONAL and not (is_sbatch and name == _SBATCH_WAIT)
-
-
-def _split(word: str, *, is_sbatch: bool) -> list[tuple[str, str, bool]]:
-    """Return the options of one word: name, value, whether the value is the next word."""
+def _split(
+    word: str, flags: frozenset[str], options: dict[str, str | None]
+) -> tuple[str, str | None]:
+    """Return the last option of a word and its value, None for no value; keep flags before it."""
     if word.startswith("--"):
-        name, equals, value = word[2:].partition("=")
-        name = ALIASES.get(name, name)
-        return [(name, value, not equals and takes_value(name, is_sbatch=is_sbatch))]
-    found: list[tuple[str, str, bool]] = []
+        name, equals, text = word[2:].partition("=")
+        return ALIASES.get(name, name), text if equals else None
     letters = word[1:]
-    while letters:
-        name, letters = SHORT.get(letters[0], letters[0]), letters[1:]
-        if name in FLAGS or (is_sbatch and name == _SBATCH_WAIT):
-            found.append((name, "", False))
-            continue
-        found.append((name, letters.removeprefix("="), takes_value(name) and not letters))
-        break
-    return found
+    while (name := SHORT.get(letters[0], letters[0])) in flags and len(letters) > 1:
+        options[name] = ""
+        letters = letters[1:]
+    return name, letters[1:].removeprefix("=") or None

@@ -3,23 +3,67 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from hpctrain.launch.slurm.lint.options import parse
-from hpctrain.launch.slurm.lint.shell import RESERVED, Command, Word, commands
-from hpctrain.launch.slurm.lint.variables import UNKNOWN, Variables
+from hpctrain.launch.slurm.lint.shell import (
+    SHELLS,
+    UNKNOWN,
+    Command,
+    ShellScript,
+    behind_wrappers,
+)
 
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
 """Programs that start ranks; ``hpctrain launch`` is one more."""
 
-_WRAPPERS = (
-    *("exec", "nohup", "command", "env", "timeout", "nice", "ionice", "stdbuf", "numactl"),
-    *("time", "taskset", "builtin", "setsid"),
+OWN_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ray", "torch.distributed.run", "pdsh")
+"""Start several processes in a task and need no MPI."""
+
+_UTILITIES = frozenset(
+    (
+        *("awk", "cat", "chmod", "cp", "date", "df", "du", "echo", "env", "false", "find", "free"),
+        *("grep", "head", "hostname", "id", "ls", "lscpu", "mkdir", "mv", "nproc", "numactl"),
+        *("nvidia-smi", "printenv", "pwd", "rm", "rocm-smi", "rsync", "sbcast", "sed", "sleep"),
+        *("sort", "tail", "tar", "taskset", "test", "touch", "true", "ulimit", "uname", "unzip"),
+        *("uptime", "wc", "wget", "whoami", "zstd", "pip", "uv", "conda", "mamba", "git", "set"),
+        *("cd", "exec", "export", "source", ".", "module", "ml", "printf", "lfs"),
+        *("conda-unpack", "stat", "sync", "umask", "unset", "pigz", "scontrol", "squeue"),
+    )
 )
-_WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+|\w+=.*", re.DOTALL)
-_SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+"""Programs that no rank waits for: a step of these needs no care of an MPI program's."""
+
+_TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
+
+_BY_SLURM = {
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_NNODES": "nodes",
+    "SLURM_JOB_NUM_NODES": "nodes",
+    "SLURM_NTASKS": "ntasks",
+    "SLURM_NPROCS": "ntasks",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_JOB_NAME": "job-name",
+}
+"""Variables that Slurm sets by an option."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintFacts:
+    """Facts beside the script; a check that lacks one is left out."""
+
+    needed_pmi: str = ""
+    """What ``srun --mpi=`` must name for the installed MPI; empty where that is not known."""
+    default_pmi: str = ""
+    """What srun takes without ``--mpi``, MpiDefault of Slurm; empty where that is not known."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the script will find set."""
+    directory: Path | None = None
+    """Where sbatch is called, so where relative names begin; None reads no other file."""
+    made: Path | None = None
+    """A folder that will be there when the job begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +73,25 @@ class ScriptStep:
     line: int
     options: Mapping[str, str | None]
     """By long name; None for a value that is not known."""
-    program: tuple[str | None, ...]
-    """What each task runs; None for words that are not known."""
+    programs: tuple[Command, ...]
+    """What each task runs: one program, or those of ``bash -c "..."``."""
     is_complete: bool
     """Whether all options are known."""
+    num_tasks: int | None
+    """None where that is not known."""
     environ: Mapping[str, str]
     """Variables that the script sets for it, as far as known."""
+
+    @property
+    def are_ranks(self) -> bool:
+        """Whether its tasks wait for each other."""
+        return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
+
+    @property
+    def does_own_launching(self) -> bool:
+        """Whether it runs torchrun or one of its kind."""
+        words = (word or "" for program in self.programs for word in program.words)
+        return any(word.rpartition("/")[2] in OWN_LAUNCHERS for word in words)
 
     def option(self, name: str, variable: str) -> str | None:
         """Return what an option or else a variable says; None for what is said nowhere.
@@ -49,103 +106,120 @@ class ScriptStep:
         return None if self.is_complete else UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchLine:
-    """One ``mpirun`` or ``hpctrain launch``."""
-
-    line: int
-    name: str
-    words: tuple[str | None, ...]
-    """What stands behind the name."""
-
-
-@dataclass(frozen=True, slots=True)
 class BatchScript:
     """A batch script, read once."""
 
-    text: str
-    options: Mapping[str, str]
-    """Of the ``#SBATCH`` lines, by long name."""
-    late: tuple[int, ...]
-    """Lines that sbatch does not read: behind the first command."""
-    steps: tuple[ScriptStep, ...]
-    launchers: tuple[LaunchLine, ...]
-    commands: tuple[tuple[int, tuple[str | None, ...]], ...]
-    """All commands, expanded as far as known, each with its line."""
-    variables: Variables
+    def __init__(self, text: str, facts: LintFacts) -> None:
+        """Read a script, and the files it sources where ``facts`` say where they are."""
+        self.text = text
+        self.facts = facts
+        self.options, self.late = _directives(text)
+        """Of the ``#SBATCH`` lines, by long name; and lines that sbatch does not read."""
+        environ = {k: v for k, v in facts.environ.items() if not k.startswith("SLURM")}
+        pairs = (pair.partition("=") for pair in self.options.get("export", "").split(","))
+        environ |= {name: value for name, equals, value in pairs if equals}
+        by_slurm = {name: self.options.get(option) for name, option in _BY_SLURM.items()}
+        environ |= {name: value for name, value in by_slurm.items() if value}
+        self.shell = ShellScript(text, given=environ, directory=facts.directory)
+        self.commands = self.shell.commands
+        self.steps = [
+            self._step(command)
+            for command in self.commands
+            if command.name == "srun" and len(command.words) > 1
+        ]
+        self.launchers = [each for each in self.commands if launcher_of(each)]
+
+    @property
+    def rank_steps(self) -> list[ScriptStep]:
+        """Steps whose tasks are ranks."""
+        return [step for step in self.steps if step.are_ranks]
+
+    @property
+    def requeues(self) -> list[int]:
+        """Lines that queue the job again."""
+        return [c.line for c in self.commands if c.name == "scontrol" and "requeue" in c.words]
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether the job is meant to be queued again."""
+        return "requeue" in self.options or bool(self.requeues)
 
     def number(self, name: str) -> int | None:
         """Return the value of an option of sbatch; None where it is not one whole number."""
-        text = self.options.get(name, "")
-        return int(text) if text.isdigit() else None
+        return number(self.options, name)
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Tasks of the job; None where they are not known."""
+        if (whole := self.number("ntasks")) is not None:
+            return whole
+        per_node, nodes = self.number("ntasks-per-node"), self.number("nodes")
+        return None if per_node is None or nodes is None else per_node * nodes
+
+    def _step(self, command: Command) -> ScriptStep:
+        parsed = parse(command.words[1:])
+        around = {name: self.shell.get(name) or "" for name in self.shell.values}
+        return ScriptStep(
+            command.line,
+            parsed.options,
+            tuple(self._programs(command.line, parsed.rest)),
+            parsed.is_complete,
+            self._tasks_of(parsed.options),
+            {**self.shell.given, **around, **command.environ},
+        )
+
+    def _tasks_of(self, options: Mapping[str, str | None]) -> int | None:
+        if "ntasks" in options:
+            return number(options, "ntasks")
+        if (own := number(options, "ntasks-per-node")) is not None:
+            nodes = number(options, "nodes") or self.number("nodes")
+            return None if nodes is None else own * nodes
+        return 1 if "pty" in options else self.num_tasks
+
+    def _programs(self, line: int, words: tuple[str | None, ...]) -> Iterator[Command]:
+        program = Command(line, tuple(behind_wrappers(words)), {})
+        for flag, text in pairwise(program.words[1:]):
+            if program.name in SHELLS and flag and re.fullmatch(r"-\w*c", flag):
+                yield from self.shell.inner(text or "")
+                return
+        if words:
+            yield program
 
 
-def read(text: str, environ: Mapping[str, str], directory: Path | None) -> BatchScript:
-    """Read a script.
-
-    Args:
-        text: of the script.
-        environ: variables that it will find set.
-        directory: where relative names begin; None reads no other file.
-    """
-    options, late = _directives(text)
-    found = commands(text)
-    inherited = {name: value for name, value in environ.items() if not name.startswith("SLURM")}
-    given = {**inherited, **_exported(options), **_by_slurm(options)}
-    variables = Variables(found, given=given, directory=directory)
-    steps: list[ScriptStep] = []
-    launchers: list[LaunchLine] = []
-    expanded = []
-    for command in found:
-        words = _behind_wrappers(variables.words(_behind_keywords(command.words)))
-        expanded.append((command.line, tuple(words)))
-        if launcher := launcher_of(words, command.line):
-            launchers.append(launcher)
-        elif base(words) == "srun" and len(words) > 1:
-            steps.append(_step(command, words, variables))
-    return BatchScript(
-        text, options, late, tuple(steps), tuple(launchers), tuple(expanded), variables
-    )
+def number(options: Mapping[str, str | None], name: str) -> int | None:
+    """Return the value of an option; None where it is not one whole number."""
+    text = options.get(name) or ""
+    return int(text) if text.isdigit() else None
 
 
-def launcher_of(words: list[str | None], line: int) -> LaunchLine | None:
-    """Return the launcher that a command is; None for others, and for one without arguments."""
-    if base(words) in MPIRUNS and len(words) > 1:
-        return LaunchLine(line, base(words), tuple(words[1:]))
-    if base(words) == "hpctrain" and words[1:2] == ["launch"]:
-        return LaunchLine(line, "hpctrain launch", tuple(words[2:]))
-    return None
+def launcher_of(command: Command) -> str:
+    """Return the launcher of ranks that a command is; empty for others, and without arguments."""
+    if command.name in MPIRUNS and len(command.words) > 1:
+        return command.name
+    is_ours = command.name == "hpctrain" and command.words[1:2] == ("launch",)
+    return "hpctrain launch" if is_ours else ""
 
 
-def inner(program: tuple[str | None, ...]) -> Iterator[list[str | None]]:
-    """Return the commands that a step runs: its program, or those of ``bash -c "..."``."""
-    words = _behind_wrappers(list(program))
-    for flag, text in pairwise(words[1:]):
-        if base(words) in _SHELLS and flag is not None and re.fullmatch(r"-\w*c", flag):
-            for command in commands(text or ""):
-                texts = [word.text for word in _behind_keywords(command.words)]
-                if texts:
-                    yield _behind_wrappers([*texts])
-            return
-    if words:
-        yield words
+def is_rank(command: Command) -> bool:
+    """Say whether a command may be one whose processes wait for each other."""
+    if command.name in _UTILITIES or command.name in MPIRUNS:
+        return False
+    known = [word or "" for word in command.words]
+    if re.fullmatch(r"python[\d.]*", command.name) and known[1:2] == ["-m"]:
+        return known[2:3] == [] or known[2] not in _TOOLS_OF_PYTHON
+    return True
 
 
-def base(words: list[str | None]) -> str:
-    """Return the name of the program that a command runs, without its folder."""
-    return (words[0] or "").rpartition("/")[2] if words else ""
-
-
-def _directives(text: str) -> tuple[dict[str, str], tuple[int, ...]]:
+def _directives(text: str) -> tuple[dict[str, str], list[int]]:
     options: dict[str, str] = {}
     late: list[int] = []
     is_over = is_other = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for at, line in enumerate(text.splitlines(), 1):
         is_over = is_over or bool(line.strip() and not line.lstrip().startswith("#"))
         if not line.startswith("#SBATCH"):
             continue
         if is_over:
-            late.append(number)
+            late.append(at)
             continue
         try:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
@@ -155,58 +229,4 @@ def _directives(text: str) -> tuple[dict[str, str], tuple[int, ...]]:
         is_other = is_other or bool({"hetjob", "packjob"} & {*parsed.rest})
         if not is_other:  # what follows is another part of a heterogeneous job
             options |= {name: value or "" for name, value in parsed.options.items()}
-    return options, tuple(late)
-
-
-def _exported(options: Mapping[str, str]) -> dict[str, str]:
-    pairs = (pair.partition("=") for pair in options.get("export", "").split(","))
-    return {name: value for name, equals, value in pairs if equals}
-
-
-def _by_slurm(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that Slurm sets by these options, where they are plain numbers."""
-    names = {
-        "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
-        "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-        "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-        "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-        "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
-        "job-name": ("SLURM_JOB_NAME",),
-    }
-    return {
-        variable: options[option]
-        for option, variables in names.items()
-        for variable in variables
-        if options.get(option)
-    }
-
-
-def _step(command: Command, words: list[str | None], variables: Variables) -> ScriptStep:
-    parsed = parse(words[1:])
-    own = {
-        name: " ".join(w or UNKNOWN for w in variables.words(values))
-        for name, values in command.assigned.items()
-    }
-    around = {
-        name: " ".join(values) if values is not None else UNKNOWN
-        for name, values in variables.values.items()
-    }
-    environ = {**variables.given, **around, **own}
-    return ScriptStep(command.line, parsed.options, parsed.rest, parsed.is_complete, environ)
-
-
-def _behind_keywords(words: list[Word]) -> list[Word]:
-    at = 0
-    while at < len(words) and words[at].text in RESERVED and not words[at].quoted:
-        at += 1
-    return words[at:]
-
-
-def _behind_wrappers(words: list[str | None]) -> list[str | None]:
-    """Leave out ``timeout 60``, ``env X=1`` and their like in front of a command."""
-    at = 0
-    while base(words[at:]) in _WRAPPERS:
-        at += 1
-        while at < len(words) and _WRAPPER_WORD.fullmatch(words[at] or ""):
-            at += 1
-    return words[at:] if at < len(words) else words
+    return options, late

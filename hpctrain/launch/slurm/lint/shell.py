@@ -1,275 +1,250 @@
-"""The simple commands of a shell script, read without running it.
-
-No shell: it knows quotes, comments, continued lines, redirections, here documents, substitutions,
-arrays and functions well enough to say which commands a batch script has, and nothing about the
-order in which they run.
-"""
+"""Commands and variables of a shell script, as far as they can be known without running it."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-DOLLAR = "\ue000"
-"""Stands for a dollar sign that the shell leaves alone, as in single quotes."""
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
-_NAME = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
-_HERE = re.compile(r"<<-?\s*(['\"]?)([\w.-]+)\1")
-_REDIRECTION = re.compile(r"&>>?|<<<|[<>]>|[<>]&|>\||[<>]")
-RESERVED = ("if", "then", "else", "elif", "while", "until", "do", "!", "time", "{")
-"""Words of the shell in front of a command."""
+UNKNOWN = "\ue001"
+"""Stands in a text for what only a run would tell."""
 
-_RUNS_TEXT = ("eval", "trap")
-_SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+MAX_DEPTH = 8
+"""Of files that source files, and of programs in the words of programs."""
+
+SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+
+_WRAPPERS = (
+    *("exec", "nohup", "command", "env", "timeout", "nice", "ionice", "stdbuf", "numactl"),
+    *("time", "taskset", "builtin", "setsid"),
+)
+_WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+|\w+=.*", re.DOTALL)
+_HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+_WHICH = re.compile(r"\s*(?:which|command -v|type -p)\s+(\w[\w.+-]*)\s*")
+_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_OPERATORS = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
+_EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+_NO_WORDS = ("variable_assignment", "comment", "file_redirect", "herestring_redirect")
+_PARSER = Parser(Language(tree_sitter_bash.language()))
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One word: quotes are gone, expansions such as ``$X`` are still there."""
-
-    text: str
-    quoted: bool = False
-    """Whether an expansion in it stays one word."""
-
-
-@dataclass(slots=True)
 class Command:
-    """One simple command: assignments in front, then words."""
+    """One simple command, behind ``timeout 60``, ``env X=1`` and their like."""
 
     line: int
-    words: list[Word] = field(default_factory=list)
-    assigned: dict[str, list[Word]] = field(default_factory=dict)
-    """Variables set in front of the command; alone on a line, they are the script's own."""
+    words: tuple[str | None, ...]
+    """Expanded; None stands for any number of words that are not known."""
+    environ: Mapping[str, str]
+    """Variables set in front of it."""
+    is_background: bool = False
+
+    @property
+    def name(self) -> str:
+        """The program it runs, without its folder."""
+        return base(self.words)
 
 
-def commands(text: str) -> list[Command]:
-    """Return the simple commands of a script, those inside substitutions and traps included."""
-    reader = _Reader(text, 1)
-    reader.read()
-    return sorted(reader.found, key=lambda command: command.line)
+class ShellScript:
+    """A script, read once; where two values of a variable are possible, neither is known."""
 
+    def __init__(self, text: str, *, given: Mapping[str, str], directory: Path | None) -> None:
+        """Read it, what it sources, and the programs in its traps and substitutions.
 
-class _Reader:
-    """Walks through the text once; ``found`` grows."""
+        Args:
+            text: of the script.
+            given: variables that it finds already set.
+            directory: where relative names of files begin; None reads no file.
+        """
+        self.given = given
+        self.directory = directory
+        self.values: dict[str, list[str] | None] = {}
+        """The words of each variable that it sets; None where they are not known."""
+        self.assigned: dict[str, int] = {}
+        """The last line that sets a variable for the commands behind it."""
+        self.has_unread_sources = False
+        found = list(self._collect(_root(text), 0, 0))
+        commands = [self._command(*each) for each in found]
+        self.commands = sorted(commands, key=lambda command: command.line)
 
-    def __init__(self, text: str, line: int) -> None:
-        self.text = text
-        self.at = 0
-        self.line = line
-        self.found: list[Command] = []
-        self.command = Command(line)
-        self.here: list[str] = []
-        """Ends of here documents that begin at the next line."""
+    def get(self, name: str) -> str | None:
+        """Return the value of a variable; None if it is not set, as far as can be seen."""
+        if name in self.values:
+            values = self.values[name]
+            return UNKNOWN if values is None else " ".join(values)
+        return self.given.get(name)
 
-    def read(self) -> None:
-        """Read to the end."""
-        while self.at < len(self.text):
-            self._step()
-        self._end_command()
+    def inner(self, text: str) -> list[Command]:
+        """Return the commands of a program that stands in a word, as of ``bash -c "..."``."""
+        return [self._command(*each) for each in self._collect(_root(text), 0, MAX_DEPTH)]
 
-    def _step(self) -> None:
-        char, rest = self.text[self.at], self.text[self.at : self.at + 2]
-        if rest == "\\\n":
-            self._move(2)
-        elif char == "\n":
-            self._end_command()
-            self._move(1)
-            self._skip_here_documents()
-        elif char.isspace():
-            self._move(1)
-        elif char == "#":
-            self._move(len(self.text[self.at :].partition("\n")[0]))
-        elif self._in_test():
-            self._add_word(self._raw_word())
-        elif match := _HERE.match(self.text, self.at):
-            self.here.append(match[2])
-            self._move(len(match[0]))
-        elif rest in ("<(", ">("):
-            self._add_word(self._word())
-        elif match := _REDIRECTION.match(self.text, self.at):
-            self._redirect(match[0])
-        elif char in ";&|()":
-            self._operator()
+    def _collect(
+        self, node: Node, line: int, depth: int, *, is_background: bool = False
+    ) -> Iterator[tuple[Node, int, bool]]:
+        """Set variables, and return each command with its line and whether it is waited for."""
+        here = line + node.start_point[0] + 1
+        if node.type == "variable_assignment":
+            self._assign(node)
+            self.assigned[_name(node)] = here
+        elif node.type == "for_statement":
+            self.values[_text(node.child_by_field_name("variable"))] = None
+        elif node.type == "command":
+            yield node, here, is_background
+            yield from self._inside(node, line, depth)
+        for child in node.children:
+            is_own = node.type == "command" and child.type == "variable_assignment"
+            if child.type != "heredoc_body" and not is_own:
+                is_sent = child.next_sibling is not None and child.next_sibling.type == "&"
+                yield from self._collect(
+                    child, line, depth, is_background=is_background or is_sent
+                )
+
+    def _inside(self, node: Node, line: int, depth: int) -> Iterator[tuple[Node, int, bool]]:
+        """Follow what a command does to variables, and the programs in its words."""
+        words = _arguments(node)
+        texts = [_text(word).strip("'\"") for word in words]
+        if texts[:1] in (["read"], ["select"]):
+            self.values.update(dict.fromkeys(texts[1:]))
+        elif texts[:1] in (["source"], ["."]) and len(words) > 1:
+            self._source(self._value(words[1]), depth)
+        programs = [1] if texts[:1] in (["eval"], ["trap"]) else []
+        for at in range(len(texts) - 2):
+            is_shell = texts[at].rpartition("/")[2] in SHELLS
+            programs += [at + 2] if is_shell and re.fullmatch(r"-\w*c", texts[at + 1]) else []
+        for at in programs:
+            if depth < MAX_DEPTH and at < len(words):
+                row = words[at].start_point[0]
+                yield from self._collect(_root(texts[at]), line + row, depth + 1)
+
+    def _assign(self, node: Node) -> None:
+        name, value = _name(node), node.child_by_field_name("value")
+        parts = [] if value is None else [value]
+        if value is not None and value.type == "array":
+            parts = [child for child in value.named_children if child.type != "comment"]
+        words = [word for part in parts for word in self._words(part)]
+        known = [word for word in words if word is not None and UNKNOWN not in word]
+        is_added = any(child.type == "+=" for child in node.children)
+        given = [self.given[name]] if name in self.given else None
+        before = self.values.get(name, given if is_added else [])
+        is_more = is_added or re.search(rf"\${{?{name}\b", _text(value)) is not None
+        is_same = name not in self.values or is_more or before == known
+        is_known = len(known) == len(words) and is_same and before is not None
+        self.values[name] = [*(before or () if is_added else ()), *known] if is_known else None
+
+    def _source(self, name: str, depth: int) -> None:
+        if _HARMLESS.search(name):
+            return
+        if UNKNOWN in name or self.directory is None or depth >= MAX_DEPTH:
+            self.has_unread_sources = True
+            return
+        try:
+            text = (self.directory / Path(name).expanduser()).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, RuntimeError):
+            self.has_unread_sources = True
         else:
-            self._add_word(self._word())
+            list(self._collect(_root(text), 0, depth + 1))  # for its variables
 
-    def _move(self, count: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + count)
-        self.at += count
+    def _command(self, node: Node, line: int, is_background: bool) -> Command:  # noqa: FBT001
+        words = [word for part in _arguments(node) for word in self._words(part)]
+        own = {
+            _name(child): self._value(child.child_by_field_name("value"))
+            for child in node.children
+            if child.type == "variable_assignment"
+        }
+        return Command(line, tuple(behind_wrappers(words)), own, is_background)
 
-    def _in_test(self) -> bool:
-        """Say whether we stand inside ``[[ ... ]]``, where operators are words."""
-        texts = [word.text for word in self.command.words]
-        return "[[" in texts and "]]" not in texts
+    def _words(self, node: Node) -> list[str | None]:
+        """Expand a word as the shell would."""
+        if array := _ARRAY.fullmatch(_text(node)):
+            values = self.values.get(array[1])
+            return [None] if values is None else [*values]
+        value = self._value(node)
+        if value == UNKNOWN:
+            return [None]
+        parts = node.children if node.type == "concatenation" else [node]
+        return [*value.split()] if any(p.type in _EXPANSIONS for p in parts) else [value]
 
-    def _raw_word(self) -> Word:
-        match = re.compile(r"\]\]|\S+").match(self.text, self.at)
-        assert match is not None
-        self._move(len(match[0]))
-        return Word(match[0])
+    def _value(self, node: Node | None) -> str:
+        """Expand a text; ``UNKNOWN`` stands for the parts that cannot be known."""
+        text = _text(node)
+        if node is None or node.type == "raw_string":
+            return text[1:-1]
+        if node.type in _EXPANSIONS:
+            return self._expansion(node, text)
+        if node.type in ("arithmetic_expansion", "process_substitution", "ansi_c_string"):
+            return UNKNOWN
+        if node.named_children:
+            return self._joined(node)
+        inside = text[1:-1] if node.type == "string" else text
+        return re.sub(r"\\(\n|.)", lambda found: found[1].strip("\n"), inside)
 
-    def _redirect(self, operator: str) -> None:
-        """Leave out a redirection, its number and its target."""
-        before = self.text[self.at - 1 : self.at]
-        if before.isdigit() and self.command.words and self.command.words[-1].text.isdigit():
-            self.command.words.pop()
-        self._move(len(operator))
-        while self.text[self.at : self.at + 1] in (" ", "\t"):
-            self._move(1)
-        if self.text[self.at : self.at + 1] not in ("", "\n", ";", "|"):
-            self._word()
+    def _expansion(self, node: Node, text: str) -> str:
+        if node.type == "expansion":
+            return self._braced(node)
+        if node.type == "simple_expansion":
+            value = self.get(text[1:])
+            return UNKNOWN if value is None else value
+        program = _WHICH.fullmatch(text.strip("$()`"))
+        return program[1] if program else UNKNOWN
 
-    def _operator(self) -> None:
-        is_first = all(word.text in RESERVED for word in self.command.words)
-        if self.text.startswith("((", self.at) and is_first:
-            end = self.text.find("))", self.at)
-            self.command.words.append(Word("(("))
-            self.command.words.append(Word(self.text[self.at + 2 : end]))
-            self._move((end if end > 0 else len(self.text)) + 2 - self.at)
-            return
-        if re.match(r"\(\s*\)", self.text[self.at :]):  # a function begins: its name is no command
-            self.command = Command(self.line)
-        self._end_command()
-        self._move(1)
+    def _joined(self, node: Node) -> str:
+        """Join the values of a word's parts, with the blanks that stand between them."""
+        whole, at, parts = node.text or b"", 0, []
+        for child in node.children:
+            start = child.start_byte - node.start_byte
+            parts.append(whole[at:start].decode(errors="replace"))
+            parts.append(self._value(child) if child.type != '"' else "")
+            at = child.end_byte - node.start_byte
+        return re.sub(f"{UNKNOWN}+", UNKNOWN, "".join(parts))
 
-    def _end_command(self) -> None:
-        command = self.command
-        if command.words or command.assigned:
-            self.found.append(command)
-            for text in _programs(command.words):
-                self._inner(text, command.line)
-        self.command = Command(self.line)
-
-    def _inner(self, text: str, line: int) -> None:
-        reader = _Reader(text, line)
-        reader.read()
-        self.found += reader.found
-
-    def _skip_here_documents(self) -> None:
-        for end in self.here:
-            while self.at < len(self.text):
-                line = self.text[self.at :].partition("\n")[0]
-                self._move(len(line) + 1)
-                if line.strip() == end:
-                    break
-        self.here.clear()
-
-    def _add_word(self, word: Word) -> None:
-        command = self.command
-        if not command.words and not command.assigned:
-            command.line = self.line
-        match = _NAME.match(word.text)
-        words = [each.text for each in command.words]
-        if match is None or (words and words[0] not in ("export", "declare", "local", "readonly")):
-            command.words.append(word)
-            return
-        name, value = match[0].rstrip("=+").partition("[")[0], word.text[match.end() :]
-        values = [Word(value, word.quoted)]
-        if not value and self.text[self.at : self.at + 1] == "(":
-            values = list(self._array())
-        if "+" in match[0]:
-            values = [Word(f"${{{name}}}"), *values]
-        command.assigned[name] = values
-
-    def _array(self) -> Iterator[Word]:
-        """Read ``(a b c)`` behind ``name=``."""
-        self._move(1)
-        while self.at < len(self.text) and self.text[self.at] != ")":
-            if self.text[self.at].isspace() or self.text.startswith("\\\n", self.at):
-                self._move(1 + (self.text[self.at] == "\\"))
-            elif self.text[self.at] == "#":
-                self._move(len(self.text[self.at :].partition("\n")[0]))
-            else:
-                yield self._word()
-        self._move(1)
-
-    def _word(self) -> Word:
-        """Read one word from here on."""
-        parts: list[str] = []
-        quoted = False
-        while self.at < len(self.text):
-            char, rest = self.text[self.at], self.text[self.at : self.at + 2]
-            if rest == "\\\n":
-                self._move(2)
-            elif char == "\\":
-                parts.append(rest[1:].replace("$", DOLLAR))
-                self._move(2)
-            elif char == "'":
-                parts.append(self._until("'").replace("$", DOLLAR))
-                quoted = True
-            elif char == '"':
-                parts.append(self._double())
-                quoted = True
-            elif char == "`" or rest in ("$(", "${", "<(", ">("):
-                parts.append(self._expansion())
-            elif char.isspace() or char in ";&|()<>":
-                break
-            else:
-                parts.append(char)
-                self._move(1)
-        if not parts and not quoted:
-            self._move(1)  # an operator where a word should be: go on behind it
-        return Word("".join(parts), quoted)
-
-    def _until(self, end: str) -> str:
-        stop = self.text.find(end, self.at + 1)
-        stop = len(self.text) if stop < 0 else stop
-        inside = self.text[self.at + 1 : stop]
-        self._move(stop + 1 - self.at)
-        return inside
-
-    def _double(self) -> str:
-        """Read a text in double quotes."""
-        parts: list[str] = []
-        self._move(1)
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            rest = self.text[self.at : self.at + 2]
-            if rest[0] == "\\":
-                parts.append("" if rest == "\\\n" else rest[1:].replace("$", DOLLAR))
-                self._move(2)
-            elif rest[0] == "`" or rest in ("$(", "${"):
-                parts.append(self._expansion())
-            else:
-                parts.append(rest[0])
-                self._move(1)
-        self._move(1)
-        return "".join(parts)
-
-    def _expansion(self) -> str:
-        """Read ``$(...)``, ``${...}`` or backticks; commands inside are found as well."""
-        line = self.line
-        if self.text[self.at] == "`":
-            inside = self._until("`")
-            self._inner(inside, line)
-            return f"$({inside})"
-        opening = self.text[self.at + 1]
-        whole = self._balanced(opening, ")" if opening == "(" else "}")
-        if opening == "(" and not whole.startswith("$(("):
-            self._inner(whole[2:-1], line)
-        return whole
-
-    def _balanced(self, opening: str, closing: str) -> str:
-        start = self.at
-        self._move(1)
-        depth = 0
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == "'" and opening == "(":
-                self._until("'")
-                continue
-            if char == "\\":
-                self._move(1)
-            depth += (char == opening) - (char == closing)
-            self._move(1)
-            if not depth:
-                break
-        return self.text[start : self.at]
+    def _braced(self, node: Node) -> str:
+        name, *rest = node.children[1:-1] or [node]
+        if name.type not in ("variable_name", "special_variable_name"):
+            return UNKNOWN
+        value = self.get(_text(name))
+        if not rest:
+            return UNKNOWN if value is None else value
+        operator, *others = rest
+        if operator.type not in _OPERATORS or operator.type.endswith("+"):
+            return UNKNOWN
+        is_set = value if operator.type.startswith(":") else value is not None
+        if is_set or operator.type.endswith("?"):
+            return value or UNKNOWN
+        if self.has_unread_sources or _text(name).startswith("SLURM"):
+            return UNKNOWN
+        return "".join(map(self._value, others))
 
 
-def _programs(words: list[Word]) -> Iterator[str]:
-    """Return texts among the words that are shell programs themselves."""
-    texts = [word.text for word in words]
-    if texts[:1] and texts[0] in _RUNS_TEXT and len(texts) > 1:
-        yield texts[1].replace(DOLLAR, "$")
-    for shell, flag, text in zip(texts, texts[1:], texts[2:], strict=False):
-        if shell.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-\w*c", flag):
-            yield text.replace(DOLLAR, "$")
+def base(words: Sequence[str | None]) -> str:
+    """Return the name of the program that a command runs, without its folder."""
+    return (words[0] or "").rpartition("/")[2] if words else ""
+
+
+def _root(text: str) -> Node:
+    return _PARSER.parse(text.encode(errors="replace")).root_node
+
+
+def _text(node: Node | None) -> str:
+    return (node.text or b"").decode(errors="replace") if node is not None else ""
+
+
+def _name(assignment: Node) -> str:
+    return re.split(r"\W", _text(assignment), maxsplit=1)[0]
+
+
+def _arguments(command: Node) -> list[Node]:
+    """Return the words of a command, its name first."""
+    named = [child for child in command.named_children if child.type not in _NO_WORDS]
+    return [child.children[0] if child.type == "command_name" else child for child in named]
+
+
+def behind_wrappers(words: Sequence[str | None]) -> Sequence[str | None]:
+    """Leave out ``timeout 60``, ``env X=1`` and their like in front of a command."""
+    at = 0
+    while base(words[at:]) in _WRAPPERS:
+        at += 1
+        while at < len(words) and _WRAPPER_WORD.fullmatch(words[at] or ""):
+            at += 1
+    return words[at:] if at < len(words) else words

@@ -5,73 +5,77 @@ from collections.abc import Iterator
 
 from hpctrain.core.finding import Finding
 from hpctrain.launch.slurm.lint.script import (
-    MPIRUNS,
+    OWN_LAUNCHERS,
     BatchScript,
-    LaunchLine,
     ScriptStep,
-    base,
-    inner,
     launcher_of,
 )
-from hpctrain.launch.slurm.lint.script_facts import LintFacts
-from hpctrain.launch.slurm.lint.variables import UNKNOWN
-
-_UTILITIES = frozenset(
-    (
-        *("awk", "cat", "chmod", "cp", "date", "df", "du", "echo", "env", "false", "find", "free"),
-        *("grep", "head", "hostname", "id", "ls", "lscpu", "mkdir", "mv", "nproc", "numactl"),
-        *("nvidia-smi", "printenv", "pwd", "rm", "rocm-smi", "rsync", "sbcast", "sed", "sleep"),
-        *("sort", "tail", "tar", "taskset", "test", "touch", "true", "ulimit", "uname", "unzip"),
-        *("uptime", "wc", "wget", "whoami", "zstd", "pip", "uv", "conda", "mamba", "git", "set"),
-        *("cd", "exec", "export", "source", ".", "module", "ml", "[", "[[", "printf", "lfs"),
-        *("conda-unpack", "stat", "sync", "umask", "unset", "if", "fi", "then", "else", "pigz"),
-    )
-)
-"""Programs that no rank waits for: a step of these needs no care of an MPI program's."""
-
-_TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
-_OWN_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ray")
-"""Start several processes in a task and need no MPI."""
+from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
 
 
-def is_ranks(step: ScriptStep, script: BatchScript) -> bool:
-    """Say whether the tasks of a step are ranks which wait for each other."""
-    if num_tasks(step, script) == 1:
-        return False
-    return any(_is_rank(words) for words in inner(step.program)) or not step.program
+def check_start(script: BatchScript) -> Iterator[Finding]:
+    """Find a program that runs once although the job has asked for many tasks."""
+    tasks = script.num_tasks
+    if script.steps or script.launchers or not tasks or tasks == 1:
+        return
+    if any(command.name in ("", "source", ".", *OWN_LAUNCHERS) for command in script.commands):
+        return  # what is not known may start ranks
+    for command in script.commands:
+        words = [word or "" for word in command.words]
+        is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
+        if is_script or words[:2] == ["hpctrain", "train"]:
+            yield Finding(
+                "start of the ranks",
+                "error",
+                f"line {command.line}: {command.name} without srun runs once, on the first node, "
+                f"and {tasks - 1} of {tasks} tasks do nothing",
+                f"srun --kill-on-bad-exit=1 {' '.join(words[:2])} ...",
+            )
 
 
-def num_tasks(step: ScriptStep, script: BatchScript) -> int | None:
-    """Return how many tasks a step has; None where that is not known."""
-    if (own := _number(step, "ntasks")) is not None or "ntasks" in step.options:
-        return own
-    nodes = _number(step, "nodes") or script.number("nodes")
-    if (own := _number(step, "ntasks-per-node")) is not None:
-        return None if nodes is None else own * nodes
-    if step.options.get("pty") is not None:
-        return 1
-    if (whole := script.number("ntasks")) is not None:
-        return whole
+def check_background(script: BatchScript) -> Iterator[Finding]:
+    """Find ranks in the background of a script that does not wait for them."""
+    if any(command.name == "wait" for command in script.commands):
+        return
+    for command in script.commands:
+        if command.is_background and (command.name == "srun" or launcher_of(command)):
+            yield Finding(
+                "background",
+                "error",
+                f"line {command.line}: {command.name} in the background, and the script ends "
+                "without a wait: the job and its ranks end with it",
+                "leave the & out, or add a line: wait",
+            )
+
+
+def check_rendezvous(script: BatchScript) -> Iterator[Finding]:
+    """Find what torchrun and its kind want in a place where it does not work."""
     per_node = script.number("ntasks-per-node")
-    return None if per_node is None or nodes is None else per_node * nodes
-
-
-def does_own_launching(step: ScriptStep) -> bool:
-    """Say whether a step runs torchrun or one of its kind."""
-    return any(
-        base([word]) in _OWN_LAUNCHERS or word in ("torch.distributed.run", "pdsh")
-        for words in inner(step.program)
-        for word in words
-    )
-
-
-def check_kill(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
-    """Find steps in which the ranks would wait for one that has died."""
-    del facts
     for step in script.steps:
-        if not is_ranks(step, script) or "no-kill" in {*step.options, *script.options}:
-            continue
-        if step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is None:
+        own = step.options.get("ntasks-per-node", per_node)
+        if step.does_own_launching and str(own or 1).isdigit() and int(own or 1) > 1:
+            yield Finding(
+                "nested launchers",
+                "error",
+                f"line {step.line}: srun starts torchrun or its like {own} times on each node, "
+                "and each of them starts ranks for all GPUs",
+                "srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun",
+            )
+    line = script.shell.assigned.get("MASTER_ADDR", 0)
+    if script.steps and line > max(step.line for step in script.steps):
+        yield Finding(
+            "rendezvous",
+            "warning",
+            f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it",
+            "export MASTER_ADDR above srun; hpctrain needs none",
+        )
+
+
+def check_kill(script: BatchScript) -> Iterator[Finding]:
+    """Find steps in which the ranks would wait for one that has died."""
+    for step in script.rank_steps:
+        is_said = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
+        if not is_said and "no-kill" not in {*step.options, *script.options}:
             yield Finding(
                 "kill on bad exit",
                 "warning",
@@ -81,68 +85,60 @@ def check_kill(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
             )
 
 
-def check_mpi(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
+def check_mpi(script: BatchScript) -> Iterator[Finding]:
     """Find steps whose ``--mpi`` does not fit the MPI library."""
-    if not facts.needed_pmi:
-        return
-    for step in script.steps:
-        if not is_ranks(step, script) or does_own_launching(step):
+    needed = script.facts.needed_pmi
+    for step in script.rank_steps if needed else ():
+        if step.does_own_launching:
             continue
         said = step.option("mpi", "SLURM_MPI_TYPE")
-        offered = facts.default_pmi if said is None else said
-        do = f"srun --mpi={facts.needed_pmi} ..."
+        offered = script.facts.default_pmi if said is None else said
+        do = f"srun --mpi={needed} ..."
         if said is None and not offered:
             yield Finding(
                 "srun --mpi",
                 "note",
                 f"line {step.line}: srun without --mpi takes what the site has chosen; the MPI "
-                f"of this environment needs {facts.needed_pmi}",
+                f"of this environment needs {needed}",
                 do,
             )
-        elif UNKNOWN not in offered and not _fits(offered, facts.needed_pmi):
+        elif UNKNOWN not in offered and offered != needed and not offered.startswith(f"{needed}_"):
             shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
             yield Finding(
                 "srun --mpi",
                 "error" if _is_certain(step, script) else "warning",
                 f"line {step.line}: srun with {shown}, but the MPI of this environment needs "
-                f"{facts.needed_pmi}: each rank would be alone in a world of its own",
+                f"{needed}: each rank would be alone in a world of its own",
                 do,
             )
 
 
-def check_nesting(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
+def check_nesting(script: BatchScript) -> Iterator[Finding]:
     """Find ``srun mpirun`` and ``mpirun srun``."""
-    del facts
     for step in script.steps:
-        for words in inner(step.program):
-            if found := launcher_of(words, step.line):
-                yield Finding(
-                    "nested launchers",
-                    "error",
-                    f"line {step.line}: srun starts {found.name}, once for each task, and each "
-                    "of them starts ranks",
-                    f"one launcher: srun --mpi=... PROGRAM, or {found.name} ... without srun",
-                )
-    for launcher in script.launchers:
-        if _runs_srun(launcher):
+        for found in filter(None, map(launcher_of, step.programs)):
             yield Finding(
                 "nested launchers",
                 "error",
-                f"line {launcher.line}: {launcher.name} starts srun, once for each rank, and "
-                "each of them starts tasks",
-                f"one launcher: srun --mpi=... PROGRAM, or {launcher.name} ... PROGRAM",
+                f"line {step.line}: srun starts {found}, once for each task, and each "
+                "of them starts ranks",
+                f"one launcher: srun --mpi=... PROGRAM, or {found} ... without srun",
             )
+    for launcher in filter(_runs_srun, script.launchers):
+        yield Finding(
+            "nested launchers",
+            "error",
+            f"line {launcher.line}: {launcher_of(launcher)} starts srun, once for each rank, and "
+            "each of them starts tasks",
+            f"one launcher: srun --mpi=... PROGRAM, or {launcher_of(launcher)} ... PROGRAM",
+        )
 
 
-def check_cores(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
+def check_cores(script: BatchScript) -> Iterator[Finding]:
     """Find steps that do not get the cores their tasks have asked for."""
-    del facts
     cores = script.number("cpus-per-task")
-    if cores is None or cores == 1:
-        return
-    for step in script.steps:
-        said = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
-        if is_ranks(step, script) and said is None:
+    for step in script.rank_steps if cores not in (None, 1) else ():
+        if step.option("cpus-per-task", "SRUN_CPUS_PER_TASK") is None:
             yield Finding(
                 "cores of a task",
                 "warning",
@@ -152,38 +148,17 @@ def check_cores(script: BatchScript, facts: LintFacts) -> Iterator[Finding]:
             )
 
 
-def _number(step: ScriptStep, name: str) -> int | None:
-    value = step.options.get(name) or ""
-    return int(value) if value.isdigit() else None
-
-
-def _is_rank(words: list[str | None]) -> bool:
-    """Say whether a command may be one whose processes wait for each other."""
-    name = base(words)
-    if name in _UTILITIES or name in MPIRUNS:
-        return False
-    known = [word or "" for word in words]
-    if re.fullmatch(r"python[\d.]*", name) and known[1:2] == ["-m"]:
-        return known[2:3] == [] or known[2] not in _TOOLS_OF_PYTHON
-    return True
-
-
 def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
     """Say whether the step runs hpctrain with the MPI of this environment."""
     changes = ("module", "ml", "source", ".", "conda", "mamba", "micromamba", "spack")
-    if any(base(list(words)) in changes for _, words in script.commands):
+    if any(command.name in changes for command in script.commands):
         return False
-    return any(base([word]) == "hpctrain" for words in inner(step.program) for word in words)
+    words = (word or "" for program in step.programs for word in program.words)
+    return any(word.rpartition("/")[2] == "hpctrain" for word in words)
 
 
-def _fits(offered: str, needed: str) -> bool:
-    return offered == needed or offered.startswith(f"{needed}_")
-
-
-def _runs_srun(launcher: LaunchLine) -> bool:
-    before = ""
-    for word in launcher.words:
-        if base([word]) == "srun" and not before.startswith(("-launcher", "-bootstrap", "--laun")):
-            return True
-        before = word or ""
-    return False
+def _runs_srun(launcher: Command) -> bool:
+    text = " ".join(word or UNKNOWN for word in launcher.words)
+    # Hydra may use srun to reach the nodes: -launcher srun.
+    text = re.sub(r"-(launcher|bootstrap)[ =]srun\b", "", text)
+    return re.search(r"(^|[ /])srun( |$)", text) is not None

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.slurm import batch_script
-from hpctrain.launch.slurm.lint.limit import DEFAULT_EVERY, sbatch_time, time_limit_s
+from hpctrain.launch.slurm.lint.job_checks import DEFAULT_EVERY
 from hpctrain.launch.slurm.lint.lint import lint
-from hpctrain.launch.slurm.lint.script_facts import LintFacts
+from hpctrain.launch.slurm.lint.script import LintFacts
+from hpctrain.launch.slurm.scheduler import sbatch_time, time_limit_s
 from hpctrain.train.config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY
 

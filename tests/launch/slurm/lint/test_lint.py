@@ -7,7 +7,7 @@ import pytest
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.batch_script import BatchSettings
 from hpctrain.launch.slurm.lint.lint import lint
-from hpctrain.launch.slurm.lint.script_facts import LintFacts
+from hpctrain.launch.slurm.lint.script import LintFacts
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
 FACTS = LintFacts(needed_pmi="pmix", default_pmi="none")

@@ -9,11 +9,12 @@ from importlib import metadata
 from pathlib import Path
 
 from hpctrain.cluster.libraries import Family, family
-from hpctrain.launch.horovod.target import parts_of
+from hpctrain.launch.pmi import NAMES
 
 Find = Callable[[str], metadata.Distribution]
 """Finds an installed package by name; PackageNotFoundError where it is not installed."""
 
+_LABEL = re.compile(rf"torch(.+?)\.({'|'.join(NAMES)})(\w[\w.]*?)(\.nccl)?")
 _MODULE = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
 _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 
@@ -43,13 +44,14 @@ def installed(find: Find = metadata.distribution) -> Installed | None:
         found = find("horovod")
     except metadata.PackageNotFoundError:
         return None
-    torch, mpi = parts_of(found.version)
+    # 0.28.1+torch2.13.0.cpu.openmpi5.0.11 was built here.
+    label = _LABEL.fullmatch(found.version.partition("+")[2])
     files = found.files or ()
     module = next((file for file in files if _MODULE.fullmatch(file.as_posix())), None)
     return Installed(
         version=found.version.partition("+")[0],
-        torch=torch or _torch_of(found),
-        mpi=mpi,
+        torch=label[1] if label else _torch_of(found),
+        mpi=f"{label[2]}{label[3]}" if label else "",
         needs=needed_by(Path(str(module.locate()))) if module else "",
     )
 
@@ -72,3 +74,8 @@ def _torch_of(found: metadata.Distribution) -> str:
         return str(json.loads(text).get("pytorch", ""))
     except (OSError, ValueError):
         return ""
+
+
+def plain(text: str) -> str:
+    """Write a version as it stands in a label: ``2.13.0+cpu`` as ``2.13.0.cpu``."""
+    return re.sub(r"[^a-z0-9]+", ".", text.lower())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.horovod.installed_horovod import Installed, installed, needed_by
+from hpctrain.launch.installed_horovod import Installed, installed, needed_by
 
 
 @pytest.fixture

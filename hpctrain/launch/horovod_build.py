@@ -1,0 +1,406 @@
+"""Recipe for Horovod: its published sources, built for the torch and MPI of this environment."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from zlib import crc32
+
+from hpctrain.cluster import cores
+from hpctrain.cluster.env import launched
+from hpctrain.cluster.libraries import distinct, libmpi_of
+from hpctrain.cluster.memory import available_bytes
+from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.units import GIB
+from hpctrain.launch.build_log import BuildLog, Say, telling
+from hpctrain.launch.installed_horovod import plain
+from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load, name_of
+from hpctrain.launch.program import ask
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Of ``horovod-0.28.1.tar.gz``, the last one published; pip refuses any other file."""
+
+STANDARD = 20
+"""Of C++, that the headers of torch 2.13 need; Horovod's sources ask for 14."""
+PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+"""Files that name a C++ standard for what includes torch's headers."""
+
+PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
+"""What setup.py of Horovod loads or asks for."""
+
+JOB_BYTES = 7 * GIB // 4
+"""What one compiler takes at most; measured with g++ 12: 1.5 GiB."""
+
+LOG = "build.log"
+"""Everything that the last build of a folder has printed."""
+
+_RECIPE = 1
+"""Counts changes in how it is built: a wheel of an older recipe is not used again."""
+_OTHER_WISHES = re.compile(r"HOROVOD_(?!CUDA|NCCL)|MAKE|MFLAGS|CMAKE_GENERATOR")
+"""Variables that would build something else, or speak to a make further up."""
+_WISHES = {
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_GLOO": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "CMAKE_GENERATOR": "Ninja",
+    "PYTHONUNBUFFERED": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_USER": "0",
+}
+_BUILD = (
+    "import sys; from setuptools.build_meta import __legacy__ as b; b.build_wheel(sys.argv[1])"
+)
+"""What pip does with a package that has a setup.py and nothing else."""
+_IMPORT = """
+import json
+import horovod.torch as hvd
+print(json.dumps([bool(hvd.mpi_built()), open("/proc/self/maps").read().splitlines()]))
+"""
+_STANDARD = re.compile(r"^[ \t]*set\(CMAKE_CXX_STANDARD (\d+)\)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildPlan:
+    """How it shall be built."""
+
+    jobs: int | None = None
+    """Compilers at a time; None for as many as cores and memory allow."""
+    gpu: str = ""
+    """``nccl`` for tensors on GPUs, else MPI."""
+    install: bool = True
+    wheel_dir: Path | None = None
+    """Where wheels are kept, in a folder for each set of versions; None for the user's cache."""
+    force: bool = False
+    """Build although there is a wheel."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What came of it."""
+
+    wheel: Path
+    is_cached: bool
+    """Whether it was there before."""
+    library: Path | None = None
+    """The MPI library that the installed Horovod loads; None where it was not installed."""
+
+
+def build(plan: BuildPlan, say: Say) -> Built:
+    """Build a wheel for the installed torch and MPI, or take one built before, and install it.
+
+    Not collective: one process does it.
+
+    Raises:
+        LaunchError: something is missing, which is said before anything is compiled; it does not
+            compile; or the installed package does not import, or loads another MPI.
+    """
+    found = launched()
+    if found is not None and found.size > 1:
+        raise LaunchError(
+            f"one process builds Horovod, this is rank {found.rank} of {found.size}; run "
+            "`hpctrain horovod build` without a launcher"
+        )
+    mpi, torch = load(), _torch()
+    folder = ((plan.wheel_dir or cache()) / key_of(mpi, torch, plan.gpu)).absolute()
+    say(f"Horovod {VERSION} for torch {torch}, {name_of(mpi.label)} ({mpi.library})")
+    wheel = None if plan.force else _wheel_in(folder)
+    is_cached = wheel is not None
+    if wheel is None:
+        check(mpi, plan)
+        with _locked(folder, say):
+            wheel = None if plan.force else _wheel_in(folder)  # another build may have made it
+            wheel = wheel or _make(plan, mpi, folder, say)
+    if not plan.install:
+        return Built(wheel=wheel, is_cached=is_cached)
+    say("installing")
+    _install(wheel)
+    return Built(wheel=wheel, is_cached=is_cached, library=check_import(mpi))
+
+
+def check(mpi: Mpi, plan: BuildPlan) -> None:
+    """See whether all is there that pip cannot bring.
+
+    Raises:
+        LaunchError: something is not; says what, and the command that installs it.
+    """
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    table = (
+        (
+            _compiler() is not None,
+            f"a compiler that knows C++{STANDARD} is needed: CXX, c++, g++ or clang++",
+            "apt-get install g++ (dnf install gcc-c++), or load a module of GCC 10 or newer",
+        ),
+        (
+            mpicxx_of(mpi) is not None,
+            f"ranks load {mpi.library}, and neither its folder nor PATH has its mpicxx",
+            "apt-get install libopenmpi-dev (or libmpich-dev), or load the module of that MPI",
+        ),
+        (
+            header.exists(),
+            f"extensions of Python include Python.h, there is no {header}",
+            "apt-get install python3-dev (dnf install python3-devel), or load the Python module",
+        ),
+        (
+            importlib.util.find_spec("pip") is not None,
+            "pip fetches the sources and installs the wheel, this environment has no pip",
+            "python -m ensurepip, or `uv pip install pip`",
+        ),
+        (
+            not plan.gpu or shutil.which("nvcc") is not None,
+            "--gpu nccl needs the CUDA toolkit and NCCL, there is no nvcc in PATH",
+            "apt-get install nvidia-cuda-toolkit libnccl-dev, or load your site's CUDA module",
+        ),
+    )
+    missing = [f"  {what}\n    do: {do}" for is_there, what, do in table if not is_there]
+    if missing:
+        count = "one thing is" if len(missing) == 1 else f"{len(missing)} things are"
+        first = f"Horovod {VERSION} cannot be built here, {count} missing:"
+        raise LaunchError("\n".join([first, *missing]))
+
+
+def mpicxx_of(mpi: Mpi) -> Path | None:
+    """Find the compiler of an MPI library: in the tree of the library, else in PATH."""
+    above = mpi.library.resolve().parents[:-1]
+    # Debian's own names for what lies in /usr/bin: the plain ones are links to either.
+    folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
+    names = (f"mpicxx.{mpi.vendor}", "mpicxx", "mpic++")
+    programs = (folder / name for folder in folders for name in names)
+    return next((program for program in programs if os.access(program, os.X_OK)), None)
+
+
+def cache() -> Path:
+    """Return the folder of all wheels: ``hpctrain/horovod`` of the user's cache."""
+    text = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative one is to be passed over, says the XDG Base Directory Specification.
+    base = Path(text) if text.startswith("/") else Path.home() / ".cache"
+    return base / "hpctrain" / "horovod"
+
+
+def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
+    """Name the folder of a wheel: another one as soon as any version differs."""
+    library = mpi.library.resolve()
+    is_own = library.is_relative_to(Path(sys.prefix).resolve())
+    # Tells MPI libraries of a site apart, and those that do not say their version.
+    place = "" if is_own and mpi.version else f"{crc32(os.fsencode(library.parent)):08x}"
+    python = f"{sys.implementation.name[:1]}p{sys.version_info[0]}{sys.version_info[1]}"
+    machine = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    parts = (f"horovod{VERSION}", python + getattr(sys, "abiflags", ""), machine)
+    return "-".join(filter(None, (*parts, f"torch{torch}", mpi.label, place, gpu, f"r{_RECIPE}")))
+
+
+def patch(sources: Path) -> list[str]:
+    """Make Horovod compile with another C++ standard; return what was changed, a line each.
+
+    Raises:
+        LaunchError: a file does not read as the published one; then none is changed.
+    """
+    texts: dict[Path, str] = {}
+    changes = []
+    for name in PATCHED:
+        path = sources / name
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        found = list(_STANDARD.finditer(text))
+        if [match[1] for match in found] != ["14"]:
+            lines = ", ".join(match[0].strip() for match in found) or "no such line"
+            raise LaunchError(
+                f"{name} of Horovod {VERSION} must have one line set(CMAKE_CXX_STANDARD 14), it "
+                f"has {lines}: what to change in these sources is not known; let pip find the "
+                f"sdist of {VERSION} itself"
+            )
+        after = found[0][0].replace("14", str(STANDARD))
+        texts[path] = text.replace(found[0][0], after)
+        number = text.count("\n", 0, found[0].end()) + 1
+        changes.append(f"{name}, line {number}: {found[0][0].strip()} -> {after.strip()}")
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    return changes
+
+
+def check_import(mpi: Mpi) -> Path:
+    """Import the installed package in a process of its own; return the MPI library it loads.
+
+    Raises:
+        LaunchError: it does not import, or it loads another MPI than mpi4py.
+    """
+    done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
+    again = "`hpctrain horovod build --force` builds it anew"
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise LaunchError(f"horovod.torch must import in {sys.prefix}, it says: {said}; {again}")
+    is_built, maps = json.loads(done.stdout.strip().splitlines()[-1])
+    libraries = [path.resolve() for path in distinct(libmpi_of(maps))]
+    wanted = mpi.library.resolve()
+    if not is_built or wanted not in libraries:
+        named = ", ".join(map(str, libraries)) or "none"
+        raise LaunchError(
+            f"Horovod must use the MPI library that ranks load, {wanted}; it loads {named}: "
+            f"take that out of LD_LIBRARY_PATH and LD_PRELOAD, or {again}"
+        )
+    return wanted
+
+
+def _torch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise LaunchError(
+            "Horovod is built against the installed torch, there is none; "
+            "pip install 'torch>=2.13,<2.14'"
+        ) from None
+
+
+def _compiler() -> str | None:
+    """Find a C++ compiler, ``CXX`` before all others, and let it try the standard."""
+    names = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    program = "#include <concepts>\nint main() { return 0; }\n"
+    line = [found or "", f"-std=c++{STANDARD}", "-fsyntax-only", "-x", "c++", "-"]
+    with suppress(OSError):
+        if found and ask(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
+            return found
+    return None
+
+
+def _wheel_in(folder: Path) -> Path | None:
+    return max(folder.glob("horovod-*.whl"), default=None)
+
+
+@contextmanager
+def _locked(folder: Path, say: Say) -> Iterator[None]:
+    """Keep all other builds away from a folder; waits for one that is under way."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
+            "name another folder with --wheel-dir"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another build of this wheel is under way: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(plan: BuildPlan, mpi: Mpi, folder: Path, say: Say) -> Path:
+    """Fetch, change and compile the sources; return the wheel in its folder."""
+    online = "a machine or a pip.conf that reaches a package index is needed"
+    with (
+        tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name,
+        BuildLog(folder / LOG, say) as log,
+    ):
+        scratch = Path(name)
+        python, environ = _environment(scratch)
+        say("fetching sources and tools")
+        tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
+        pip = [python, "-m", "pip"]
+        failure = f"pip fetches what the build needs: {online}"
+        log.run([*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
+        wanted = scratch / "wanted.txt"
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+        # pip asks a sdist for its name, by setup.py: that takes the packages from above.
+        words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
+        log.run([*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
+        sources = _unpacked(scratch)
+        for change in patch(sources):
+            say(f"changed {change}")
+        memory, num_cores = available_bytes(), len(cores.affinity())
+        fit = num_cores if memory is None else max(1, memory // JOB_BYTES)
+        jobs = plan.jobs or min(num_cores, fit)
+        say(f"compiling, {jobs} at a time; all output: {log.path}")
+        failure = (
+            f"Horovod {VERSION} did not compile; for a lack of memory: --jobs {jobs // 2 or 1}"
+        )
+        environ |= _wishes(scratch, mpi, plan.gpu, jobs)
+        log.run([python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
+        (wheel,) = (scratch / "dist").glob("horovod-*.whl")
+        with publishing(folder / wheel.name) as part:
+            shutil.copyfile(wheel, part)
+        return folder / wheel.name
+
+
+def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
+    """Make a Python that sees all packages of this one, and can have more without its knowing."""
+    tree = scratch / "python"
+    venv.create(tree, with_pip=False, symlinks=True)
+    places = sysconfig.get_paths(vars={"base": str(tree), "platbase": str(tree)})
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in seen]
+    (Path(places["purelib"]) / "hpctrain.pth").write_text("".join(lines), encoding="utf-8")
+    kept = {k: v for k, v in os.environ.items() if not _OTHER_WISHES.match(k)}
+    here = (str(tree / "bin"), str(Path(sys.executable).parent), *os.get_exec_path())
+    path = os.pathsep.join(here)
+    return str(tree / "bin" / "python"), {**kept, **_WISHES, "PATH": path}
+
+
+def _unpacked(scratch: Path) -> Path:
+    with tarfile.open(scratch / f"horovod-{VERSION}.tar.gz") as file:
+        # Python 3.11.0 to 3.11.3, Debian 12's among them, have no filter; nor the argument for it.
+        file.extraction_filter = getattr(tarfile, "data_filter", None)
+        file.extractall(scratch)  # noqa: S202 - pip has checked the hash
+    return scratch / f"horovod-{VERSION}"
+
+
+def _wishes(scratch: Path, mpi: Mpi, gpu: str, jobs: int) -> dict[str, str]:
+    """Write the program that setup.py calls as cmake: it adds what setup.py cannot be told.
+
+    The module finds torch and MPI from its own place, so that a wheel can be installed into
+    another environment. It carries no debug information, 45 of its 50 MB.
+    """
+    where = mpi.library.resolve().parent
+    if where.is_relative_to(Path(sys.prefix).resolve()):
+        module = Path(sysconfig.get_path("platlib")).resolve() / "horovod" / "torch"
+        where = Path("$ORIGIN") / os.path.relpath(where, module)
+    options = [
+        f"-DMPI_CXX_COMPILER={mpicxx_of(mpi)}",
+        "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -DNDEBUG",  # its CMakeLists.txt makes it -O3
+        "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+        f"-DCMAKE_INSTALL_RPATH=$ORIGIN/../../torch/lib;{where}",
+    ]
+    cmake = scratch / "cmake"
+    cmake.write_text(
+        f'#!/bin/sh\n[ "$1" != --build ] || exec cmake --build . --parallel {jobs}\n'
+        f'exec cmake "$@" {shlex.join(options)}\n',
+        encoding="utf-8",
+    )
+    cmake.chmod(0o755)
+    label = plain(".".join(filter(None, (f"torch{_torch()}", mpi.label, gpu))))
+    wishes = {"HOROVOD_GPU_OPERATIONS": gpu.upper()} if gpu else {}
+    return wishes | {
+        "HOROVOD_CMAKE": str(cmake),
+        "HOROVOD_LOCAL_VERSION": label,
+        "CXX": _compiler() or "c++",
+    }
+
+
+def _install(wheel: Path) -> None:
+    """Install the wheel in place of any other, then what it needs to run."""
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    for words in (["--force-reinstall", "--no-deps", wheel], [wheel]):
+        done = ask([*pip, *words], timeout_s=3600.0)
+        if done.returncode:
+            lines = telling((done.stdout + done.stderr).splitlines())
+            raise LaunchError(
+                f"{wheel} must be installed into {sys.prefix}, pip says:\n" + "\n".join(lines)
+            )

@@ -1,0 +1,252 @@
+"""The recipe for Horovod, up to the compiler; the whole of it is in test_real_horovod."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hpctrain.cli.main import app
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch import horovod_build as recipe
+from hpctrain.launch.build_log import LAST_LINES, BuildLog, telling
+from hpctrain.launch.horovod_build import PATCHED, VERSION, BuildPlan, patch
+from hpctrain.launch.pmi import Mpi, load
+
+MPI = Mpi(vendor="openmpi", version="5.0.11", library=Path("/opt/mpi/lib/libmpi.so.40.40.11"))
+NAME = f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"
+PUBLISHED = "project(x)\n  set(CMAKE_CXX_STANDARD 14)\nset(OTHER 14)\n"
+
+
+def sources(folder, *texts):
+    for name, text in zip(PATCHED, texts, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_one_line_of_each_file_is_changed_and_told(tmp_path):
+    changes = patch(sources(tmp_path, PUBLISHED, PUBLISHED))
+    assert [change.split(":")[0] for change in changes] == [f"{name}, line 2" for name in PATCHED]
+    for name, change in zip(PATCHED, changes, strict=True):
+        assert change.endswith("set(CMAKE_CXX_STANDARD 14) -> set(CMAKE_CXX_STANDARD 20)")
+        assert (tmp_path / name).read_text() == PUBLISHED.replace("STANDARD 14", "STANDARD 20")
+
+
+@pytest.mark.parametrize("other", ["", PUBLISHED.replace("14", "17"), 2 * PUBLISHED])
+def test_sources_that_are_not_the_published_ones_are_left_alone(tmp_path, other):
+    with pytest.raises(LaunchError, match=rf"{PATCHED[1]} of Horovod .* is not known; let pip"):
+        patch(sources(tmp_path, PUBLISHED, other))
+    assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
+
+
+def test_another_version_of_anything_is_another_wheel(tmp_path, monkeypatch):
+    other = Mpi(vendor="mpich", version="5.0.2", library=MPI.library)
+    site = Mpi(vendor="openmpi", version="5.0.11", library=tmp_path / "libmpi.so.40")
+    unknown = Mpi(library=MPI.library)
+    triples = [(MPI, "2.13.0", ""), (MPI, "2.13.1", ""), (MPI, "2.13.0", "nccl")]
+    triples += [(each, "2.13.0", "") for each in (other, site, unknown)]
+    assert len({recipe.key_of(*triple) for triple in triples}) == len(triples)
+    for text in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", text)
+        assert recipe.cache() == Path.home() / ".cache/hpctrain/horovod"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/big")
+    assert recipe.cache() == Path("/big/hpctrain/horovod")
+
+
+@pytest.mark.parametrize("name", ["mpicxx.openmpi", "mpicxx", "mpic++"])
+def test_the_compiler_in_the_tree_of_the_library_comes_first(tmp_path, monkeypatch, name):
+    for folder in ("mpi/bin", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).touch(0o755)
+    mpi = Mpi(vendor="openmpi", version="5", library=tmp_path / "mpi/lib/openmpi/libmpi.so.40")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert recipe.mpicxx_of(mpi) == tmp_path / "mpi/bin" / name
+    (tmp_path / "mpi/bin" / name).unlink()
+    assert recipe.mpicxx_of(mpi) == tmp_path / "bin" / name
+    (tmp_path / "bin" / name).unlink()
+    assert not str(recipe.mpicxx_of(mpi) or "").startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("echo fine; echo 'x.cc:3: error: no'; echo make: stop; exit 2", "x.cc:3: error: no"),
+        ("echo first; echo; echo last; exit 1", "first\nlast"),
+        ("exit 3", "exit code 3, it has printed nothing"),
+    ],
+)
+def test_a_failure_says_what_tells_of_it(tmp_path, program, said):
+    with BuildLog(tmp_path / "log", print) as log, pytest.raises(LaunchError) as caught:
+        log.run(["sh", "-c", program], tmp_path, dict(os.environ), "no; do this")
+    assert str(caught.value) == f"no; do this; {tmp_path / 'log'} ends with:\n{said}"
+    errors = [f"error {number}" for number in range(100)]
+    assert telling(errors) == errors[-LAST_LINES:]
+
+
+def test_all_that_is_printed_is_in_the_log_and_each_tenth_is_told(tmp_path):
+    lines = []
+    program = "echo one; for n in 1 2 3 4; do echo [$n/4] Building; done; echo two >&2"
+    with BuildLog(tmp_path / "log", lines.append) as log:
+        log.run(["sh", "-c", program], tmp_path, dict(os.environ), "")
+    assert lines == [f"compiled: {percent} %" for percent in (20, 50, 70, 100)]
+    assert "one\n[1/4] Building\n" in (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A machine with all it takes, where compiling is quick; counts the compilations."""
+    compiled = []
+
+    def run(_self, words, _folder, _environ, _failure):
+        if "download" in words:
+            sources(Path(words[words.index("--dest") + 1]) / "x", PUBLISHED, PUBLISHED)
+        elif words[1] == "-c":
+            compiled.append(words)
+            Path(words[-1]).mkdir()
+            (Path(words[-1]) / NAME).write_text(f"wheel {len(compiled)}")
+
+    monkeypatch.setattr(recipe, "load", lambda: MPI)
+    monkeypatch.setattr(recipe, "launched", lambda: None)
+    monkeypatch.setattr(recipe, "check", lambda _mpi, _plan: None)
+    monkeypatch.setattr(recipe, "_environment", lambda _scratch: ("python", {}))
+    monkeypatch.setattr(recipe, "_unpacked", lambda scratch: scratch / "x")
+    monkeypatch.setattr(BuildLog, "run", run)
+    compiled.clear()
+    return tmp_path, compiled
+
+
+def make(site, say=print, **how):
+    return recipe.build(BuildPlan(install=False, wheel_dir=site[0], **how), say)
+
+
+def test_a_wheel_is_built_once(site):
+    lines = []
+    first, again = make(site, lines.append), make(site)
+    assert (first.is_cached, again.is_cached, len(site[1])) == (False, True, 1)
+    assert sum("14) -> set(CMAKE_CXX_STANDARD 20)" in line for line in lines) == 2
+    forced = make(site, force=True)
+    assert (forced.is_cached, forced.wheel.read_text()) == (False, "wheel 2")
+    assert sorted(path.name for path in forced.wheel.parent.iterdir()) == sorted(
+        [NAME, "lock", recipe.LOG]
+    )
+
+
+def test_a_second_build_waits_for_the_first_and_takes_its_wheel(site, monkeypatch):
+    began, quick, said = threading.Event(), BuildLog.run, []
+
+    def slow(*arguments):
+        began.set()
+        time.sleep(0.1)
+        quick(*arguments)
+
+    monkeypatch.setattr(BuildLog, "run", slow)
+    first = threading.Thread(target=make, args=(site,))
+    first.start()
+    assert began.wait(30)
+    make(site, said.append)
+    first.join()
+    assert any("another build of this wheel is under way" in line for line in said)
+    assert len(site[1]) == 1
+
+
+def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, monkeypatch):
+    (site[0] / "file").touch()
+    with pytest.raises(LaunchError, match=r"cannot be written.*--wheel-dir"):
+        recipe.build(BuildPlan(wheel_dir=site[0] / "file"), print)
+
+    class Launched:
+        rank, size = 1, 4
+
+    monkeypatch.setattr(recipe, "launched", Launched)
+    with pytest.raises(LaunchError, match=r"rank 1 of 4.*without a launcher"):
+        make(site)
+
+
+@pytest.mark.requires("horovod")
+@pytest.mark.limit(240)
+def test_the_installed_package_is_tried_in_a_process_of_its_own():
+    mpi = load()
+    assert recipe.check_import(mpi) == mpi.library.resolve()
+    with pytest.raises(LaunchError, match=r"must use the MPI library that ranks load, /opt/mpi"):
+        recipe.check_import(MPI)
+
+
+def horovod(*words):
+    return CliRunner().invoke(app, ["horovod", *words])
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["build", "--help"]])
+def test_help_has_examples(words):
+    assert "hpctrain horovod build" in horovod(*words).output
+
+
+@pytest.mark.parametrize("words", [["--gpu", "mpi"], ["--jobs", "0"]])
+def test_a_mistake_is_refused(words):
+    assert horovod("build", *words).exit_code != 0
+
+
+def test_all_that_is_missing_is_one_error_and_nothing_is_compiled(tmp_path):
+    path = str(Path(sys.executable).parent)
+    environ = {**os.environ, "CXX": "no-such-compiler", "PATH": path}
+    words = ["build", "--force", "--wheel-dir", str(tmp_path), "--gpu", "nccl"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "horovod", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+    )
+    assert done.returncode == 2
+    texts = ("cannot be built here, 2 things", "apt-get install g++", "--gpu nccl needs the CUDA")
+    for text in texts:
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+SLEEPER = """
+import os, signal, sys
+from pathlib import Path
+from hpctrain.launch.build_log import BuildLog
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+program = "echo $$ > first; (sh -c 'echo $$ > second; exec sleep 60') & wait"
+with BuildLog(folder / "log", print) as log:
+    log.run(["sh", "-c", program], folder, dict(os.environ), "")
+"""
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
+    def pids():
+        files = [tmp_path / name for name in ("first", "second")]
+        return [int(file.read_text() or 0) for file in files if file.exists()]
+
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, str(tmp_path)], stderr=subprocess.DEVNULL
+    ) as build:
+        wait_for(lambda: len(pids()) == 2 and all(pids()))
+        build.send_signal(number)
+        assert build.wait(30) != 0
+    wait_for(lambda: not any(map(is_alive, pids())))
