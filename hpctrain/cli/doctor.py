@@ -98,7 +98,7 @@ def _lint(script: Path) -> "list[Finding]":
 def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
     """Return the findings, and whether this process is the one that tells them."""
     from hpctrain.cluster.env import launched  # noqa: PLC0415
-    from hpctrain.doctor.host.checks import examine  # noqa: PLC0415
+    from hpctrain.doctor.checks.table import examine  # noqa: PLC0415
     from hpctrain.doctor.host.gather import gather  # noqa: PLC0415
 
     found = launched()
@@ -106,8 +106,8 @@ def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
         return examine(gather(directories=directories)), True
     # Programs are started, files are written and so on by one rank of each node.
     is_first = not found.local_rank
-    local = examine(gather(directories=directories if is_first else (), lightly=not is_first))
-    from hpctrain.doctor.ranks.all_checks import probe  # noqa: PLC0415 - loads torch and MPI
+    facts = gather(directories=directories if is_first else (), lightly=not is_first)
+    from hpctrain.doctor.ranks.probe import probe  # noqa: PLC0415 - loads torch and MPI
 
     # Where every rank is alone, each is the first of its world: the launcher's word counts.
-    return probe(local=local), found.rank == 0
+    return probe(facts), found.rank == 0

@@ -1,12 +1,12 @@
-"""Settings that come from the environment: one table, read once, checked at once."""
+"""Settings that come from the environment: one table of type, default and meaning."""
 
 import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 from hpctrain.core import horovod_variables
 from hpctrain.core.errors import ConfigError
@@ -17,23 +17,10 @@ PREFIX = "HPCTRAIN_"
 OVERLAPS = ("auto", "thread", "inline", "end")
 """When buckets travel: chosen by the plan, on a thread, inside the hooks, after backward."""
 
-SHARED_MEMORY = ("auto", "memfd", "window", "off")
-"""Node memory: the first way that works, one way and no other, or never."""
-
-PROBE = ("auto", "off", "fresh")
-"""Algorithms: measured once and remembered, chosen by rule, or measured again."""
-
 ENGINES = ("hpctrain", "horovod")
 """What moves tensors: our own communicators, or Horovod's operations."""
 
-HOROVOD_WAYS = ("auto", "flat", "two-level")
-"""How Horovod's sums travel between nodes: as measured, by one call, or in three."""
-
-CHECK_WEIGHTS = ("error", "warn", "off")
-"""Replicas that part: end all ranks, tell of it once, or are not compared."""
-
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-"""What is printed: from so important on."""
+Parse = Callable[[str], Any]
 
 
 def _flag(text: str) -> bool:
@@ -44,16 +31,13 @@ def _flag(text: str) -> bool:
     raise ConfigError(f"a switch is 1 or 0, got {text!r}")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"a whole number of at least 1 is needed, got {text!r}")
-    return int(text)
+def _whole(least: int) -> Parse:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise ConfigError(f"a whole number of at least {least} is needed, got {text!r}")
+        return int(text)
 
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"a whole number of at least 0 is needed, got {text!r}")
-    return int(text)
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -76,7 +60,7 @@ def _file(text: str) -> Path:
     return Path(text)
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+def _one_of(*choices: str) -> Parse:
     def parse(text: str) -> str:
         if text not in choices:
             raise ConfigError(f"one of {', '.join(choices)} is needed, got {text!r}")
@@ -87,63 +71,66 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What ``HPCTRAIN_*`` variables say; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``."""
+    """What ``HPCTRAIN_*`` variables say; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``.
 
-    ranks_per_node: int | None = None
+    Each has its type and how its text is read, what holds where no variable is set, a meaning.
+    """
+
+    ranks_per_node: Annotated[int | None, _whole(1)] = None
     """Declares nodes on one host: every so many ranks of a host are a node of their own."""
-    shared_memory: str = "auto"
+    shared_memory: Annotated[str, _one_of("auto", "memfd", "window", "off")] = "auto"
     """How the ranks of a node share memory; ``auto`` ends at plain MPI where they cannot,
     ``memfd`` and ``window`` are an error there, ``off`` never tries."""
-    overlap: str = "auto"
+    overlap: Annotated[str, _one_of(*OVERLAPS)] = "auto"
     """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: Annotated[int, parse_bytes] = 25 * MIB
     """Largest message while gradients travel during backward."""
-    check_weights: str = "error"
+    check_weights: Annotated[str, _one_of("error", "warn", "off")] = "error"
     """What replicas that part lead to, which each step compares by a sample of their weights:
     ``error``, ``warn``, or ``off``."""
-    timeout: float = 600.0
+    timeout: Annotated[float, _seconds] = 600.0
     """Seconds that a wait for other ranks may last; ``inf`` for ever."""
-    plan: Path | None = None
+    plan: Annotated[Path | None, _file] = None
     """File with the plan to use, such as the ``plan.json`` of an earlier run."""
-    probe: str = "auto"
+    probe: Annotated[str, _one_of("auto", "off", "fresh")] = "auto"
     """Whether algorithms are measured: ``auto`` once for each shape of world, ``off`` never,
     ``fresh`` now, whatever was measured before."""
-    stats: bool = False
+    stats: Annotated[bool, _flag] = False
     """Print what was moved, and how long was waited, at the end."""
-    trace: bool = False
+    trace: Annotated[bool, _flag] = False
     """Print one line per collective."""
-    log_dir: Path | None = None
+    log_dir: Annotated[Path | None, Path] = None
     """Folder for ``rank-N.log`` of each rank; none when unset."""
-    stage_dir: Path | None = None
+    stage_dir: Annotated[Path | None, _file] = None
     """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
-    budget: float | None = None
+    budget: Annotated[float | None, parse_seconds] = None
     """Seconds after which a run of ``hpctrain train`` stops, saves and exits with code 85."""
-    log_level: str = "warning"
+    log_level: Annotated[str, _one_of("debug", "info", "warning", "error", "critical")] = "warning"
     """What of hpctrain's own messages is printed: ``debug``, ``info``, ``warning``, ..."""
-    fusion_bytes: int | None = None
+    fusion_bytes: Annotated[int | None, parse_bytes] = None
     """Most bytes of small named operations that travel as one; 0 for each by itself. When unset
     what the plan says."""
-    cycle_s: float | None = None
+    cycle_s: Annotated[float | None, _seconds_or_zero] = None
     """Seconds in which named operations gather before they travel. When unset what the plan
     says."""
-    stall_s: float = 30.0
+    stall_s: Annotated[float, _seconds] = 30.0
     """Seconds after which a named operation that some rank does not submit is reported; ``inf``
     for never."""
-    stall_abort_s: float = math.inf
+    stall_abort_s: Annotated[float, _seconds] = math.inf
     """Seconds after which such an operation ends all ranks with exit code 86."""
-    timeline: Path | None = None
+    timeline: Annotated[Path | None, _file] = None
     """File for a timeline of the named operations of rank 0; of all ranks, a file for each, where
     the name has ``{rank}``."""
-    timeline_mark_cycles: bool = False
+    timeline_mark_cycles: Annotated[bool, _flag] = False
     """Mark in the timeline where each cycle of the controller begins."""
-    elastic_reset_limit: int | None = None
+    elastic_reset_limit: Annotated[int | None, _whole(0)] = None
     """How often ``elastic.run`` may begin again; as often as needed when unset."""
-    engine: str = "hpctrain"
+    engine: Annotated[str, _one_of(*ENGINES)] = "hpctrain"
     """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
-    horovod_way: str = "auto"
+    horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"
     """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
     ``auto`` for what is measured to be faster."""
-    alone: bool = False
+    alone: Annotated[bool, _flag] = False
     """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 
     @classmethod
@@ -156,32 +143,15 @@ class Settings:
         return cls(**given(environ))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "ranks_per_node": _positive,
-    "shared_memory": _one_of(SHARED_MEMORY),
-    "overlap": _one_of(OVERLAPS),
-    "bucket_bytes": parse_bytes,
-    "check_weights": _one_of(CHECK_WEIGHTS),
-    "timeout": _seconds,
-    "plan": _file,
-    "probe": _one_of(PROBE),
-    "stats": _flag,
-    "trace": _flag,
-    "log_dir": Path,
-    "stage_dir": _file,
-    "budget": parse_seconds,
-    "log_level": _one_of(LOG_LEVELS),
-    "fusion_bytes": parse_bytes,
-    "cycle_s": _seconds_or_zero,
-    "stall_s": _seconds,
-    "stall_abort_s": _seconds,
-    "timeline": _file,
-    "timeline_mark_cycles": _flag,
-    "elastic_reset_limit": _whole,
-    "engine": _one_of(ENGINES),
-    "horovod_way": _one_of(HOROVOD_WAYS),
-    "alone": _flag,
+_TABLE: dict[str, Parse] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Settings, include_extras=True).items()
 }
+
+
+def variable_of(setting: str) -> str:
+    """Return the variable that sets what ``Settings`` calls so."""
+    return PREFIX + setting.upper()
 
 
 class Given(NamedTuple):
@@ -209,7 +179,7 @@ def read(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
         ConfigError: a value is not valid; the message names the variable.
     """
     environ = os.environ if environ is None else environ
-    found = {name: _read(name, parse, environ) for name, parse in _PARSERS.items()}
+    found = {name: _read(name, environ) for name in _TABLE}
     return {name: said for name, said in found.items() if said is not None}
 
 
@@ -219,19 +189,25 @@ def may_be_alone(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         ConfigError: its value is not valid.
     """
-    said = _read("alone", _flag, os.environ if environ is None else environ)
+    said = _read("alone", os.environ if environ is None else environ)
     return said is not None and said.value
 
 
-def _read(name: str, parse: Callable[[str], Any], environ: Mapping[str, str]) -> Given | None:
-    variable = PREFIX + name.upper()
-    if (text := environ.get(variable)) is None:
-        theirs = horovod_variables.read(name, environ)
-        return None if theirs is None else Given(*theirs)
-    try:
-        return Given(parse(text), variable)
-    except ConfigError as error:
-        raise ConfigError(f"{variable}: {error}") from None
+def _read(name: str, environ: Mapping[str, str]) -> Given | None:
+    ours = [(variable_of(name), _TABLE[name])] if variable_of(name) in environ else []
+    theirs = [
+        (each.name, each.parse)
+        for each in horovod_variables.HONOURED
+        if each.setting == name and environ.get(each.name)
+    ]
+    for variable, parse in ours or theirs:
+        try:
+            value = parse(environ[variable])
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from None
+        if ours or value is not None:
+            return Given(value, variable)
+    return None
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
@@ -260,17 +236,12 @@ scripts', never an unknown setting."""
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads."""
     environ = os.environ if environ is None else environ
-    known = [PREFIX + field.name.upper() for field in fields(Settings)]
-    unknown = sorted(
-        name
-        for name in environ
-        if name.startswith(PREFIX)
-        and name not in known
-        and name.removeprefix(PREFIX) not in _FOR_TOOLS
-    )
+    known = [variable_of(name) for name in _TABLE]
+    tools = [PREFIX + name for name in _FOR_TOOLS]
     return [
         f"{name} is not a setting of hpctrain and has no effect; {_hint(name, known)}"
-        for name in unknown
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in (*known, *tools)
     ]
 
 

@@ -23,7 +23,7 @@ class Variable(NamedTuple):
     setting: str
     """Name in ``hpctrain.core.config.Settings``."""
     parse: Callable[[str], Any]
-    """Reads the text; None where that asks for nothing."""
+    """Reads the text; returns None where that asks for nothing."""
 
 
 def _number(text: str) -> float:
@@ -98,25 +98,6 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_LOG_HIDE_TIME": (),
 }
 """What they ask for is so without them, for these values; for any where there are none."""
-
-
-def read(setting: str, environ: Mapping[str, str]) -> tuple[Any, str] | None:
-    """Return what Horovod's variables say about one of our settings, and which of them does.
-
-    Raises:
-        ConfigError: a value is not valid; the message names the variable.
-    """
-    for variable in HONOURED:
-        text = environ.get(variable.name, "")
-        if variable.setting != setting or not text:
-            continue
-        try:
-            value = variable.parse(text)
-        except ConfigError as error:
-            raise ConfigError(f"{variable.name}: {error}") from None
-        if value is not None:
-            return value, variable.name
-    return None
 
 
 def found(environ: Mapping[str, str] | None = None) -> dict[str, str]:

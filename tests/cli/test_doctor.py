@@ -17,7 +17,7 @@ from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi
 
 ROOT = Path(__file__).parents[2]
-REFUSE = ROOT / "tests/doctor/host/refuse.py"
+REFUSE = ROOT / "tests/doctor/refuse.py"
 MPICH = ROOT / ".venv-mpich/lib"
 
 CPU_S = 3.0

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from hpctrain.cluster.cores import affinity, quota
+from hpctrain.cluster.cores import affinity, num_granted, num_siblings, quota
 
 
 def test_affinity_is_the_mask_of_this_process():
@@ -54,3 +54,49 @@ def test_quota_is_the_smallest_limit_on_the_way_up(tmp_path, files, membership, 
 
 def test_a_machine_without_cgroups_sets_no_limit(tmp_path):
     assert quota(tmp_path, tmp_path / "missing") is None
+
+
+@pytest.fixture
+def sixty_four(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3}, raising=False)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """No control group, and cores of one thread."""
+    return {
+        "root": tmp_path / "cgroup",
+        "membership": tmp_path / "membership",
+        "siblings": tmp_path / "siblings",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [
+        ({}, 64),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "80"}, 64),
+        ({"PBS_JOBID": "7"}, 3),
+    ],
+)
+@pytest.mark.usefixtures("sixty_four")
+def test_cores_are_those_of_the_job(environ, number, files):
+    assert num_granted(environ, **files) == number
+
+
+@pytest.mark.usefixtures("sixty_four")
+def test_a_container_has_the_cores_of_its_set(files):
+    (files["root"] / "box").mkdir(parents=True)
+    (files["root"] / "box/cpuset.cpus.effective").write_text("0-3,8\n")
+    files["membership"].write_text("0::/box\n")
+    assert num_granted({}, **files) == 5
+
+
+@pytest.mark.parametrize(("text", "number"), [("0,64", 2), ("0-3", 4), ("0", 1)])
+@pytest.mark.usefixtures("sixty_four")
+def test_hardware_threads_are_no_cores(text, number, files):
+    files["siblings"].write_text(f"{text}\n")
+    assert num_siblings(files["siblings"]) == number
+    assert num_granted({}, **files) == 64 // number

@@ -14,9 +14,10 @@ pytestmark = [pytest.mark.requires("cluster"), pytest.mark.launches, pytest.mark
 PROBE = """
 import dataclasses, json
 from hpctrain.cluster.env import launched
-from hpctrain.doctor.ranks.all_checks import probe
+from hpctrain.doctor.host.gather import gather
+from hpctrain.doctor.ranks.probe import probe
 
-findings = [dataclasses.asdict(finding) for finding in probe()]
+findings = [dataclasses.asdict(finding) for finding in probe(gather(lightly=True))]
 if launched().rank == 0:
     print(json.dumps(findings))
 """

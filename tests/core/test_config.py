@@ -18,11 +18,6 @@ def test_an_empty_environment_gives_the_defaults():
     assert Settings.from_env({}) == Settings()
 
 
-def test_every_setting_has_a_variable():
-    names = {field.name for field in dataclasses.fields(Settings)}
-    assert names == config._PARSERS.keys()
-
-
 def test_every_variable_is_read():
     environ = {
         "HPCTRAIN_RANKS_PER_NODE": "2",

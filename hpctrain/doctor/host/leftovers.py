@@ -6,18 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.doctor.host.facts import Leftover
-
-MAKERS = {
-    "vader_segment.*": "Open MPI",
-    "sm_segment.*": "Open MPI",
-    "mpich_shm_*": "MPICH",
-    "Intel_MPI_*": "Intel MPI",
-    "ucx_shm_posix_*": "UCX",
-    "psm2_shm.*": "PSM2",
-    "hpctrain-*": "hpctrain",
-}
-"""How their names begin, and who made them."""
+from hpctrain.doctor.checks.facts import Leftover
+from hpctrain.doctor.checks.memory import MAKERS
 
 YOUNG_S = 60.0
 """A file this young may belong to ranks that are just starting."""

@@ -1,0 +1,99 @@
+"""A check: a function that judges facts. What it finds is told once for all ranks that find it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import TypeVar
+
+from hpctrain.core.finding import Finding
+
+F = TypeVar("F")
+
+SHOWN = 4
+"""Hosts, values or findings of a kind that are told; a thousand would drown the rest."""
+
+
+def check(
+    name: str,
+) -> Callable[[Callable[[F], Iterable[Finding]]], Callable[[F], list[Finding]]]:
+    """Make a check of a function: its findings are told under ``name``, in two or three words.
+
+    It gives at least one finding, an ``ok`` where all is well.
+    """
+
+    def decorate(judge: Callable[[F], Iterable[Finding]]) -> Callable[[F], list[Finding]]:
+        @wraps(judge)
+        def judged(facts: F) -> list[Finding]:
+            return [replace(found, check=name) for found in judge(facts)]
+
+        return judged
+
+    return decorate
+
+
+def ok(what: str) -> Finding:
+    """Find that nothing is wrong."""
+    return Finding("", "ok", what)
+
+
+def note(what: str, do: str = "") -> Finding:
+    """Find what is good to know."""
+    return Finding("", "note", what, do)
+
+
+def warning(what: str, do: str) -> Finding:
+    """Find what is slow or risky, and what mends it."""
+    return Finding("", "warning", what, do)
+
+
+def error(what: str, do: str) -> Finding:
+    """Find what will fail, and what mends it."""
+    return Finding("", "error", what, do)
+
+
+def plural(number: int, noun: str) -> str:
+    """Write ``1 core`` or ``2 cores``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write a few of many names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def few(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the first findings of one kind, such as one of each host, and how many follow."""
+    rest = len(findings) - SHOWN
+    if rest <= 0:
+        return list(findings)
+    return [*findings[:SHOWN], replace(findings[SHOWN], what=f"the same {rest} times more")]
+
+
+def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Keep each finding once; name its hosts unless it holds on all of them.
+
+    Args:
+        findings: of each rank.
+        hosts: of each rank; several ranks may share one.
+
+    Returns:
+        The findings in the order of the first rank that has them. Of an ``ok`` that differs from
+        rank to rank only the first rank's is kept, and none where the check found a fault.
+    """
+    found: dict[Finding, dict[str, None]] = {}
+    for of_rank, host in zip(findings, hosts, strict=True):
+        for finding in of_rank:
+            if finding.level != "ok":
+                found.setdefault(finding, {})[host] = None
+    faults = {finding.check for finding in found}
+    first = [each for each in findings[0] if each.level == "ok" and each.check not in faults]
+    num_hosts = len(set(hosts))
+    named = [
+        finding
+        if len(own) == num_hosts
+        else replace(finding, what=f"{listed(list(own))}: {finding.what}")
+        for finding, own in found.items()
+    ]
+    order = {finding.check: place for place, finding in reversed(list(enumerate(findings[0])))}
+    return sorted(first + named, key=lambda each: order.get(each.check, len(order)))

@@ -1,0 +1,123 @@
+"""Ranks may use the cores they were given, and their threads fit on them."""
+
+from collections.abc import Sequence
+
+from hpctrain.cluster.preflight import threads_for
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import format_numbers, format_ranks
+from hpctrain.doctor.checks.check import check, few, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Facts, by_host
+from hpctrain.doctor.checks.job import number_of, ranks_per_node
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+_GIVE = (
+    "srun --cpus-per-task=N (srun does not take it from sbatch), or --cpu-bind=none, mpirun "
+    "--bind-to none, or `hpctrain launch -n N ...`; in a container --cpuset-cpus; no taskset"
+)
+
+
+@check("cores")
+def check_masks(ranks: Sequence[Facts]) -> list[Finding]:
+    """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
+
+    Args:
+        ranks: all of them, or a process that will be one.
+    """
+    found = []
+    for host, members in by_host(ranks).items():
+        if crowded := _crowded(members, ranks):
+            mask = {core for rank in crowded for core in ranks[rank].cores.mask}
+            what = (
+                f"{format_ranks(crowded)} on {host} take turns on {plural(len(mask), 'core')} "
+                f"(mask {format_numbers(mask)})"
+            )
+            found.append(warning(what, f"start fewer ranks, or give each its own core: {_GIVE}"))
+        else:
+            found += _narrow(host, members, ranks)
+    counts = sorted({len(facts.cores.mask) for facts in ranks})
+    told = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    quota = ranks[0].cores.quota
+    time = "" if quota is None else f", time for {quota:g} of them"
+    return few(found) or [ok(f"{told} for each rank, enough for all{time}")]
+
+
+def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
+    """Find ranks of a host with fewer cores than are there for each, or than were asked for."""
+    each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
+    narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
+    if not narrow:
+        return []
+    first = ranks[narrow[0]]
+    cores = first.cores
+    who = "this process" if len(ranks) == 1 else f"{format_ranks(narrow)} on {host}"
+    asked = number_of(first.environ, "SLURM_CPUS_PER_TASK") or 0
+    # A mask of several cores may be what was wanted.
+    is_wrong = len(cores.mask) <= cores.num_siblings or len(cores.mask) < min(asked, each)
+    what = (
+        f"{who} may use {len(cores.mask)} of {plural(cores.num_granted, 'core')} (mask "
+        f"{format_numbers(cores.mask)}), {each} are there for each"
+    )
+    return [warning(what, _GIVE) if is_wrong else note(what, _GIVE)]
+
+
+@check("threads")
+def check_threads(ranks: Sequence[Facts]) -> list[Finding]:
+    """Name variables that make more threads than a rank has cores, or fewer.
+
+    Args:
+        ranks: all of them, or a process that will be one.
+    """
+    num_cores = cores_each(ranks)
+    asked: dict[tuple[str, int, int], list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        for name in THREAD_VARIABLES:
+            threads = number_of(facts.environ, name)
+            if threads is not None and threads != num_cores[rank]:
+                asked.setdefault((name, threads, num_cores[rank]), []).append(rank)
+    found = []
+    for (name, threads, each), who in asked.items():
+        told = f" ({format_ranks(who)})" if len(who) < len(ranks) else ""
+        what = f"{name}={threads} and a rank has {plural(each, 'core')}{told}"
+        do = f"export {name}={each}, or unset it: hpctrain then takes what fits"
+        if threads > each:
+            found.append(warning(f"{what}: threads take turns and wait for each other", do))
+        else:
+            found.append(note(f"{what}: {each - threads} of them idle", do))
+    return found or [ok(f"{format_numbers(set(num_cores))} for each rank")]
+
+
+def cores_each(ranks: Sequence[Facts]) -> list[int]:
+    """Return the cores of each rank: all of its mask, or its share where others have it too."""
+    found = [0] * len(ranks)
+    for members in by_host(ranks).values():
+        for rank in members:
+            cores = ranks[rank].cores
+            sharing = len(_peers(rank, members, ranks))
+            if len(ranks) == 1:  # its peers are still to come: will they have the same mask?
+                num_ranks = _num_sharing(members, ranks)
+                is_shared = len(cores.mask) * num_ranks > cores.num_granted * cores.num_siblings
+                sharing = num_ranks if is_shared else 1
+            found[rank] = threads_for(len(cores.mask), sharing, cores.quota)
+    return found
+
+
+def _num_sharing(members: Sequence[int], ranks: Sequence[Facts]) -> int:
+    """Return how many ranks a host has or, seen from a process of a job, will have."""
+    return max(len(members), ranks_per_node(ranks[members[0]].environ) or 1)
+
+
+def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
+    """Return the ranks of a host with cores of this one in their masks, itself among them."""
+    mask = set(ranks[rank].cores.mask)
+    return [other for other in members if mask & set(ranks[other].cores.mask)]
+
+
+def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
+    """Return the ranks of a host that have fewer cores together than they are."""
+    found: set[int] = set()
+    for rank in members:
+        peers = _peers(rank, members, ranks)
+        if len(peers) > len({core for other in peers for core in ranks[other].cores.mask}):
+            found.update(peers)
+    return sorted(found)

@@ -1,0 +1,266 @@
+"""Facts of a process and its machine, and of all ranks; gathered once for all checks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpctrain.cluster.env import Launched
+from hpctrain.cluster.memory import Room
+from hpctrain.cluster.topology import Topology
+from hpctrain.core.config import Settings
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import format_ranks
+from hpctrain.doctor.checks.check import SHOWN
+from hpctrain.launch.installed_horovod import Installed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """An MPI library that some program of this environment would find."""
+
+    library: Path
+    """The file, with links followed."""
+    by: str
+    """What leads to it: ``LD_LIBRARY_PATH``, ``mpirun`` or ``this environment``."""
+    program: Path | None = None
+    """The ``mpirun`` of PATH that leads to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MpiFacts:
+    """The MPI library of a rank, and what else lies around."""
+
+    library: Path | None = None
+    """What a process that imports mpi4py loads; None where it was not tried or failed."""
+    error: str = ""
+    """Why it could not."""
+    reached: tuple[Reached, ...] = ()
+    """Libraries that other programs would find."""
+    version: str = ""
+    """Its vendor and version, ``openmpi5.0.11``; empty where there is none."""
+    is_wheel: bool = False
+    """Whether a Python package brought the library, and not the site."""
+    srun_types: tuple[str, ...] = ()
+    """What ``srun --mpi=list`` offers; empty where there is no srun, or it does not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreFacts:
+    """The cores of this process."""
+
+    mask: tuple[int, ...] = (0,)
+    """Hardware threads it may use."""
+    quota: float | None = None
+    """Cores' worth of time that its control group allows."""
+    num_granted: int = 1
+    """Cores of the machine that the job may use, as far as scheduler and kernel tell."""
+    num_siblings: int = 1
+    """Hardware threads of a core."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftover:
+    """A file or folder in /dev/shm that no process uses."""
+
+    path: Path
+    num_bytes: int
+    maker: str
+    """Whose it was, such as ``Open MPI``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFacts:
+    """Memory of the node, and the ways to share it."""
+
+    rooms: tuple[Room, ...] = ()
+    """What this process takes from."""
+    shm_bytes: int = 0
+    """Size of /dev/shm; 0 where there is none."""
+    shm_free_bytes: int = 0
+    """What is left of it."""
+    memfd_error: str = ""
+    """Why anonymous shared memory cannot be had; empty where it can."""
+    leftovers: tuple[Leftover, ...] = ()
+    """What ended programs have left in /dev/shm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A fast network card."""
+
+    name: str
+    """Such as ``mlx5_0``."""
+    family: str
+    """Folder of /sys/class it is in: ``infiniband`` or ``cxi``."""
+    is_live: bool
+    """Whether a port is active."""
+    speaks_ethernet: bool = False
+    """Whether it is an Ethernet card that can do more (RoCE)."""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether messages could leave by it and not by Ethernet."""
+        return self.is_live and not self.speaks_ethernet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkFacts:
+    """Cards, and what they need from the kernel."""
+
+    cards: tuple[Card, ...] = ()
+    memlock_bytes: int | None = None
+    """How much memory may be locked, for the card to read; None is without limit."""
+    kernel: tuple[int, ...] = ()
+    """Version of Linux."""
+    copy_error: str = ""
+    """Why a process may not read another one's memory; empty where it may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectoryFacts:
+    """What came of trying a directory."""
+
+    path: Path
+    file_system: str = ""
+    """Its kind, such as ``nfs4`` or ``lustre``."""
+    free_bytes: int = 0
+    steps: Mapping[str, str] = field(default_factory=dict)
+    """What went wrong in ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5 locked``, empty where
+    nothing did; in order, up to the last that ended."""
+    hung: str = ""
+    """The step that did not end in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Everything the checks of one process look at."""
+
+    environ: Mapping[str, str]
+    """Its environment variables."""
+    python: str = ""
+    """Version of the interpreter."""
+    versions: Mapping[str, str | None]
+    """Installed versions by package, None for one that is missing."""
+    requirements: Sequence[str] = ()
+    """What hpctrain needs, as its metadata says: ``torch<2.14,>=2.13``."""
+    mpi: MpiFacts
+    cores: CoreFacts
+    memory: MemoryFacts
+    network: NetworkFacts
+    horovod: Installed | None = None
+    """The Horovod that is installed."""
+    num_gpus: int = 0
+    """NVIDIA devices that this process may open."""
+    directories: tuple[DirectoryFacts, ...] = ()
+    """The directories that were asked about."""
+    host: str = ""
+    """Name of the machine."""
+    machine: str = ""
+    """The kernel's number of this boot: hosts with the same one are one machine."""
+    visible: tuple[str, ...] = ()
+    """The GPUs that a rank sees, under names that mean the same on its host."""
+    by_torch: bool = False
+    """Whether torch named the GPUs; else the environment."""
+    thread_level: str = "MULTIPLE"
+    """What MPI granted to a rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What two ranks measured between them."""
+
+    ranks: tuple[int, int]
+    """The rank that measured, and the one that answered."""
+    latency_s: float
+    """Of a small message in one direction, the best of many."""
+    bytes_per_s: float
+    """Of a large message, the best of a few."""
+    sent_bytes: int = 0
+    """What each of the two has sent to the other, about."""
+    clock_s: float = 0.0
+    """How far the clock of the second rank is ahead of that of the first."""
+    clock_error_s: float = 0.0
+    """The true difference lies within so much of ``clock_s``."""
+
+    def with_best_of(self, other: "Link") -> "Link":
+        """Return this link with the better figures of two measurements."""
+        return replace(
+            self,
+            latency_s=min(self.latency_s, other.latency_s),
+            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """What left one host while messages were measured."""
+
+    host: str
+    sent_bytes: int
+    """To other nodes, in messages of this program, about."""
+    by_interface: Mapping[str, int]
+    """Bytes by name: Ethernet and other interfaces of the kernel."""
+    by_card: Mapping[str, int]
+    """Bytes by name: InfiniBand and its kin, past the kernel."""
+    fast_cards: tuple[str, ...] = ()
+    """Those of the host, whether they count or not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldFacts:
+    """Everything the checks of all ranks look at; those of one process are a world of one."""
+
+    ranks: Sequence[Facts]
+    """Of each rank."""
+    topology: Topology
+    launched: Launched | None = None
+    """What the launcher of rank 0 says."""
+    mpi: str = "no MPI"
+    """Name and version of the MPI library."""
+    settings: Settings = field(default_factory=Settings)
+    """Those of rank 0, which decide."""
+    engine: str = "hpctrain"
+    """What moves tensors."""
+    node_memory: str = "alone"
+    """How the ranks of a node share memory, by the plan."""
+    overlap: str = "end"
+    """When gradients travel, by the plan."""
+    notes: Sequence[str] = ()
+    """What rank 0 was told while the ranks met."""
+    obstacles: Sequence[Finding] = ()
+    """What was forced and could not be had."""
+    plan: Sequence[str] = ()
+    """What the plan says and was chosen by, in sentences."""
+    inside: Sequence[Link] = ()
+    """Links of two ranks of a node."""
+    between: Sequence[Link] = ()
+    """Links of first ranks of nodes; slow ones were measured again."""
+    carried: Sequence[Carried] = ()
+    """What left each node meanwhile."""
+
+    @property
+    def host_of(self) -> dict[int, str]:
+        """The name of a node by its first rank."""
+        nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
+        return {ranks[0]: host for ranks, host in nodes}
+
+
+def by_host(ranks: Sequence[Facts]) -> dict[str, list[int]]:
+    """Return the ranks of each host."""
+    found: dict[str, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        found.setdefault(facts.host, []).append(rank)
+    return found
+
+
+def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[str, str]]:
+    """Yield each name whose value differs between ranks, and which ranks have which."""
+    for name in dict.fromkeys(name for of_rank in values for name in of_rank):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(values):
+            ranks_of.setdefault(of_rank.get(name) or "not set", []).append(rank)
+        if len(ranks_of) > 1:
+            told = [f"{value} ({format_ranks(ranks)})" for value, ranks in ranks_of.items()]
+            rest = f", and {len(told) - SHOWN} more values" if len(told) > SHOWN else ""
+            yield name, f"{', '.join(told[:SHOWN])}{rest}"

@@ -1,0 +1,181 @@
+"""The job: its division, and whether its launcher makes one world of its ranks."""
+
+import re
+from collections.abc import Mapping
+
+from hpctrain.cluster.env import Launched, job_id, launched, scheduler
+from hpctrain.cluster.interface import srun_type
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import format_ranks
+from hpctrain.doctor.checks.check import check, error, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
+
+_RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def number_of(environ: Mapping[str, str], name: str) -> int | None:
+    """Read a variable as a number; of a list, such as ``4,2`` for nested threads, its first."""
+    text = environ.get(name, "").partition(",")[0]
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def ranks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return how many ranks this node has or will have; None where nothing tells."""
+    found = launched(environ)
+    if found and found.local_size:
+        return found.local_size
+    step = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_ID" in environ else ""
+    text = environ.get(step) or environ.get("SLURM_TASKS_PER_NODE", "")
+    counts = [
+        int(number)
+        for number, times in _RUN.findall(text)
+        for _ in range(int(times) if times else 1)
+    ]
+    node = environ.get("SLURM_NODEID", "0")
+    if node.isdigit() and int(node) < len(counts):
+        return counts[int(node)]
+    return max(counts, default=None)
+
+
+@check("job")
+def check_job(facts: Facts) -> list[Finding]:
+    """Tell the job and its division; name what srun would not pass on to the ranks."""
+    environ, name = facts.environ, scheduler(facts.environ)
+    if not name:
+        return [ok("no job: this looks like a login node or a workstation")]
+    words = [f"{name} job {job_id(environ)}"]
+    if nodes := environ.get("SLURM_JOB_NUM_NODES"):
+        words.append(f"{nodes} nodes {environ.get('SLURM_JOB_NODELIST', '')}".strip())
+    if count := ranks_per_node(environ):
+        words.append(f"{count} tasks on this node")
+    found = [ok(", ".join(words))]
+    cores = number_of(environ, "SLURM_CPUS_PER_TASK") or 1
+    # srun 22.05 and newer do not give the cores of an allocation to its tasks.
+    if launched(environ) is None and cores > 1 and "SRUN_CPUS_PER_TASK" not in environ:
+        what = f"the job has {cores} cores for each task, but srun does not pass that on"
+        do = (
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or say "
+            "`srun --cpus-per-task=$SLURM_CPUS_PER_TASK`"
+        )
+        found.append(note(what, do))
+    return found
+
+
+@check("launcher")
+def check_launcher(facts: Facts) -> list[Finding]:
+    """Tell who started this rank; before a launch, whether srun can."""
+    offered, library = facts.mpi.srun_types, facts.mpi.library
+    if found := launched(facts.environ):
+        return [ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")]
+    if not offered or library is None:
+        return [ok("no launcher: this process is alone")]
+    needed = srun_type(library)
+    if any(each.startswith(needed) for each in offered):
+        return [
+            ok(f"no launcher: start ranks with `srun --mpi={needed}` or `hpctrain launch -n N`")
+        ]
+    return [
+        warning(
+            f"{library} needs `srun --mpi={needed}`, and this Slurm offers {', '.join(offered)}: "
+            "under srun every rank would be alone, or end at once",
+            "start ranks by mpirun inside the job: `hpctrain launch -n N ...`, or "
+            "`hpctrain submit --template mpirun`",
+        )
+    ]
+
+
+@check("world")
+def check_world(world: WorldFacts) -> list[Finding]:
+    """Compare what the launcher says with the world that MPI made."""
+    topology, found = world.topology, world.launched
+    told = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
+    if found is None:
+        return [ok(f"{told}, no launcher")]
+    if found.size in (topology.size, topology.local_size):
+        return [ok(f"one world of {told}, started by {_by(found)}, {world.mpi}")]
+    return [
+        warning(
+            f"{_by(found)} says {found.size} ranks ({found.size_variable}={found.size}), the "
+            f"world of {world.mpi} has {told}",
+            f"start one program on all ranks; if another launch left {found.size_variable} "
+            "behind, unset it",
+        )
+    ]
+
+
+@check("ranks per node")
+def check_nodes(world: WorldFacts) -> list[Finding]:
+    """Say where nodes hold different numbers of ranks."""
+    topology = world.topology
+    sizes = [len(ranks) for ranks in topology.nodes]
+    if topology.is_homogeneous:
+        return [ok(f"{sizes[0]} on every node")]
+    few = [host for host, size in zip(topology.hosts, sizes, strict=True) if size == min(sizes)]
+    return [
+        warning(
+            f"nodes hold {min(sizes)} to {max(sizes)} ranks, fewest on {listed(few)}: links and "
+            "memory are used unevenly",
+            "say how many: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
+        )
+    ]
+
+
+@check("host names")
+def check_hosts(world: WorldFacts) -> list[Finding]:
+    """Find machines that share a name, and names that share a machine."""
+    found = []
+    hosts: dict[str, set[str]] = {}
+    for host, members in by_host(world.ranks).items():
+        ranks_of: dict[str, list[int]] = {}
+        for rank in members:
+            ranks_of.setdefault(world.ranks[rank].machine, []).append(rank)
+        for machine in ranks_of:
+            hosts.setdefault(machine, set()).add(host)
+        if len(ranks_of) > 1:
+            what = (
+                f"{len(ranks_of)} machines are called {host}: "
+                f"{' and '.join(map(format_ranks, ranks_of.values()))} are taken for one node and "
+                "cannot share memory"
+            )
+            do = (
+                "give every machine a host name of its own (hostnamectl set-hostname; containers: "
+                "--hostname)"
+            )
+            found.append(error(what, do))
+    found += [
+        note(
+            f"{listed(sorted(names))} are one machine: containers with names of their own are "
+            "nodes of their own, and share its cores"
+        )
+        for machine, names in hosts.items()
+        if machine and len(names) > 1
+    ]
+    return found or [ok("every node has a name of its own")]
+
+
+@check("MPI threads")
+def check_level(world: WorldFacts) -> list[Finding]:
+    """Say whether threads may call MPI."""
+    levels = [facts.thread_level for facts in world.ranks]
+    low = [rank for rank, level in enumerate(levels) if level != "MULTIPLE"]
+    if not low:
+        return [ok("MPI_THREAD_MULTIPLE is granted")]
+    return [
+        warning(
+            f"MPI grants MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}, "
+            "MPI_THREAD_MULTIPLE is asked for: no thread can send gradients beside backward "
+            f"(this plan: {world.overlap})",
+            "do not lower mpi4py.rc.thread_level or MPICH_MAX_THREAD_SAFETY, or use an MPI that "
+            "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this one",
+        )
+    ]
+
+
+@check("plan")
+def tell_plan(world: WorldFacts) -> list[Finding]:
+    """Tell the plan, and what it was chosen by."""
+    return [note(text) for text in world.plan]
+
+
+def _by(found: Launched) -> str:
+    return f"{found.name} --mpi={found.pmi}" if found.pmi else found.name

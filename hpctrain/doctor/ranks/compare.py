@@ -1,0 +1,157 @@
+"""All ranks tell each other what they see, measure what is between them, and hear one verdict."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hpctrain import __version__
+from hpctrain.cluster import env
+from hpctrain.comm import mpi_library
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.core.config import PREFIX, Settings
+from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
+from hpctrain.core.finding import Finding
+from hpctrain.doctor.checks.cores import THREAD_VARIABLES
+from hpctrain.doctor.checks.facts import Facts, MemoryFacts, MpiFacts, WorldFacts
+from hpctrain.doctor.checks.table import examine_all
+from hpctrain.doctor.ranks.traffic import links_between, links_inside
+from hpctrain.runtime.abort import install, leave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mine:
+    """What each rank tells all others."""
+
+    facts: Facts
+    notes: tuple[str, ...]
+    local: list[Finding]
+
+
+def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]:
+    """Connect all ranks, gather their facts and judge them. Collective.
+
+    Args:
+        facts: of this rank.
+        local: what was found in them; that of all ranks is merged.
+        seconds: what the measurements between many nodes may take, about.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        LaunchError: the launcher, the MPI library and the world do not fit together.
+    """
+    try:
+        settings = Settings.from_env()
+    except ConfigError:  # a finding of its own
+        settings = Settings()
+    with _connected(settings) as (found, obstacles):
+        comm, topology = found.comm, found.topology
+        told: list[_Mine] = comm.allgather_object(
+            _Mine(facts=_of_rank(facts, comm.size), notes=found.notes, local=local)
+        )
+        launched, settings = comm.broadcast_object((env.launched(), settings))
+        inside = links_inside(comm, topology)
+        fast = [card.name for card in facts.network.cards if card.is_fast]
+        between, carried = links_between(comm, topology, tuple(fast), seconds)
+        world = WorldFacts(
+            ranks=[rank.facts for rank in told],
+            topology=topology,
+            launched=launched,
+            mpi=mpi_library.version() if comm.size > 1 else "no MPI",
+            settings=settings,
+            engine=found.plan.engine,
+            node_memory=found.plan.node_memory,
+            overlap=found.plan.overlap,
+            notes=told[0].notes,
+            obstacles=obstacles,
+            plan=_in_sentences(found),
+            inside=inside,
+            between=between,
+            carried=carried,
+        )
+        findings = examine_all(world, [rank.local for rank in told])
+        return comm.broadcast_object(findings)  # some speak of rank 0's own: it tells all
+
+
+def _of_rank(facts: Facts, size: int) -> Facts:
+    """Complete the facts of this rank, and leave out what other ranks have no use for."""
+    compared = (PREFIX, *env.TUNING, *THREAD_VARIABLES, "SLURM_CPUS_PER_TASK")
+    versions = {**facts.versions, "hpctrain": __version__, "torch": torch.__version__}
+    visible = facts.visible
+    if torch.cuda.is_available():  # torch's names are the same in all processes of a machine
+        numbers = range(torch.cuda.device_count())
+        visible = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in numbers)
+    if size > 1:
+        versions["MPI library"] = mpi_library.version()
+    return replace(
+        facts,
+        environ={name: text for name, text in facts.environ.items() if name.startswith(compared)},
+        versions=versions,
+        requirements=(),
+        mpi=MpiFacts(),
+        memory=MemoryFacts(),
+        directories=(),
+        visible=visible,
+        by_torch=torch.cuda.is_available(),
+        thread_level=mpi_library.thread_level() if size > 1 else "MULTIPLE",
+    )
+
+
+@contextmanager
+def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]:
+    """Connect all ranks as a training would, and let go of them at the end. Collective.
+
+    What the settings force and cannot be had becomes a finding, and the ranks go on without. No
+    word of it reaches the global world.
+
+    Args:
+        settings: of this rank; those of rank 0 decide.
+
+    Raises:
+        LaunchError: the launcher, the MPI library and the world do not fit together.
+    """
+    ranks = find_world()
+    # An error on its way out finds the hooks still there, and ends all ranks.
+    hooks = install(ranks, settings.log_dir) if ranks else None
+    threads = torch.get_num_threads()
+    obstacles: list[Finding] = []
+    try:
+        found = connect(ranks, settings)
+    except (ConfigError, NodeMemoryError, LaunchError) as error:  # the last: no Horovod works
+        obstacles = [_obstacle(error)]
+        engine = "hpctrain" if isinstance(error, LaunchError) else settings.engine
+        settings = replace(settings, plan=None, shared_memory="auto", engine=engine)
+        found = connect(ranks, settings)
+    yield found, obstacles
+    torch.set_num_threads(threads)
+    if found.presence is not None and hooks is not None:
+        leave(found.presence, hooks)
+    found.comm.close()
+    if hooks is not None:
+        hooks.uninstall()
+
+
+def _obstacle(error: ConfigError | NodeMemoryError | LaunchError) -> Finding:
+    name, do = {
+        ConfigError: ("plan", "leave HPCTRAIN_PLAN out, or measure anew"),
+        NodeMemoryError: ("node memory", "set HPCTRAIN_SHARED_MEMORY=auto"),
+        LaunchError: ("engine", "`hpctrain horovod build`, or HPCTRAIN_ENGINE=hpctrain"),
+    }[type(error)]
+    return Finding(name, "error", str(error), do)
+
+
+def _in_sentences(found: Connection) -> list[str]:
+    """Tell the plan: what it says, what it was chosen by, and what was measured."""
+    rows = [f"{name} {text}" for name, text in found.plan.describe()]
+    told = [f"{'; '.join(rows)}; chosen by {found.plan_origin}"]
+    for what, where in (("rail", "between nodes"), ("tensors", "over all ranks")):
+        table = found.plan.measurements(what)
+        for size, *cells in table[1:]:
+            pairs = zip(table[0][1:], cells, strict=True)
+            times = ", ".join(f"{name} {cell}" for name, cell in pairs if cell)
+            told.append(f"{size} {where}: {times}")
+    return told

@@ -1,0 +1,237 @@
+"""Traffic between ranks: latency, bandwidth, clocks, and the interfaces that carry it."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from hpctrain.cluster.nics import live_cards
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.units import KIB, MIB
+from hpctrain.doctor.checks.facts import Carried, Link
+from hpctrain.doctor.checks.links import slow
+
+PING, LARGE, CLOCK, STOP = range(4)
+
+PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3
+"""A link is pinged for so long."""
+FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
+GROWTH = 4
+LARGE_S = 8e-3
+"""A message that takes so long in one direction is large enough."""
+ENDLESS_S = 0.2
+"""And one that takes so long needs no second try."""
+LARGE_RUNS = 3
+CLOCK_PINGS = 8
+FEWEST_ROUNDS = 3
+"""A node is compared with so many others at least; two join all nodes by a way."""
+MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
+"""So many slow links are measured again, each alone, so often, and after so many seconds: what
+else hosts were busy with has passed by then, and a bad cable has not."""
+COUNTED = Path("/proc/net/dev")
+_WORD_BYTES = 4
+"""InfiniBand counts words."""
+
+Clock = Callable[[], float]
+
+
+def links_inside(comm: Communicator, topology: Topology) -> list[Link]:
+    """Measure between two ranks of each node. Collective."""
+    return measure(comm, [(ranks[0], ranks[1]) for ranks in topology.nodes if len(ranks) > 1])
+
+
+def links_between(
+    comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
+) -> tuple[list[Link], list[Carried]]:
+    """Measure between nodes as long as there is time, and doubtful links again. Collective.
+
+    Args:
+        comm: all ranks.
+        topology: of them.
+        fast_cards: of this host.
+        seconds: how long, about; a few rounds are measured in any case.
+
+    Returns:
+        The links between the first ranks of nodes, and what left each node meanwhile; the same
+        on every rank.
+    """
+    before = interface_bytes(), card_bytes()
+    links: list[Link] = []
+    end = time.monotonic() + seconds
+    for number, pairs in enumerate(rounds([ranks[0] for ranks in topology.nodes]), start=1):
+        links += measure(comm, pairs)
+        if not comm.broadcast_object(number < FEWEST_ROUNDS or time.monotonic() < end):
+            break
+    for _ in range(DOUBTED):
+        doubts = slow(links)[:MOST_DOUBTS]
+        if doubts:
+            time.sleep(PAUSE_S)
+        for doubt in doubts:
+            again = measure(comm, [doubt.ranks])[0]
+            links[links.index(doubt)] = doubt.with_best_of(again)
+    after = interface_bytes(), card_bytes()
+    mine = Carried(
+        host=topology.hosts[topology.node],
+        sent_bytes=sum(link.sent_bytes for link in links if comm.rank in link.ranks),
+        by_interface=difference(before[0], after[0]),
+        by_card=difference(before[1], after[1]),
+        fast_cards=fast_cards,
+    )
+    told = comm.allgather_object(mine if topology.local_rank == 0 else None)
+    return links, [node for node in told if node is not None]
+
+
+def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
+    """Return the bytes that left by each interface of this network namespace so far."""
+    try:
+        lines = table.read_text().splitlines()[2:]
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines)
+    return {name.strip(): int(counters.split()[8]) for name, counters in pairs}
+
+
+def card_bytes() -> dict[str, int]:
+    """Return the bytes that left by each fast card so far."""
+    found: dict[str, int] = {}
+    for card in live_cards():
+        for file in card.glob("ports/*/counters/port_xmit_data"):
+            try:
+                words = int(file.read_text())
+            except (OSError, ValueError):
+                continue
+            found[card.name] = found.get(card.name, 0) + words * _WORD_BYTES
+    return found
+
+
+def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return what the counters grew by, without those that stood still."""
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: value for name, value in grown.items() if value > 0}
+
+
+def measure(
+    comm: Communicator, pairs: Sequence[tuple[int, int]], clock: Clock = time.time
+) -> list[Link]:
+    """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
+
+    Args:
+        comm: all ranks.
+        pairs: disjoint, the same on every rank.
+        clock: seconds since 1970 by this rank's clock.
+
+    Returns:
+        A link for each pair, in their order; the same on every rank.
+    """
+    mine: Link | None = None
+    for first, second in pairs:
+        if comm.rank == first:
+            mine = _ask(comm, second, clock)
+        elif comm.rank == second:
+            _answer(comm, first, clock)
+    found = {link.ranks: link for link in comm.allgather_object(mine) if link is not None}
+    return [found[pair] for pair in pairs]
+
+
+def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Pair all ranks with all others, in rounds of disjoint pairs: the circle of a tournament."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    half = len(circle) // 2
+    found = []
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append(
+            [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        )
+        circle[1:] = [circle[-1], *circle[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
+    """Lead the measurement: every request is one small message, and the partner obeys."""
+    _round_trip(comm, partner, PING)  # opens the connection
+    trips: list[float] = []
+    end = time.perf_counter() + PINGS_S
+    while len(trips) < FEWEST_PINGS or (len(trips) < MOST_PINGS and time.perf_counter() < end):
+        trips.append(_round_trip(comm, partner, PING))
+    offset_s, error_s = min(
+        (_clock_of(comm, partner, clock) for _ in range(CLOCK_PINGS)), key=lambda found: found[1]
+    )
+    one_way_s, num_bytes, sent_bytes = _large(comm, partner)
+    _send(comm, partner, STOP)
+    return Link(
+        ranks=(comm.rank, partner),
+        latency_s=min(trips) / 2,
+        bytes_per_s=num_bytes / one_way_s,
+        sent_bytes=sent_bytes,
+        clock_s=offset_s,
+        clock_error_s=error_s,
+    )
+
+
+def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
+    """Return the seconds of a large message one way, its bytes, and all bytes that were sent."""
+    sent_bytes = 0
+    num_bytes = FIRST_BYTES
+    while True:
+        one_way_s = math.inf
+        for _ in range(LARGE_RUNS):  # the best: anything else may happen on a host meanwhile
+            one_way_s = min(one_way_s, _round_trip(comm, partner, LARGE, num_bytes) / 2)
+            sent_bytes += num_bytes
+            if one_way_s > ENDLESS_S:
+                return one_way_s, num_bytes, sent_bytes
+        if one_way_s >= LARGE_S or num_bytes >= LAST_BYTES:
+            return one_way_s, num_bytes, sent_bytes
+        num_bytes *= GROWTH
+
+
+def _round_trip(comm: Communicator, partner: int, what: int, num_bytes: int = 0) -> float:
+    values = torch.empty(num_bytes, dtype=torch.uint8)
+    start = time.perf_counter()
+    _send(comm, partner, what, num_bytes)
+    if what == LARGE:
+        comm.send(values, partner)
+        comm.recv_(values, partner)
+    else:
+        _receive(comm, partner)
+    return time.perf_counter() - start
+
+
+def _clock_of(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]:
+    """Return how far the partner's clock is ahead, and by how much that may be wrong."""
+    theirs = torch.empty(1, dtype=torch.float64)
+    before = clock()
+    _send(comm, partner, CLOCK)
+    comm.recv_(theirs, partner)
+    after = clock()
+    return float(theirs) - (before + after) / 2, abs(after - before) / 2
+
+
+def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
+    """Do what the partner asks for, until it has enough."""
+    while True:
+        what, num_bytes = _receive(comm, partner)
+        if what == STOP:
+            return
+        if what == LARGE:
+            values = torch.empty(num_bytes, dtype=torch.uint8)
+            comm.recv_(values, partner)
+            comm.send(values, partner)
+        elif what == CLOCK:
+            comm.send(torch.tensor([clock()], dtype=torch.float64), partner)
+        else:
+            _send(comm, partner, PING)
+
+
+def _send(comm: Communicator, partner: int, what: int, num_bytes: int = 0) -> None:
+    comm.send(torch.tensor([what, num_bytes]), partner)
+
+
+def _receive(comm: Communicator, partner: int) -> tuple[int, int]:
+    message = torch.empty(2, dtype=torch.int64)
+    comm.recv_(message, partner)
+    what, num_bytes = message.tolist()
+    return what, num_bytes

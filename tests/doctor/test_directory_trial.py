@@ -1,0 +1,120 @@
+"""Faults of a directory are planted for real: by the kernel, by mounts, by rights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpctrain.doctor.host.directory_trial import (
+    facts_of,
+    file_system_of,
+    take_steps,
+    try_directory,
+)
+
+REFUSE = Path(__file__).with_name("refuse.py")
+
+TRY = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from hpctrain.doctor.checks.directory import check_directories
+from hpctrain.doctor.host.directory_trial import try_directory
+from tests.doctor.healthy import with_
+facts = try_directory(Path(sys.argv[1]), float(sys.argv[2]))
+print(json.dumps([asdict(each) for each in check_directories(with_(directories=(facts,)))]))
+"""
+
+
+def findings(directory, *before, limit_s=60):
+    """What is found in a directory by a process that ``before`` puts somewhere."""
+    done = subprocess.run(
+        [*before, sys.executable, "-c", TRY, str(directory), str(limit_s)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+STEPS = ("list", "write", "lock", "hdf5", "hdf5 locked")
+
+
+def test_a_good_directory_is_left_as_it_was_and_one_that_is_not_there_is_told(tmp_path):
+    facts = try_directory(tmp_path, 60)
+    assert facts.steps == dict.fromkeys(STEPS, "")
+    assert tuple(facts.steps) == STEPS
+    assert facts.hung == ""
+    assert facts.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "FileNotFoundError" in try_directory(tmp_path / "none", 60).steps["list"]
+
+
+def test_the_trial_of_a_directory_syncs_as_a_checkpoint_does(disk, capsys):
+    take_steps(disk.root, "trial")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told[1:] == [[step, said] for step in STEPS for said in (None, "")]
+    assert not list(disk.root.iterdir())
+
+
+@pytest.mark.requires("root")
+def test_a_directory_that_is_read_only_is_a_warning(tmp_path):
+    with h5py.File(tmp_path / "shard.h5", "w") as file:
+        file["x"] = 1
+    mount = 'mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    (found,) = findings(tmp_path, "unshare", "-m", "sh", "-c", mount, str(tmp_path))
+    assert found["level"] == "warning"
+    assert "Read-only file system" in found["what"]
+    assert "another directory" in found["do"]
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path):
+    (found,) = findings(tmp_path, sys.executable, REFUSE, "flock", "ENOLCK")
+    assert found["level"] == "warning"
+    assert "no locks" in found["what"]
+    assert "HDF5_USE_FILE_LOCKING=FALSE" in found["do"]
+
+
+def test_a_lock_that_hangs_is_an_error_that_does_not_hang(tmp_path):
+    (found,) = findings(tmp_path, sys.executable, REFUSE, "flock", "hang", limit_s=6)
+    assert found["level"] == "error"
+    assert "taking a lock hangs" in found["what"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "hung", "running"),
+    [
+        (["list", "write"], True, "write"),
+        ([], True, "start"),
+        (["list", "write", "lock"], False, ""),
+    ],
+)
+def test_the_step_that_hangs_is_named(lines, hung, running):
+    said = ['["place", "lustre", 5]']
+    for name in lines:
+        said += [f'["{name}", null]', f'["{name}", ""]']
+    if running and lines:
+        said.pop()
+    facts = facts_of(Path("/scratch"), [*said, '["beg'], hung=hung)
+    assert (facts.hung, facts.file_system) == (running, "lustre")
+
+
+def test_the_kind_of_file_system_is_that_of_the_mount_on_top(tmp_path):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        "2 1 0:1 / /scratch rw - ext4 /dev/sdb rw\n"
+        "3 1 0:2 / /scratch rw shared:7 - lustre 10.0.0.1@o2ib:/s rw\n"
+        "4 1 0:3 / /scratch2 rw - nfs4 server:/x rw\n"
+        "cut off\n"
+    )
+    assert file_system_of(Path("/scratch/me"), mounts) == "lustre"
+    assert file_system_of(Path("/scratch2"), mounts) == "nfs4"
+    assert file_system_of(Path("/home"), mounts) == "ext4"
+    assert file_system_of(Path("/home"), tmp_path / "none") == ""

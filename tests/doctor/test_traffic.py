@@ -1,0 +1,79 @@
+"""Pairs of ranks: everybody meets everybody, and all know what was measured."""
+
+import time
+
+import pytest
+
+from hpctrain.comm.factory import connect
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.core.config import Settings
+from hpctrain.doctor.checks.facts import Link, WorldFacts
+from hpctrain.doctor.checks.links import check_clocks, offsets
+from hpctrain.doctor.ranks.traffic import measure, rounds
+
+TOGETHER = pytest.mark.ranks(2, 3, 4)
+
+
+@pytest.mark.parametrize("ranks", [[], [3], [0, 4], [1, 2, 8], list(range(0, 20, 2)), range(11)])
+def test_all_pairs_meet_once_in_rounds_where_nobody_is_twice(ranks):
+    ranks = list(ranks)
+    found = rounds(ranks)
+    for pairs in found:
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(busy) == len(set(busy))
+    met = [pair for pairs in found for pair in pairs]
+    assert sorted(met) == [(a, b) for a in sorted(ranks) for b in sorted(ranks) if a < b]
+
+
+@TOGETHER
+def test_all_ranks_know_all_figures(world):
+    comm = MpiCommunicator(world.Dup())
+    for pairs in rounds(range(world.size)):
+        links = measure(comm, pairs)
+        assert [link.ranks for link in links] == pairs
+        assert all(link.latency_s > 0 and link.bytes_per_s > 0 for link in links)
+        assert all(link.sent_bytes > 0 for link in links)
+        assert world.allgather(links) == [links] * world.size
+    comm.close()
+
+
+@TOGETHER
+def test_no_pair_is_no_measurement(world):
+    comm = MpiCommunicator(world.Dup())
+    assert measure(comm, []) == []
+    comm.close()
+
+
+@TOGETHER
+def test_a_clock_that_goes_ahead_is_found_within_the_error_that_is_told(world, monkeypatch):
+    ahead = 7.5 * world.rank
+    monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "1")
+    connection = connect(world.Dup(), Settings(ranks_per_node=1))
+    links = []
+    for pairs in rounds(range(world.size)):
+        links += measure(connection.comm, pairs, clock=lambda: time.time() + ahead)
+    found = offsets(links, 0)
+    assert found.keys() == set(range(world.size))
+    for rank, (offset, error) in found.items():
+        assert abs(offset - 7.5 * rank) <= error + 1e-6
+    facts = WorldFacts(ranks=(), topology=connection.topology, between=links)
+    (finding,) = check_clocks(facts)
+    assert finding.level == "warning"
+    assert f"#{world.size} is " in finding.what
+    connection.presence.farewell()
+    connection.comm.close()
+
+
+def link(first, second, clock_s, clock_error_s=0.001):
+    return Link(
+        ranks=(first, second),
+        latency_s=1e-5,
+        bytes_per_s=1e9,
+        clock_s=clock_s,
+        clock_error_s=clock_error_s,
+    )
+
+
+def test_clocks_are_compared_along_a_way_and_errors_add_up():
+    found = offsets([link(2, 4, 3.0), link(0, 4, 1.0), link(6, 8, 9.0)], 0)
+    assert found == {0: (0.0, 0.0), 4: (1.0, 0.001), 2: (-2.0, 0.002)}
