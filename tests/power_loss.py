@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import atomic_replace
+from hpctrain.core import atomic
 from hpctrain.core.atomic import PART
 
 
@@ -39,7 +39,7 @@ class Disk:
             patch.setattr(os, name, self._renaming(getattr(os, name)))
         for name in ("unlink", "remove", "rmdir"):
             patch.setattr(os, name, self._removing(getattr(os, name)))
-        patch.setattr(atomic_replace, "_exchange", self._exchanging(atomic_replace._exchange))
+        patch.setattr(atomic, "exchange_names", self._exchanging(atomic.exchange_names))
 
     def lost(self, *ignored: str, below: Path | None = None) -> list[str]:
         """What a loss of power would change now, but for parts of files and the ``ignored``."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.atomic_replace import appear
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import (
     NAME,
@@ -32,7 +31,7 @@ from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.core.atomic import PART, make_folder, sync
+from hpctrain.core.atomic import PART, appear, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
 from hpctrain.core.units import MIB
 

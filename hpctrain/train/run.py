@@ -16,6 +16,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
 from hpctrain.core.logs import logger
+from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
@@ -33,7 +34,6 @@ from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, s
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
-from hpctrain.train.targets import make_importable
 from hpctrain.train.task import Task, build
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint import atomic_replace
 from hpctrain.checkpoint.tools.export import export
 from hpctrain.checkpoint.tools.prune import prune
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core import atomic
 from tests.checkpoint.managed import managed, state, steps_in
 from tests.checkpoint.test_export import NAMES
 
@@ -23,7 +23,7 @@ def test_a_checkpoint_and_its_parents_are_on_disk_when_it_is_saved(disk, comm, r
 
 
 def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
-    monkeypatch.setattr(atomic_replace, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "exchange_names", lambda *_: False)
     for value in (1, 2):
         checkpoint.save(disk.root / "a", state(value), SerialCommunicator(), step=1)
         assert not disk.lost()

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.targets import call, make_importable, member, resolve
+from hpctrain.core.target import make_importable
+from hpctrain.train.targets import call, member, resolve
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def test_a_module_beside_the_configuration_is_found_first(folder):
         ("mine_for_targets", 'as "module:function", got "mine_for_targets"'),
         ("nowhere_at_all:f", "there is no module nowhere_at_all; put it beside"),
         ("broken_for_targets:f", "cannot be imported: No module named 'no_such_package_at_all'"),
-        ("mine_for_targets:modle", "mine_for_targets has no modle to call; did you mean model?"),
-        ("mine_for_targets:value", "mine_for_targets has no value to call"),
+        ("mine_for_targets:modle", "mine_for_targets has no modle; did you mean model?"),
+        ("mine_for_targets:value", "is of type int, nothing to call"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpctrain.checkpoint.atomic_replace import appear
 from hpctrain.checkpoint.format.state_tree import component, flatten
-from hpctrain.core.atomic import PART, make_folder, publishing, reason_of, sync
+from hpctrain.core.atomic import PART, appear, make_folder, publishing, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
 Kind = Literal["pt", "safetensors", "dcp"]
