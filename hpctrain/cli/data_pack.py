@@ -229,7 +229,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
     from hpctrain.cli.joined import joined  # noqa: PLC0415
-    from hpctrain.cli.pack_bar import PackBar  # noqa: PLC0415
+    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
     from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
     from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
@@ -237,8 +237,8 @@ def _run(source: str, directory: Path, config: "PackConfig") -> None:
     comm = joined()
     console = make_console(shown=comm.rank == 0)
     try:
-        with PackBar(console) as bar:
-            packed = pack_source(source, directory, config, comm=comm, watcher=bar)
+        with ToolBar("packing", comm) as bar:
+            packed = pack_source(source, directory, config, comm=comm, start=bar.start)
     except DataError as error:
         if comm.size == 1:
             raise
@@ -263,5 +263,5 @@ def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
         shape = (*(["length"] if field.ragged else []), *field.shape)
         extents = f"({', '.join(map(str, shape))})"
         console.print(f"  {name:12} {field.dtype.lstrip('|<')} {extents}", soft_wrap=True)
-    if packed.classes:
-        console.print(f"  {len(packed.classes)} classes, named in {CLASSES}")
+    if manifest.classes:
+        console.print(f"  {len(manifest.classes)} classes, named in {CLASSES}")

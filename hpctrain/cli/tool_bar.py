@@ -1,4 +1,4 @@
-"""The bar that shows how far a tool for data sets is."""
+"""The bar that shows how far packing, or a tool for data sets, is."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ class ToolBar(Bar):
     """Shows the share of rank 0, which stands for all: shares are alike."""
 
     def __init__(self, what: str, comm: "Communicator | None") -> None:
-        """Show nothing yet.
+        """Swing until it is known how much there is to do.
 
         Args:
             what: is done, such as ``checking``.
@@ -25,17 +25,16 @@ class ToolBar(Bar):
             make_console(shown=comm is None or comm.rank == 0),
             TextColumn(what),
             BarColumn(),
-            TaskProgressColumn(),
+            TaskProgressColumn(text_format_no_percentage="{task.completed:.0f}"),
             TimeRemainingColumn(),
         )
+        self._task = self._bar.add_task("", total=None)
 
-    def start(self, total: int) -> Callable[[int], None]:
-        """Begin anew; return what moves on, from any thread."""
-        for old in self._bar.task_ids:
-            self._bar.remove_task(old)
-        task = self._bar.add_task("", total=total)
+    def start(self, total: int | None, done: int = 0) -> Callable[[int], None]:
+        """Begin anew with ``done`` of ``total``; without a total the bar swings.
 
-        def advance(some: int) -> None:
-            self._bar.advance(task, some)
-
-        return advance
+        Returns:
+            What moves on, from any thread.
+        """
+        self._bar.reset(self._task, total=total, completed=done)
+        return lambda some: self._bar.advance(self._task, some)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.data_pack import pack
-from hpctrain.cli.pack_bar import PackBar
+from hpctrain.cli.tool_bar import ToolBar
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.runtime.world import current
@@ -92,16 +92,16 @@ def test_the_help_shows_every_kind_of_source(run):
         assert word in text
 
 
-def test_the_bar_shows_where_it_goes_on_from():
-    out = StringIO()
-    with PackBar(Console(file=out, force_terminal=True, width=100)) as bar:
-        bar.start(100, 40)
-        bar.advance(10)
-    assert "50 samples" in out.getvalue()
-    out = StringIO()
-    with PackBar(Console(file=out)) as bar:
-        bar.start(100, 40)
-    assert not out.getvalue()
+@pytest.mark.parametrize(("total", "shown"), [(100, "50%"), (None, "50 ")])
+def test_the_bar_shows_where_it_goes_on_from(monkeypatch, total, shown):
+    for is_terminal in (True, False):
+        out = StringIO()
+        console = Console(file=out, force_terminal=is_terminal, width=100)
+        monkeypatch.setattr("hpctrain.cli.tool_bar.make_console", lambda made=console, **_: made)
+        with ToolBar("packing", None) as bar:
+            bar.start(total, 40)(10)
+        assert (shown in out.getvalue()) == is_terminal
+        assert ("packing" in out.getvalue()) == is_terminal
 
 
 @pytest.mark.ranks(2, 3)

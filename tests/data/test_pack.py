@@ -46,26 +46,26 @@ PACK = """
 import sys
 from hpctrain.data.packing.pack import PackConfig, pack
 
-class Watcher:
-    def start(self, total, done): pass
-    def advance(self, num_samples): print(num_samples, flush=True)
+def start(total, done):
+    return lambda num_samples: print(num_samples, flush=True)
 
 config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
 import hpctrain.data.packing.sample_batches as samples
-import hpctrain.data.packing.share as share
-samples._BATCH_SAMPLES = share._BATCH_SAMPLES = 4
+import hpctrain.data.packing.source as source
+samples.BATCH_SAMPLES = source.BATCH_SAMPLES = 4
 samples.NUM_EXAMINED = 10
 import hpctrain.data.packing.python as python
 python.NUM_EXAMINED = 10
-pack(sys.argv[1], "set", config, watcher=Watcher())
+pack(sys.argv[1], "set", config, start=start)
 """
 
 
 class Watcher:
     done = total = written = 0
 
-    def start(self, total, done):
+    def __call__(self, total, done):
         self.total, self.done = total, done
+        return self.advance
 
     def advance(self, num_samples):
         self.written += num_samples
@@ -89,7 +89,7 @@ def test_after_a_kill_it_goes_on_behind_the_finished_shards(tmp_path, monkeypatc
     (tmp_path / "go").touch()
     config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
     watcher = Watcher()
-    pack(source, "set", config, watcher=watcher)
+    pack(source, "set", config, start=watcher)
     assert watcher.done >= 32
     assert watcher.written == 100 - watcher.done
     pack(source, "fresh", config)
@@ -176,13 +176,13 @@ def test_what_was_written_is_kept_for_the_same_source_and_options_only(tmp_path,
     watcher = Watcher()
     watcher.advance = Mock(side_effect=RuntimeError("stop"))
     with pytest.raises(RuntimeError, match="stop"):
-        pack(given, tmp_path / "set", PackConfig(**config), watcher=watcher)
+        pack(given, tmp_path / "set", PackConfig(**config), start=watcher)
     if change == "source":
         np.save(source, ROWS[::-1])
     if change == "option":
         config["block_size"] = 5
     watcher = Watcher()
-    pack(given, tmp_path / "set", PackConfig(**config), watcher=watcher)
+    pack(given, tmp_path / "set", PackConfig(**config), start=watcher)
     assert watcher.done == (100 if change == "none" else 0)
     assert watcher.done + watcher.written == watcher.total == 100
 
@@ -291,15 +291,18 @@ def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
     for index in range(70):
         Image.new("RGB", (2, 2)).save(tmp_path / f"{index:02}.png")
 
-    watcher = Watcher()
-    watcher.start = lambda *_: (tmp_path / "33.png").unlink()
+    def start(*_):
+        (tmp_path / "33.png").unlink()
+        return len
+
     with pytest.raises(DataError, match=r"cannot read .*33.png: No such file"):
-        pack(tmp_path, tmp_path / "set", watcher=watcher)
+        pack(tmp_path, tmp_path / "set", start=start)
 
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    monkeypatch.delitem(sys.modules, "hpctrain.data.packing.csv_table", raising=False)
+    monkeypatch.delitem(sys.modules, "hpctrain.data.packing.table", raising=False)
     (tmp_path / "t.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r'pip install "hpctrain\[pack\]"'):
         pack(tmp_path / "t.csv", tmp_path / "set")
@@ -314,7 +317,7 @@ def test_functions_of_one_module_are_not_taken_for_each_other(tmp_path, monkeypa
     watcher = Watcher()
     watcher.advance = Mock(side_effect=RuntimeError("stop"))
     with pytest.raises(RuntimeError, match="stop"):
-        pack("two_functions:first", tmp_path / "set", config, watcher=watcher)
+        pack("two_functions:first", tmp_path / "set", config, start=watcher)
     pack("two_functions:second", tmp_path / "set", config)
     assert read(tmp_path / "set")["x"] == list(range(1000, 1030))
 

@@ -2,29 +2,43 @@
 
 import struct
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.files import check_file
-from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen, field_of
+from hpctrain.data.packing.source import (
+    Array,
+    Batch,
+    Indexed,
+    WantedFields,
+    chosen,
+    field_of,
+    readable,
+)
 
 _LOCAL_HEADER_BYTES = 30
+_UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
+
+Columns = Mapping[str, Any]
+"""By field, what has a ``shape`` and gives samples for ``[rising indices]``."""
 
 
 @dataclass(kw_only=True)
 class Arrays(Indexed):
     """Arrays of one length, whose first dimension counts samples."""
 
-    places: Mapping[str, tuple[Path, str | None]]
-    """File of each field, and in an archive the name of the array."""
+    opener: Callable[[], Columns]
+    """Opens them, in any process."""
     num_samples: int
-    _opened: dict[str, Array] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -32,28 +46,84 @@ class Arrays(Indexed):
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """Gather samples."""
-        if not self._opened:
-            self._opened = {name: _open(*place) for name, place in self.places.items()}
-        return {name: array[indices] for name, array in self._opened.items()}
+        return {name: column[indices] for name, column in self._columns.items()}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the arrays: they are mapped, and pickled they would be copied."""
-        return {**self.__dict__, "_opened": {}}
+    @cached_property
+    def _columns(self) -> Columns:
+        return self.opener()
 
 
-def open_arrays(path: Path, wanted: WantedFields) -> Arrays:
+@dataclass(kw_only=True)
+class Joined(Indexed):
+    """Sources of the same fields, the samples of the first one first."""
+
+    parts: Sequence[Indexed]
+
+    def __len__(self) -> int:
+        """Return the number of samples of all."""
+        return sum(map(len, self.parts))
+
+    def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Gather samples from their sources."""
+        ends = np.cumsum([len(part) for part in self.parts])
+        homes = np.searchsorted(ends, indices, side="right")
+        pieces = []
+        for home in np.unique(homes):
+            part = self.parts[home]
+            pieces.append(part.take(indices[homes == home] - (ends[home] - len(part))))
+        return {
+            name: list(chain.from_iterable(piece[name] for piece in pieces))
+            if one.ragged
+            else np.concatenate([piece[name] for piece in pieces])
+            for name, one in self.fields.items()
+        }
+
+
+def joined(parts: Sequence[Indexed]) -> Indexed:
+    """Make one source of several, one for each file.
+
+    Raises:
+        DataError: their fields differ.
+    """
+    first = parts[0]
+    for part in parts:
+        if part.fields != first.fields:
+            raise DataError(
+                f"files that are packed together have the same fields: {first.files[0]} has "
+                f"{dict(first.fields)}, {part.files[0]} has {dict(part.fields)}; pack them one "
+                f"by one"
+            )
+    if len(parts) == 1:
+        return first
+    return Joined(
+        fields=first.fields,
+        files=sorted({file for part in parts for file in part.files}),
+        sample_bytes=first.sample_bytes,
+        notes=tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts))),
+        parts=parts,
+    )
+
+
+def open_arrays(files: Sequence[str], wanted: WantedFields) -> Indexed:
     """Examine arrays.
 
     Args:
-        path: an ``.npz``, or an ``.npy``; then ``wanted.fields`` may name several ``.npy`` files
-            in the same folder, without it the field is ``x``.
+        files: each an ``.npz``, or an ``.npy``; then ``wanted.fields`` may name several ``.npy``
+            files in the same folder, without it the field is ``x``.
         wanted: which arrays.
 
     Raises:
         DataError: no arrays, of different lengths, or of types that a data set cannot hold.
     """
+    return joined([_examined(Path(file), wanted) for file in files])
+
+
+def _examined(path: Path, wanted: WantedFields) -> Arrays:
     if path.suffix == ".npz":
-        names = chosen(_members(path), wanted.fields, str(path))
+        with readable(str(path), "arrays", *_UNREADABLE), zipfile.ZipFile(path) as archive:
+            inside = archive.namelist()
+        members = [name.removesuffix(".npy") for name in inside if name.endswith(".npy")]
+        names = chosen(members, wanted.fields, str(path))
         places: dict[str, tuple[Path, str | None]] = {
             name: (path, member) for name, member in names.items()
         }
@@ -62,94 +132,69 @@ def open_arrays(path: Path, wanted: WantedFields) -> Arrays:
         places = {name: (path.parent / file, None) for name, file in files.items()}
         for file, _ in places.values():
             if file.exists():
-                check_file(file)
-    arrays = {name: _open(*place) for name, place in places.items()}
-    for name, array in arrays.items():
-        if not array.ndim:
-            raise DataError(
-                f"the first dimension of an array counts samples, {name} of {path} has none; "
-                f"choose others: --field NAME=ARRAY"
-            )
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) != 1:
-        raise DataError(
-            f"all fields have the same number of samples, {path} has "
-            f"{lengths or 'no array'}; choose some: --field NAME=ARRAY"
-        )
+                check_file(str(file))
+    opener = partial(_open_all, places)
+    arrays = opener()
+    fields = {
+        name: field_of(array.shape[1:], array.dtype, f"{name} of {path}")
+        for name, array in arrays.items()
+        if array.ndim
+    }
     return Arrays(
-        fields={
-            name: field_of(array.shape[1:], array.dtype, f"{name} of {path}")
-            for name, array in arrays.items()
-        },
-        files=sorted({file for file, _ in places.values()}),
-        places=places,
-        num_samples=len(next(iter(arrays.values()))),
+        num_samples=length_of(arrays, str(path), "ARRAY"),
+        fields=fields,
+        files=sorted({str(file) for file, _ in places.values()}),
+        sample_bytes=sum(one.sample_bytes for one in fields.values()),
+        opener=opener,
     )
 
 
-def load_array(path: Path) -> Array:
-    """Read an ``.npy`` file whole.
+def length_of(columns: Columns, where: str, what: str) -> int:
+    """Return the number of samples of columns.
 
     Raises:
-        DataError: it is none, or holds Python objects.
+        DataError: there are none, or they have different lengths, or none.
     """
-    return _loaded(path, mapped=False)
+    for name, column in columns.items():
+        if not column.shape:
+            raise DataError(
+                f"the first dimension of an array counts samples, {name} of {where} has none; "
+                f"choose others: --field NAME={what}"
+            )
+    lengths = {name: int(column.shape[0]) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataError(
+            f"all fields have the same number of samples, {where} has "
+            f"{lengths or 'no array'}; choose some: --field NAME={what}"
+        )
+    return next(iter(lengths.values()))
 
 
-def _open(path: Path, member: str | None) -> Array:
-    if member is None:
-        return _loaded(path, mapped=True)
-    try:
-        mapped = _mapped_member(path, member)
-        if mapped is not None:
-            return mapped
-        with np.load(path, allow_pickle=False) as archive:
-            return np.asarray(archive[member])
-    except (ValueError, EOFError, zipfile.BadZipFile, struct.error) as error:
-        raise _unreadable(f"{member} of {path}", error) from None
+def _open_all(places: Mapping[str, tuple[Path, str | None]]) -> dict[str, Array]:
+    return {name: _opened(*place) for name, place in places.items()}
 
 
-def _loaded(path: Path, *, mapped: bool) -> Array:
-    try:
-        loaded = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise _unreadable(str(path), error) from None
-    if not isinstance(loaded, np.ndarray):
-        raise DataError(f"{path} must hold one array, as .npy files do; rename it to .npz")
-    return loaded
+def _opened(path: Path, member: str | None) -> Array:
+    what = str(path) if member is None else f"{member} of {path}"
+    with readable(what, "an array of numbers", *_UNREADABLE):
+        if member is not None:
+            return _member(path, f"{member}.npy")
+        return np.lib.format.open_memmap(path, mode="r")
 
 
-def _members(path: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except zipfile.BadZipFile as error:
-        raise _unreadable(str(path), error) from None
-    return [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
-
-
-def _mapped_member(path: Path, member: str) -> Array | None:
+def _member(path: Path, name: str) -> Array:
     """Map an array that lies in its archive as it is: all ranks of a node share the memory."""
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(f"{member}.npy")
-    if info.compress_type != zipfile.ZIP_STORED:
-        return None
-    with path.open("rb") as file:
-        file.seek(info.header_offset)
-        name_bytes, extra_bytes = struct.unpack("<26x2H", file.read(_LOCAL_HEADER_BYTES))
-        file.seek(name_bytes + extra_bytes, 1)
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            return None
-        read_header: Any = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-        shape, is_fortran, dtype = read_header(file)
-        if dtype.hasobject or 0 in shape or not shape:
-            return None
-        order = "F" if is_fortran else "C"
-        return np.memmap(path, dtype, "r", file.tell(), shape, order)  # type: ignore[call-overload,no-any-return]
-
-
-def _unreadable(what: str, error: BaseException) -> DataError:
-    return DataError(
-        f"{what} cannot be read as an array of numbers: {error}; write it again with numpy.save"
-    )
+    npy = np.lib.format
+    with zipfile.ZipFile(path) as archive, archive.open(name) as file:
+        info = archive.getinfo(name)
+        if info.compress_type == zipfile.ZIP_STORED and npy.read_magic(file) == (1, 0):
+            shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+            if shape and 0 not in shape and not dtype.hasobject:
+                with path.open("rb") as whole:
+                    whole.seek(info.header_offset)
+                    header = whole.read(_LOCAL_HEADER_BYTES)
+                start = info.header_offset + len(header) + sum(struct.unpack("<26x2H", header))
+                order: Literal["F", "C"] = "F" if is_fortran else "C"
+                return np.memmap(path, dtype, "r", start + file.tell(), shape, order)
+        file.seek(0)
+        return np.asarray(npy.read_array(file, allow_pickle=False))

@@ -1,38 +1,22 @@
-"""Files below a folder: millions of them, kept as text."""
+"""Files to pack: found below a folder, known again after a kill, read without their packing."""
 
+import bz2
+import gzip
 import hashlib
+import lzma
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import overload
+from typing import IO, Any
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
 
 _NUM_THREADS = 16
 _FILES_PER_TASK = 256
-
-
-class Paths(Sequence[Path]):
-    """Paths that are made when they are asked for: a Path takes several times its text."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        """Keep the texts."""
-        self.texts = texts
-
-    def __len__(self) -> int:
-        """Return the number of paths."""
-        return len(self.texts)
-
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Paths": ...
-    def __getitem__(self, index: int | slice) -> "Path | Paths":
-        """Return a path, or some of them."""
-        if isinstance(index, slice):
-            return Paths(self.texts[index])
-        return Path(self.texts[index])
 
 
 def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
@@ -62,14 +46,13 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             found = sorted(visible, key=lambda entry: entry.name)
         for entry in found:
             if entry.is_dir():
-                inside.append(entry.name)
+                inside.append(entry.path)
                 continue
             # The listing tells what is no file, without a call for each of millions.
             if not entry.is_file() and (at == root or not _was_a_file(entry)):
-                check_file(Path(entry.path))
+                check_file(entry.path)
             yield entry.path
-        new = [name for name in inside if _is_new(at, name, seen, left_out)]
-        waiting += [os.path.join(at, name) for name in reversed(new)]  # noqa: PTH118 - a Path takes too long
+        waiting += reversed([path for path in inside if _is_new(at, path, seen, left_out)])
 
 
 def _was_a_file(entry: os.DirEntry[str]) -> bool:
@@ -78,32 +61,11 @@ def _was_a_file(entry: os.DirEntry[str]) -> bool:
     return leads_nowhere and bool(ending_of(entry.name))
 
 
-def check_file(path: Path) -> None:
-    """Check that what is to be read is a file: it alone can be read more than once.
-
-    Raises:
-        DataError: it is a pipe, a socket or a device, or a link that leads nowhere.
-    """
-    if path.is_file():
-        return
-    if path.is_symlink() and not path.exists():
-        raise DataError(
-            f"a link among samples leads to a file or a folder, {path} leads to "
-            f"{path.readlink()}, which is not there; bring it back, or remove the link"
-        )
-    raise DataError(
-        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
-        f"what it gives to a file, or remove it"
-    )
-
-
 def _is_new(
-    at: str, name: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
+    at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Say whether a folder is to be looked at; it is remembered."""
-    path = os.path.join(at, name)  # noqa: PTH118 - as above
-    identity = _identity(path)
-    before = seen.setdefault(identity, path)
+    """Say whether a folder in ``at`` is to be looked at; it is remembered."""
+    before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
     if not f"{at}/".startswith(os.path.join(before, "")):  # noqa: PTH118 - with one slash
@@ -117,12 +79,28 @@ def _is_new(
 
 
 def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)  # noqa: PTH116 - as above
+    status = os.stat(path)  # noqa: PTH116 - a Path takes too long
     return status.st_dev, status.st_ino
 
 
-def _refuse(error: OSError) -> None:
-    raise error
+def check_file(name: str) -> None:
+    """Check that what is to be read is a file: it alone can be read more than once.
+
+    Raises:
+        DataError: it is a pipe, a socket or a device, or a link that leads nowhere.
+    """
+    path = Path(name)
+    if path.is_file():
+        return
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            f"a link among samples leads to a file or a folder, {path} leads to "
+            f"{path.readlink()}, which is not there; bring it back, or remove the link"
+        )
+    raise DataError(
+        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
+        f"what it gives to a file, or remove it"
+    )
 
 
 def ending_of(text: str) -> str:
@@ -130,24 +108,73 @@ def ending_of(text: str) -> str:
     return os.path.splitext(text)[1].lower()  # noqa: PTH122 - as above
 
 
-def fingerprint(files: Iterable[Path]) -> str:
+def fingerprint(files: Iterable[str]) -> str:
     """Return a text that changes with the name, size or time of any of the files.
 
     Raises:
         OSError: a file is not there.
     """
-    paths = list(map(str, files))
-    pieces = [paths[at : at + _FILES_PER_TASK] for at in range(0, len(paths), _FILES_PER_TASK)]
+    names = list(files)
+    pieces = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
     # File systems of clusters take long to answer, but answer many at a time.
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = list(pool.map(_digest, pieces))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _digest(paths: Sequence[str]) -> str:
+def _digest(names: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for path in paths:
-        status = os.stat(path)  # noqa: PTH116 - as above
-        line = f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0"  # noqa: PTH100
+    for name in names:
+        status = os.stat(name)  # noqa: PTH116 - as above
+        line = f"{os.path.abspath(name)}\0{status.st_size}\0{status.st_mtime_ns}\0"  # noqa: PTH100
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+@contextmanager
+def unpacked(path: str) -> Iterator[IO[bytes]]:
+    """Open a file, which gzip, bzip2 or xz may have packed: its first bytes tell.
+
+    All of it that is read agrees with the checksums of its packing.
+    """
+    with Path(path).open("rb") as file:
+        head = file.read(6)
+        file.seek(0)
+        found: Any = file
+        if head.startswith(b"\x1f\x8b"):
+            found = gzip.GzipFile(fileobj=file)
+        elif head.startswith(b"BZh"):
+            found = BufferedReader(_Streams(file, bz2.BZ2Decompressor))
+        elif head.startswith((b"\xfd7zXZ", b"\x5d\x00\x00\x80")):
+            found = BufferedReader(_Streams(file, lzma.LZMADecompressor))
+        with found:
+            yield found
+
+
+class _Streams(RawIOBase):
+    """Streams of bz2 or xz after each other: the library leaves out those it cannot read."""
+
+    def __init__(self, file: IO[bytes], make: Callable[[], Any]) -> None:
+        self._file, self._make = file, make
+        self._stream = make()
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as many bytes as fit, none at the end of the file."""
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed:
+                    if not (piece := self._file.read(MIB)):
+                        return 0
+                    packed = piece.lstrip(b"\0")
+                self._stream = self._make()
+            elif self._stream.needs_input and not (packed := self._file.read(MIB)):
+                raise EOFError("its end is missing")
+            if found := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(found)] = found
+                return len(found)

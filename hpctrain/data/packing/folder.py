@@ -1,27 +1,21 @@
 """Folders of images or of ``.npy`` arrays, one file a sample, by class."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing import images
-from hpctrain.data.packing.arrays import load_array
-from hpctrain.data.packing.files import Paths, ending_of, files_below
-from hpctrain.data.packing.sample_batches import (
-    NUM_EXAMINED,
-    Sample,
-    check_shapes,
-    fields_of,
-    stacked,
-)
-from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen
+from hpctrain.data.packing.contents import IMAGE_ENDINGS, Form, Size, decoded, form_of_images
+from hpctrain.data.packing.files import ending_of, files_below
+from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, fields_of, stacked
+from hpctrain.data.packing.source import Batch, Indexed, WantedFields, chosen
 
 LABEL = "label"
 _MAX_THREADS = 8
@@ -34,13 +28,12 @@ _SPLITS = frozenset(
 class Folder(Indexed):
     """Files below a folder, sorted by name; a file's class is the first folder of its path."""
 
-    content: str
-    """``array``, ``image`` (pixels) or ``encoded`` (the bytes of the files)."""
+    form: Form
+    """What the content of each file becomes."""
     names: dict[str, str]
     """Field -> ``image``, ``array`` or ``label``."""
-    labels: NDArray[np.int64] | None
-    resize: images.Size | None
-    _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
+    labels: NDArray[np.int64]
+    resize: Size | None
 
     def __len__(self) -> int:
         """Return the number of files."""
@@ -48,37 +41,21 @@ class Folder(Indexed):
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """Read files, on several threads: decoders of images let each other run."""
-        if self._pool is None:
-            num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-            self._pool = ThreadPoolExecutor(num_threads)
-        samples = list(self._pool.map(self.sample, indices.tolist()))
-        for sample in samples:
-            check_shapes(sample, self.fields)
-        return stacked(samples, self.fields)
+        return stacked(list(self._pool.map(self.sample, indices.tolist())), self.fields)
 
     def sample(self, index: int) -> Sample:
         """Read a file and look up its class."""
         path = self.files[index]
-        arrays: dict[str, Array] = {}
-        for name, what in self.names.items():
-            if what == LABEL:
-                assert self.labels is not None
-                arrays[name] = np.asarray(self.labels[index])
-            else:
-                arrays[name] = self._content(path)
-        return str(path), arrays
+        return path, {
+            name: np.asarray(self.labels[index])
+            if what == LABEL
+            else decoded(Path(path).read_bytes(), self.form, path, self.resize)
+            for name, what in self.names.items()
+        }
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the threads."""
-        return {**self.__dict__, "_pool": None}
-
-    def _content(self, path: Path) -> Array:
-        if self.content == "array":
-            return load_array(path)
-        data = path.read_bytes()
-        if self.content == "encoded":
-            return images.raw(data)
-        return images.pixels(data, str(path), self.resize)
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS))
 
 
 def open_folder(path: Path, wanted: WantedFields) -> Folder:
@@ -92,52 +69,64 @@ def open_folder(path: Path, wanted: WantedFields) -> Folder:
     """
     links: list[str] = []
     files = list(files_below(path, links))
-    found = {
-        "image": [file for file in files if ending_of(file) in images.ENDINGS],
-        "array": [file for file in files if ending_of(file) == ".npy"],
-    }
-    if bool(found["image"]) == bool(found["array"]):
+    pictures = [file for file in files if ending_of(file) in IMAGE_ENDINGS]
+    arrays = [file for file in files if ending_of(file) == ".npy"]
+    if bool(pictures) == bool(arrays):
         raise DataError(
             f"a folder of samples has images or .npy arrays below it, {path} has "
-            f"{len(found['image'])} images and {len(found['array'])} arrays; "
+            f"{len(pictures)} images and {len(arrays)} arrays; "
             f"name another folder, or the kind of the source: --as KIND"
         )
-    what = "image" if found["image"] else "array"
-    mine = Paths(found[what])
+    what: Literal["image", "array"] = "image" if pictures else "array"
     if what == "array" and (wanted.resize or wanted.encoded):
         raise DataError(f"--resize and --encoded are for images, {path} has arrays")
+    mine = pictures or arrays
     classes, labels = _classes(path, mine)
     if classes:
         _check_classes(path, classes, links, what)
-    available = [what, LABEL] if classes else [what]
     folder = Folder(
         fields={},
         files=mine,
         classes=classes,
-        content=what,
-        names=chosen(available, wanted.fields, f"the folder {path}"),
+        form=what,
+        names=chosen([what, LABEL] if classes else [what], wanted.fields, f"the folder {path}"),
         labels=labels,
         resize=wanted.resize,
     )
-    if others := len(files) - len(mine):
-        are_no = f"is no {what}" if others == 1 else f"are no {what}s"
-        folder.notes += (f"{others} file{'s' * (others > 1)} below {path} {are_no}: left out",)
-    if links:
-        folder.notes += (f"links to a folder above are left out: {', '.join(links)}",)
-    if classes and _SPLITS.issuperset(map(str.lower, classes)):
-        note = f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
-        folder.notes += (f"{note}splits, pack each by itself: {path / classes[0]}, ...",)
-    _examine(folder, path, wanted)
+    folder.notes = tuple(_notes(path, classes, len(files) - len(mine), links, what))
+    some = np.unique(np.linspace(0, len(mine) - 1, NUM_EXAMINED).astype(np.int64)).tolist()
+    if what in folder.names.values() and what == "image":
+        contents = {mine[index]: Path(mine[index]).read_bytes() for index in some}
+        folder.form, more = form_of_images(contents, wanted, str(path))
+        folder.notes += more
+    as_bytes = [name for name, one in folder.names.items() if one != LABEL]
+    ragged = [*wanted.ragged, *(as_bytes if folder.form == "bytes" else [])]
+    samples = [folder.sample(index) for index in some]
+    folder.fields, folder.sample_bytes = fields_of(samples, ragged, str(path))
     return folder
 
 
-def _classes(root: Path, files: Paths) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def _notes(
+    path: Path, classes: Sequence[str], num_others: int, links: Sequence[str], what: str
+) -> Iterator[str]:
+    if num_others:
+        are_no = f"is no {what}" if num_others == 1 else f"are no {what}s"
+        yield f"{num_others} file{'s' * (num_others > 1)} below {path} {are_no}: left out"
+    if links:
+        yield f"links to a folder above are left out: {', '.join(links)}"
+    if classes and _SPLITS.issuperset(map(str.lower, classes)):
+        yield (
+            f"the classes of {path} are named like splits: {', '.join(classes)}; if they are "
+            f"splits, pack each by itself: {path / classes[0]}, ..."
+        )
+
+
+def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Return the names of the classes, and the number of each file's class."""
     start = len(os.path.join(root, ""))  # noqa: PTH118 - with the slash at its end
-    tops = [text[start:].rpartition("/")[0].partition("/")[0] for text in files.texts]
+    tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
-    if not classes:
-        return (), None
-    if "" in tops:
+    if classes and "" in tops:
         raise DataError(
             f"either all files lie in folders, one for each class, or none does: "
             f"{files[tops.index('')]} lies beside {root / classes[0]}; move it"
@@ -149,7 +138,7 @@ def _classes(root: Path, files: Paths) -> tuple[tuple[str, ...], NDArray[np.int6
                 f"{os.fsencode(name)!r}; rename it"
             )
     number = {name: index for index, name in enumerate(classes)}
-    return tuple(classes), np.array([number[top] for top in tops], np.int64)
+    return tuple(classes), np.array([number.get(top, 0) for top in tops], np.int64)
 
 
 def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], what: str) -> None:
@@ -171,21 +160,3 @@ def _is_line(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\n" not in name and "\r" not in name
-
-
-def _examine(folder: Folder, path: Path, wanted: WantedFields) -> None:
-    """Learn the fields from some files, evenly spread: classes differ."""
-    some = np.unique(np.linspace(0, len(folder) - 1, NUM_EXAMINED).astype(np.int64))
-    if folder.content == "image" and wanted.encoded:
-        folder.content = "encoded"
-    elif folder.content == "image" and not wanted.resize and "image" in folder.names.values():
-        files = [folder.files[index] for index in some]
-        sizes = {images.size_of(file, str(file)) for file in files}
-        if len(sizes) > 1:
-            folder.content = "encoded"
-            folder.notes += (images.kept_encoded(sizes, str(path)),)
-    ragged = list(wanted.ragged)
-    if folder.content == "encoded":
-        ragged += [name for name, what in folder.names.items() if what == "image"]
-    samples = [folder.sample(int(index)) for index in some]
-    folder.fields, folder.mean_lengths = fields_of(samples, ragged, str(path))

@@ -1,8 +1,8 @@
 """Datasets of existing HDF5 files."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,112 +10,120 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.format.part import raw_offset
-from hpctrain.data.packing.images import raw
-from hpctrain.data.packing.source import Array, Batch, Indexed, WantedFields, chosen, field_of
+from hpctrain.data.packing.arrays import Arrays, joined, length_of
+from hpctrain.data.packing.sample_batches import NUM_EXAMINED
+from hpctrain.data.packing.source import (
+    Array,
+    Indexed,
+    WantedFields,
+    chosen,
+    field_of,
+    raw,
+    readable,
+)
 
-_NUM_EXAMINED = 64
 
+class Dataset:
+    """Samples of a dataset, in an order that rises."""
 
-@dataclass(kw_only=True)
-class Hdf5(Indexed):
-    """Datasets of one length, whose first dimension counts samples."""
+    def __init__(self, file: h5py.File, name: str) -> None:
+        """Find a dataset in an open file, which stays open as long as the dataset is needed."""
+        self._file, self._path = file, file.filename
+        self._dataset = own_dataset(file, name)
+        self.shape = self._dataset.shape
 
-    places: Mapping[str, str]
-    """Path of each field's dataset in the file."""
-    num_samples: int
-    _file: Any = field(default=None, repr=False)
-    _mapped: dict[str, Array | None] = field(default_factory=dict, repr=False)
+    def __getitem__(self, indices: NDArray[np.int64]) -> Array | list[Array]:
+        """Read through HDF5 where samples follow each other, else from a map if it can."""
+        with _readable(self._path):
+            first, last = int(indices[0]), int(indices[-1])
+            if last - first + 1 == len(indices):
+                rows = self._dataset[first : last + 1]
+            else:
+                rows = (self._dataset if self._map is None else self._map)[indices]
+        return [_flat(row) for row in rows] if _element_of(self._dataset) else rows
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self.num_samples
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Gather samples: through HDF5 where they follow each other, else from a map if it can."""
-        with _explained(self.files[0]):
-            if self._file is None:
-                self._file = _opened(self.files[0])
-            return {name: self._rows(name, indices) for name in self.places}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is open."""
-        return {**self.__dict__, "_file": None, "_mapped": {}}
-
-    def _rows(self, name: str, indices: NDArray[np.int64]) -> Array | list[Array]:
-        dataset = own_dataset(self._file, self.places[name])
-        if len(indices) and (np.diff(indices) == 1).all():
-            rows = dataset[int(indices[0]) : int(indices[-1]) + 1]
-        elif (mapped := self._map(name, dataset)) is not None:
-            rows = mapped[indices]
-        else:
-            distinct, back = np.unique(indices, return_inverse=True)
-            rows = dataset[distinct][back]
-        return [_flat(row) for row in rows] if self.fields[name].ragged else rows
-
-    def _map(self, name: str, dataset: Any) -> Array | None:
-        if name not in self._mapped:
-            path = self.files[0]
-            offset = _plain_offset(dataset, path)
-            self._mapped[name] = (
-                None
-                if offset is None
-                else np.memmap(path, dataset.dtype, "r", offset, dataset.shape)
+    @cached_property
+    def field(self) -> Field:
+        """The field that it becomes."""
+        what = f"{self._path}:{self._dataset.name}"
+        element = _element_of(self._dataset)
+        if element is None:
+            return field_of(self.shape[1:], self._dataset.dtype, what)
+        if len(self.shape) != 1:
+            raise DataError(
+                f"texts and rows of different lengths have one dimension, {what} has "
+                f"{self.shape}; choose others: --field NAME=/DATASET"
             )
-        return self._mapped[name]
+        return field_of((), element, what, ragged=True)
+
+    @property
+    def sample_bytes(self) -> float:
+        """Mean bytes of the first samples."""
+        if not self.field.ragged:
+            return self.field.sample_bytes
+        lengths = [len(_flat(row)) for row in self._dataset[:NUM_EXAMINED]]
+        return self.field.sample_bytes * sum(lengths) / max(len(lengths), 1)
+
+    @cached_property
+    def _map(self) -> Array | None:
+        """The values, where they lie as numpy has them; texts, say, are pointers to elsewhere."""
+        dataset = self._dataset
+        as_numpy = h5py.h5t.py_create(dataset.dtype, logical=True)
+        if dataset.dtype.hasobject or not dataset.size or dataset.id.get_type() != as_numpy:
+            return None
+        offset = raw_offset(dataset, Path(self._path).stat().st_size)
+        if offset is None:
+            return None
+        return np.memmap(self._path, dataset.dtype, "r", offset, dataset.shape)
 
 
-def _plain_offset(dataset: Any, path: Path) -> int | None:
-    """Return where the values lie as numpy has them; texts, say, are pointers to elsewhere."""
-    as_numpy = h5py.h5t.py_create(dataset.dtype, logical=True)
-    if dataset.dtype.hasobject or not dataset.size or dataset.id.get_type() != as_numpy:
-        return None
-    return raw_offset(dataset, path.stat().st_size)
-
-
-def open_hdf5(path: Path, wanted: WantedFields) -> Hdf5:
-    """Examine an HDF5 file. Strings and rows of different lengths become ragged fields.
+def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Indexed:
+    """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
     Args:
-        path: of the file.
+        files: one, or several of the same fields.
         wanted: paths of datasets, such as ``{"x": "/images"}``; without them all are packed, by
             the last part of their path.
 
     Raises:
-        DataError: the file cannot be read, the datasets have different lengths, or one of them
+        DataError: a file cannot be read, the datasets have different lengths, or one of them
             is of a type that a data set cannot hold.
     """
-    with _explained(path), _opened(path) as file:
+    return joined([_examined(file, wanted) for file in files])
+
+
+def _examined(path: str, wanted: WantedFields) -> Arrays:
+    with _readable(path), h5py.File(path, "r", locking=False) as file:
         available, links = _listed(file)
         asked = {name: at.strip("/") for name, at in wanted.fields.items()}
-        places = chosen(available, asked, str(path))
+        places = chosen(available, asked, path)
         if not asked:
-            places = chosen([name.rpartition("/")[2] for name in available], {}, str(path))
+            places = chosen([name.rpartition("/")[2] for name in available], {}, path)
             places = dict(zip(places, available, strict=True))
-        datasets = {name: own_dataset(file, at) for name, at in places.items()}
-        lengths = {
-            places[name]: _length(datasets[name], f"{path}:/{places[name]}") for name in places
-        }
-        if len(set(lengths.values())) != 1:
-            raise DataError(
-                f"all fields have the same number of samples, the datasets of {path} have "
-                f"{lengths or 'none'}; choose some: --field NAME=/DATASET"
-            )
-        fields = {name: _field(item, f"{path}:{item.name}") for name, item in datasets.items()}
-        return Hdf5(
-            fields=fields,
-            files=[path],
-            mean_lengths={
-                name: _mean_length(datasets[name]) for name in fields if fields[name].ragged
-            },
-            notes=(_left_out(path, links),) if links and not asked else (),
-            places=places,
-            num_samples=next(iter(lengths.values())),
+        datasets = {name: Dataset(file, at) for name, at in places.items()}
+        num_samples = length_of(datasets, path, "/DATASET")
+        note = (
+            f"links of {path} are left out, each dataset is packed once, from the file that holds "
+            f"it: {'; '.join(links)}"
         )
+        return Arrays(
+            fields={name: dataset.field for name, dataset in datasets.items()},
+            files=[path],
+            sample_bytes=sum(dataset.sample_bytes for dataset in datasets.values()),
+            notes=(note,) if links and not asked else (),
+            opener=partial(_open_all, path, places),
+            num_samples=num_samples,
+        )
+
+
+def _open_all(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
+    with _readable(path):
+        file = h5py.File(path, "r", locking=False)
+        return {name: Dataset(file, at) for name, at in places.items()}
 
 
 def _listed(file: Any) -> tuple[list[str], list[str]]:
@@ -140,48 +148,16 @@ def _listed(file: Any) -> tuple[list[str], list[str]]:
     return [name for name, is_dataset in found.items() if is_dataset], links
 
 
-def _left_out(path: Path, links: Sequence[str]) -> str:
-    return (
-        f"links of {path} are left out, each dataset is packed once, from the file that holds it: "
-        f"{'; '.join(links)}"
-    )
+def _readable(path: str) -> AbstractContextManager[None]:
+    return readable(path, "an HDF5 file", *UNREADABLE)
 
 
-def _opened(path: Path) -> Any:
-    return h5py.File(path, "r", locking=False)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Raise what HDF5 says of a damaged file as a DataError."""
-    try:
-        yield
-    except UNREADABLE as error:
-        raise DataError(
-            f"{path} cannot be read as an HDF5 file: {reason_of(error)}; check the file"
-        ) from None
-
-
-def _length(dataset: Any, what: str) -> int:
-    if not dataset.shape:
-        raise DataError(
-            f"the first dimension of a dataset counts samples, {what} has none; "
-            f"choose others: --field NAME=/DATASET"
-        )
-    return int(dataset.shape[0])
-
-
-def _field(dataset: Any, what: str) -> Field:
-    is_text = h5py.check_string_dtype(dataset.dtype) is not None
-    element = np.dtype("u1") if is_text else h5py.check_vlen_dtype(dataset.dtype)
-    if element is None:
-        return field_of(dataset.shape[1:], dataset.dtype, what)
-    if dataset.ndim != 1:
-        raise DataError(
-            f"texts and rows of different lengths have one dimension, {what} has {dataset.shape}; "
-            f"choose others: --field NAME=/DATASET"
-        )
-    return Field.of((), field_of((), element, what).dtype, ragged=True)
+def _element_of(dataset: Any) -> np.dtype[Any] | None:
+    """Return of what the rows of a dataset have any number; None where all have a shape."""
+    if h5py.check_string_dtype(dataset.dtype) is not None:
+        return np.dtype("u1")
+    element: np.dtype[Any] | None = h5py.check_vlen_dtype(dataset.dtype)
+    return element
 
 
 def _flat(row: Any) -> Array:
@@ -189,8 +165,3 @@ def _flat(row: Any) -> Array:
     if isinstance(row, str):
         return raw(row.encode())
     return raw(row) if isinstance(row, bytes) else np.asarray(row)
-
-
-def _mean_length(dataset: Any) -> float:
-    some = [len(_flat(row)) for row in dataset[:_NUM_EXAMINED]]
-    return sum(some) / max(len(some), 1)

@@ -2,12 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
@@ -15,9 +19,8 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.classes import CLASSES
 from hpctrain.data.format.layout import MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
-from hpctrain.data.packing.kinds import open_source
-from hpctrain.data.packing.share import Share, note_of, share_of
-from hpctrain.data.packing.source import Indexed, Source, WantedFields
+from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
+from hpctrain.data.packing.source import Indexed, Source, Streamed, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 if TYPE_CHECKING:
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 512 * MIB
 
-T = TypeVar("T")
+Start = Callable[[int | None, int], Callable[[int], None]]
+"""Is told how many samples this rank packs, if known, and how many were there before; returns
+what is told of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,33 +74,11 @@ class PackConfig(WantedFields):
             )
 
 
-class Watcher(Protocol):
-    """Is told how the packing goes on."""
-
-    def start(self, total: int | None, done: int) -> None:
-        """Learn how many samples this rank packs, if known, and how many were there before."""
-
-    def advance(self, num_samples: int) -> None:
-        """Learn that samples were written."""
-
-
-class Silent:
-    """A watcher that does nothing."""
-
-    def start(self, total: int | None, done: int) -> None:
-        """Do nothing."""
-
-    def advance(self, num_samples: int) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
     """What became of a source."""
 
     manifest: Manifest
-    classes: tuple[str, ...]
-    """Names of the labels, where the source has some."""
     notes: tuple[str, ...]
     """What a person should know, one sentence each; logged too."""
 
@@ -106,7 +89,7 @@ def pack(
     config: PackConfig | None = None,
     *,
     comm: "Communicator | None" = None,
-    watcher: Watcher | None = None,
+    start: Start | None = None,
 ) -> Packed:
     """Make a data set of what is there.
 
@@ -122,7 +105,7 @@ def pack(
         directory: made when missing.
         config: what is packed, and how.
         comm: ranks that pack together.
-        watcher: is told how it goes on, on each rank.
+        start: makes what follows the progress of this rank, in samples.
 
     Returns:
         What was packed, the same on every rank.
@@ -135,18 +118,15 @@ def pack(
     """
     config = config or PackConfig()
     directory = Path(directory)
-    rank, size = (comm.rank, comm.size) if comm else (0, 1)
-    by_name = isinstance(source, str | Path)
-    found, key = _agreed(
-        lambda: _examined(source, directory, config, size), comm, on_each=not by_name
-    )
-    notes = (*found.notes, *note_of(found, size))
-    for note in notes if rank == 0 else ():
+    comm = comm or SerialCommunicator()
+    found, key = _opened(source, directory, config, comm)
+    notes = (*found.notes, *_idle_ranks(found, comm.size))
+    for note in notes if comm.rank == 0 else ():
         logger.info("%s", note)
     with ShardWriter(
         directory,
         found.fields,
-        samples_per_shard=_samples_per_shard(found, config, size),
+        samples_per_shard=_samples_per_shard(found, config, comm.size),
         split=config.split,
         block_size=config.block_size,
         compression=config.compression,
@@ -155,98 +135,101 @@ def pack(
         may_replace=config.overwrite,
         classes=found.classes,
     ) as writer:
-        share = share_of(found, config.shuffle, rank, size)
-        (watcher or Silent()).start(share.total, writer.num_written)
-        _write(writer, share, watcher or Silent())
-    _agreed(lambda: _write_classes(directory, found.classes), comm)
-    return Packed(manifest=writer.manifest, classes=found.classes, notes=notes)
+        _write(writer, found, config.shuffle, comm, start)
+    on_root(comm, partial(_write_classes, directory, found.classes), DataError)
+    return Packed(manifest=writer.manifest, notes=notes)
 
 
-def _write(writer: ShardWriter, share: Share, watcher: Watcher) -> None:
-    try:
-        for batch in share.batches(writer.num_written):
+def _write(
+    writer: ShardWriter,
+    found: Source,
+    seed: int | None,
+    comm: "Communicator",
+    start: Start | None,
+) -> None:
+    done = writer.num_written
+    advance = start(found.share_length(comm.rank, comm.size), done) if start else None
+    with _explained():
+        for batch in found.share(comm.rank, comm.size, skip=done, seed=seed):
             writer.append(batch)
-            watcher.advance(len(next(iter(batch.values()))))
-    except OSError as error:
-        raise DataError(
-            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
-        ) from error
-    except MemoryError as error:
-        raise _too_large(error) from error
+            if advance:
+                advance(len(next(iter(batch.values()))))
 
 
-def _agreed(function: Callable[[], T], comm: "Communicator | None", *, on_each: bool = False) -> T:
-    """Call a function on rank 0, or on each rank; its error is one of every rank.
+def _opened(
+    source: object, directory: Path, config: PackConfig, comm: "Communicator"
+) -> tuple[Source, str | None]:
+    """Examine a source on rank 0, or where it is an object of the program on each rank.
 
     Returns:
-        What it returned on rank 0, or with ``on_each`` on this rank.
-
-    Raises:
-        DataError: it raised one, or an OSError; what else it raised stays what it is, on its
-            rank.
+        The source, and what stays the same as long as a killed packing of it can go on.
     """
-    result: T | None = None
-    failure: Exception | None = None
-    if on_each or comm is None or comm.rank == 0:
-        try:
-            result = function()
-        except MemoryError as error:
-            failure = _too_large(error)
-        except Exception as error:  # raised again below, when all ranks know
-            failure = error
-    message = _told(failure)
-    if comm is not None and comm.size > 1:
-        messages = comm.allgather_object(message)
-        message = message or next(filter(None, messages), "")
-        if not message and not on_each:
-            result = comm.broadcast_object(result)
-    if failure is not None and not isinstance(failure, DataError | OSError):
-        raise failure
-    if message:
-        raise DataError(message) from failure
-    return result  # type: ignore[return-value]
+    kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
+    is_on_each = kind == PYTHON
+    found: Source | None = None
+    key: str | None = None
+    with agreed(comm, DataError), _explained():
+        if comm.rank == 0 or is_on_each:
+            found = open_source(source, kind, config)
+            if isinstance(found, Indexed) and not len(found):
+                raise DataError(f"a data set needs at least one sample, {source} has none")
+            if isinstance(found, Streamed) and config.shuffle is not None:
+                raise DataError(
+                    "samples are packed in another order where any of them can be read at any "
+                    "time, this source is read from front to end; leave out --shuffle, the "
+                    "loader shuffles"
+                )
+            key = _key(found, source, config, comm.size)
+    if not is_on_each:
+        found = comm.broadcast_object(found)
+    assert found is not None
+    return found, comm.broadcast_object(key)
 
 
-def _too_large(error: MemoryError) -> DataError:
-    return DataError(
-        f"some samples of the source fit into memory at a time, these do not: {reason_of(error)}; "
-        f"check what the source says of their size, or pack smaller ones"
-    )
-
-
-def _told(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    if isinstance(error, OSError):
-        return f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the path"
-    return str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-
-
-def _examined(
-    source: object, directory: Path, config: PackConfig, size: int
-) -> tuple[Source, str | None]:
+def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
     if (directory / MANIFEST).exists() and not config.overwrite:
         raise DataError(
             f"a directory holds one data set, {directory} holds one already; choose another "
             f"directory, or replace it with --overwrite"
         )
-    found = open_source(source, config.kind, config)
-    if isinstance(found, Indexed) and not len(found):
-        raise DataError(f"a data set needs at least one sample, {source} has none")
-    share_of(found, config.shuffle, 0, size)
+    with _explained():
+        return kind_of(source, config.kind)
+
+
+def _key(found: Source, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
-        return found, None  # nobody can tell whether another object has the same samples
-    return found, _key(found, str(source), config, size)
-
-
-def _key(found: Source, source: str, config: PackConfig, size: int) -> str:
-    """Return what stays the same as long as a killed packing can go on: source and options."""
+        return None  # nobody can tell whether another object has the same samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size, "kind": type(found).__name__}
     # One module may have many functions, which all have the same file of code.
-    name = None if found.files else source
+    name = None if found.files else str(source)
     text = json.dumps([files, name, options], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise as a DataError what the system says of a source."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot read {error.filename or 'the source'}: {reason_of(error)}; check the source"
+        ) from error
+    except MemoryError as error:
+        raise DataError(
+            f"some samples of the source fit into memory at a time, these do not: "
+            f"{reason_of(error)}; check what the source says of their size, or pack smaller ones"
+        ) from error
+
+
+def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
+    """Say which ranks have nothing to do."""
+    if isinstance(source, Streamed) and source.num_parts < size:
+        num_parts = source.num_parts
+        parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
+        return (f"the source has {num_parts} {parts} only: {num_parts} of {size} ranks {packs}",)
+    return ()
 
 
 def _samples_per_shard(found: Source, config: PackConfig, size: int) -> int:

@@ -1,8 +1,12 @@
 """Python objects: whatever yields dicts of arrays, and data sets with a length and an index."""
 
+import importlib
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,38 +14,40 @@ from numpy.typing import NDArray
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing.named import file_of, resolve
 from hpctrain.data.packing.sample_batches import (
     NUM_EXAMINED,
     Sample,
     batched,
-    check_names,
-    check_shapes,
     fields_of,
+    picked,
     stacked,
 )
-from hpctrain.data.packing.source import Array, Batch, Indexed, Streamed, WantedFields, chosen
+from hpctrain.data.packing.source import (
+    Array,
+    Batch,
+    Indexed,
+    Source,
+    Streamed,
+    WantedFields,
+    chosen,
+    raw,
+)
+
+NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(kw_only=True)
-class Items:
+class Items(Source):
     """An object with samples, and which of their parts are packed."""
 
     name: str
     """``module:function``, or the type of the object."""
-    made: Any = field(default=None, repr=False)
-    """The object; None until a name is looked up."""
-    is_named: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
+    made: Any = field(repr=False)
+    """The object, or the function that makes it anew each time."""
+    names: Mapping[str, str]
     """Field -> key, or position, in an item."""
-    takes_all: bool = True
+    takes_all: bool
     """Whether these are all keys, so that an item with more of them is not as the others."""
-
-    def get(self) -> Any:
-        """Return the object; a function is called for it."""
-        if self.made is None:
-            self.made = resolve(self.name, "SOURCE")
-        return self.made() if callable(self.made) and not _is_indexed(self.made) else self.made
 
     def sample(self, index: int, item: Any) -> Sample:
         """Turn an item into a sample.
@@ -50,54 +56,24 @@ class Items:
             DataError: it is neither a dict nor a tuple, or has not what is wanted.
         """
         where = f"item {index} of {self.name}"
-        parts = _parts(item, where)
-        if not self.names:
-            return where, parts
-        if self.takes_all:
-            check_names(where, parts, list(self.names.values()))
-        chosen(list(parts), self.names, where)
-        return where, {name: parts[at] for name, at in self.names.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the object that a name stands for: each process makes its own."""
-        return {**self.__dict__, "made": None if self.is_named else self.made}
+        return where, picked(where, _parts(item, where), self.names, takes_all=self.takes_all)
 
 
-@dataclass(kw_only=True)
-class PythonIndexed(Indexed):
+class IndexedItems(Items, Indexed):
     """An object with ``len()`` and ``[index]``, such as a data set of torch."""
-
-    items: Items
-    _made: Any = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Return the number of items."""
-        return len(self._object)
+        return len(self.made)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """Get items."""
-        samples = [self.items.sample(index, self._object[index]) for index in indices.tolist()]
-        for sample in samples:
-            check_names(*sample, list(self.fields))
-            check_shapes(sample, self.fields)
+        samples = [self.sample(index, self.made[index]) for index in indices.tolist()]
         return stacked(samples, self.fields)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the object."""
-        return {**self.__dict__, "_made": None}
 
-    @property
-    def _object(self) -> Any:
-        if self._made is None:
-            self._made = self.items.get()
-        return self._made
-
-
-@dataclass(kw_only=True)
-class PythonStreamed(Streamed):
+class StreamedItems(Items, Streamed):
     """An object that yields items, in the same order each time."""
-
-    items: Items
 
     @property
     def num_parts(self) -> int:
@@ -107,16 +83,11 @@ class PythonStreamed(Streamed):
     def batches(self, part: int) -> Iterator[Batch]:
         """Go through the items."""
         assert part == 0
-        return batched(samples_of(self.items), self.fields)
+        items = enumerate(_called(self.made))
+        return batched((self.sample(index, item) for index, item in items), self.fields)
 
 
-def samples_of(items: Items) -> Iterator[Sample]:
-    """Go through the items of an object."""
-    for index, item in enumerate(items.get()):
-        yield items.sample(index, item)
-
-
-def open_python(source: Any, wanted: WantedFields) -> PythonIndexed | PythonStreamed:
+def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedItems:
     """Examine an object, a function that makes it, or its name.
 
     Args:
@@ -128,50 +99,84 @@ def open_python(source: Any, wanted: WantedFields) -> PythonIndexed | PythonStre
         DataError: there are no items, or they are not alike.
     """
     is_named = isinstance(source, str)
-    items = Items(
-        name=source if is_named else type(source).__name__,
-        made=None if is_named else source,
-        is_named=is_named,
-    )
-    made = items.get()
-    _check_object(made, items.name)
-    if iter(made) is made and not callable(items.made):
+    name = source if is_named else type(source).__name__
+    given = resolve(name, "SOURCE") if is_named else source
+    made = _called(given)
+    _check_object(made, name)
+    if iter(made) is made and not callable(given):
         raise DataError(
-            f"a source is gone through more than once, an iterator such as {items.name} cannot "
+            f"a source is gone through more than once, an iterator such as {name} cannot "
             f"be; give the function that makes it"
         )
-    where = items.name
-    if _is_indexed(made):
-        first = [made[index] for index in range(min(len(made), NUM_EXAMINED))]
-    else:
-        first = list(islice(made, NUM_EXAMINED))
-    samples = [items.sample(index, item) for index, item in enumerate(first)]
-    if samples:
-        items.names = chosen(list(samples[0][1]), wanted.fields, where)
-        items.takes_all = not wanted.fields
-        samples = [items.sample(index, item) for index, item in enumerate(first)]
-    fields, mean_lengths = fields_of(samples, wanted.ragged, where)
-    kind = PythonIndexed if _is_indexed(made) else PythonStreamed
-    return kind(
-        items=items,
-        fields=fields,
-        mean_lengths=mean_lengths,
-        code=file_of(items.name) if is_named else (),
+    is_indexed = _is_indexed(made)
+    first = (
+        list(map(made.__getitem__, range(min(len(made), NUM_EXAMINED))))
+        if is_indexed
+        else (list(islice(made, NUM_EXAMINED)))
     )
+    parts = list(_parts(first[0], f"item 0 of {name}")) if first else []
+    items = (IndexedItems if is_indexed else StreamedItems)(
+        fields={},
+        code=file_of(name) if is_named else (),
+        name=name,
+        made=made if is_indexed else given,
+        names=chosen(parts, wanted.fields, name),
+        takes_all=not wanted.fields,
+    )
+    samples = [items.sample(index, item) for index, item in enumerate(first)]
+    items.fields, items.sample_bytes = fields_of(samples, wanted.ragged, name)
+    return items
+
+
+def resolve(target: str, where: str) -> Any:
+    """Return what ``module:function`` names; the current folder is searched first.
+
+    Args:
+        target: the name.
+        where: what named it, for errors.
+
+    Raises:
+        DataError: there is no such module, or no such name in it.
+    """
+    if not NAME.fullmatch(target):
+        raise DataError(f"{where} names a function as module:function, got {target!r}")
+    module_name, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but misses an import of its own says so itself.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise DataError(f"{where} {target} cannot be imported: {error}") from error
+        raise DataError(
+            f"{where} {target}: there is no module {error.name}; go to its folder, or install it"
+        ) from None
+    if not hasattr(module, name):
+        raise DataError(f"{where} {target}: {module.__name__} has no {name}; check the name")
+    return getattr(module, name)
+
+
+def file_of(target: str) -> tuple[str, ...]:
+    """Return the file of a module that ``resolve`` has imported, where it has one."""
+    file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
+    return (file,) if file else ()
 
 
 def _check_object(made: Any, name: str) -> None:
-    is_indexed = _is_indexed(made)
-    if isinstance(made, Mapping) and 0 not in made:
-        is_indexed = False  # one sample, or whole arrays, rather than samples by number
-    elif not is_indexed:
-        is_indexed = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
-    if not is_indexed:
+    is_iterable = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
+    # A dict is one sample, or whole arrays, rather than samples by number.
+    if not is_iterable or (isinstance(made, Mapping) and 0 not in made):
         raise DataError(
             f"a source yields samples, or has len() and [index], {name} gives one "
             f"{type(made).__name__}; yield a dict for each sample, or save whole arrays with "
             f"numpy.savez and pack that file"
         )
+
+
+def _called(made: Any) -> Any:
+    return made() if callable(made) and not _is_indexed(made) else made
 
 
 def _is_indexed(made: Any) -> bool:
@@ -193,10 +198,8 @@ def _parts(item: Any, where: str) -> dict[str, Array]:
 
 
 def _array(value: Any, what: str) -> Array:
-    if isinstance(value, str):
-        value = value.encode()
-    if isinstance(value, bytes):
-        return np.frombuffer(value, np.uint8)
+    if isinstance(value, str | bytes):
+        return raw(value if isinstance(value, bytes) else value.encode())
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,36 +1,35 @@
 """Samples that come one by one: which fields they have, and how they become batches."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import Field
-from hpctrain.data.packing.source import Array, Batch, field_of
+from hpctrain.data.packing.source import BATCH_BYTES, BATCH_SAMPLES, Array, Batch, field_of
 
 Sample = tuple[str, Mapping[str, Array]]
 """Where it comes from, for errors, and its arrays by field."""
 
+T = TypeVar("T")
+
 NUM_EXAMINED = 64
 """Samples from which the fields are learnt."""
-
-_BATCH_BYTES = 8 * MIB
-_BATCH_SAMPLES = 1024
 
 
 def fields_of(
     samples: Sequence[Sample], ragged: Collection[str], where: str
-) -> tuple[dict[str, Field], dict[str, float]]:
+) -> tuple[dict[str, Field], float]:
     """Learn the fields from the first samples.
 
     A field is ragged if it is named so, or if the first dimension of these samples differs.
 
     Returns:
-        The fields, and the mean length of each ragged one.
+        The fields, and the mean bytes of a sample.
 
     Raises:
-        DataError: there is no sample, they differ in more than their length, or in their names.
+        DataError: there is no sample, or they differ in more than their length.
     """
     if not samples:
         raise DataError(f"a data set needs at least one sample, {where} has none")
@@ -39,46 +38,61 @@ def fields_of(
         raise DataError(
             f"--ragged names {', '.join(sorted(unknown))}, {where} has {', '.join(names)}"
         )
-    for name, arrays in samples:
-        check_names(name, arrays, names)
-    fields, mean_lengths = {}, {}
+    fields, sample_bytes = {}, 0.0
     for name in names:
-        arrays_of = [arrays[name] for _, arrays in samples]
-        dtype = np.result_type(*arrays_of)
-        if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays_of):
-            raise DataError(
-                f"whole numbers stay whole, those of field {name} of {where} are of 64 bits with "
-                f"and without a sign, which have {dtype} in common alone; bring them to one type, "
-                f"or pack them as bytes"
-            )
-        shape = arrays_of[0].shape
-        if name in ragged or any(array.shape != shape for array in arrays_of):
-            if not shape:
-                raise DataError(f"field {name} of {where}: a number has no length to be ragged")
-            inner = field_of(shape[1:], dtype, f"field {name} of {where}")
-            fields[name] = Field.of(inner.shape, inner.dtype, ragged=True)
-            mean_lengths[name] = sum(map(len, arrays_of)) / len(arrays_of)
-        else:
-            fields[name] = field_of(shape, dtype, f"field {name} of {where}")
+        arrays = [sample[1][name] for sample in samples]
+        what = f"field {name} of {where}"
+        shape = arrays[0].shape
+        is_ragged = name in ragged or any(array.shape != shape for array in arrays)
+        if is_ragged and not all(array.shape for array in arrays):
+            raise DataError(f"{what}: a number has no length to be ragged")
+        fields[name] = field_of(
+            shape[1:] if is_ragged else shape, _common_dtype(arrays, what), what, ragged=is_ragged
+        )
+        mean_length = sum(map(len, arrays)) / len(arrays) if is_ragged else 1
+        sample_bytes += fields[name].sample_bytes * mean_length
     for sample in samples:
-        check_shapes(sample, fields)
-    return fields, mean_lengths
+        _check_sample(sample, fields)
+    return fields, sample_bytes
+
+
+def picked(
+    where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
+) -> dict[str, T]:
+    """Return by field what is packed of the parts of a sample.
+
+    Args:
+        where: the sample, for errors.
+        parts: all it has.
+        names: field -> name of a part.
+        takes_all: whether it shall have no others.
+
+    Raises:
+        DataError: it lacks one, or has others.
+    """
+    wrong = [f"lacks {name}" for name in names.values() if name not in parts]
+    if takes_all:
+        wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]
+    if wrong:
+        raise DataError(
+            f"all samples have the parts of the first: {', '.join(names.values())}; {where} "
+            f"{' and '.join(wrong)}; complete it, or name those that all have: --field NAME=WHAT"
+        )
+    return {name: parts[at] for name, at in names.items()}
 
 
 def batched(samples: Iterable[Sample], fields: Mapping[str, Field]) -> Iterator[Batch]:
     """Gather samples into batches of a few MiB.
 
     Raises:
-        DataError: a sample has not the names and shapes of the fields; names the sample.
+        DataError: a sample has not the shapes of the fields; names the sample.
     """
     waiting: list[Sample] = []
     num_bytes = 0
     for sample in samples:
-        check_names(*sample, list(fields))
-        check_shapes(sample, fields)
         waiting.append(sample)
         num_bytes += sum(array.nbytes for array in sample[1].values())
-        if num_bytes >= _BATCH_BYTES or len(waiting) == _BATCH_SAMPLES:
+        if num_bytes >= BATCH_BYTES or len(waiting) == BATCH_SAMPLES:
             yield stacked(waiting, fields)
             waiting, num_bytes = [], 0
     if waiting:
@@ -86,7 +100,13 @@ def batched(samples: Iterable[Sample], fields: Mapping[str, Field]) -> Iterator[
 
 
 def stacked(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
-    """Make one batch of samples that were checked."""
+    """Make one batch of samples.
+
+    Raises:
+        DataError: a sample has not the shapes of the fields; names the sample.
+    """
+    for sample in samples:
+        _check_sample(sample, fields)
     batch: Batch = {}
     for name, field in fields.items():
         arrays = [arrays[name] for _, arrays in samples]
@@ -94,25 +114,17 @@ def stacked(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
     return batch
 
 
-def check_names(name: str, arrays: Mapping[str, Array], names: Sequence[str]) -> None:
-    """Check that a sample has just these fields.
-
-    Raises:
-        DataError: it has not.
-    """
-    if set(arrays) != set(names):
+def _common_dtype(arrays: Sequence[Array], what: str) -> np.dtype[Any]:
+    dtype = np.result_type(*arrays)
+    if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
         raise DataError(
-            f"all samples have the same fields: {', '.join(names)}; {name} has "
-            f"{', '.join(arrays) or 'none'}; name those that all have: --field NAME=WHAT"
+            f"whole numbers stay whole, those of {what} are of 64 bits with and without a sign, "
+            f"which have {dtype} in common alone; bring them to one type, or pack them as bytes"
         )
+    return dtype
 
 
-def check_shapes(sample: Sample, fields: Mapping[str, Field]) -> None:
-    """Check that the arrays of a sample fit the fields.
-
-    Raises:
-        DataError: one does not.
-    """
+def _check_sample(sample: Sample, fields: Mapping[str, Field]) -> None:
     where, arrays = sample
     for name, field in fields.items():
         shape = arrays[name].shape

@@ -1,26 +1,32 @@
-"""The protocols of sources: read at any place, or read through."""
+"""The protocols of sources: read at any place, or read through; each rank packs its share."""
 
 import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import Field
+from hpctrain.data.order.order import global_order
 
 Array = NDArray[Any]
 Batch = dict[str, Array | list[Array]]
 """Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
 
 Per = Literal["line", "paragraph", "file"]
+
+BATCH_BYTES = 8 * MIB
+BATCH_SAMPLES = 1024
+"""Of the batches in which a source is read: what is reached first ends one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,24 +58,33 @@ class Source(ABC):
     """
 
     fields: Mapping[str, Field]
-    files: Sequence[Path] = ()
-    """All that is read, in order."""
-    code: tuple[Path, ...] = ()
+    files: Sequence[str] = ()
+    """All that is read, in order; as text, as a Path takes several times its room."""
+    code: tuple[str, ...] = ()
     """Files with the user's own functions: after a change of them, the samples may be others."""
-    mean_lengths: Mapping[str, float] = field(default_factory=dict)
-    """Of ragged fields: about how long a sample is."""
+    sample_bytes: float = 0
+    """About how large a sample is, over all fields."""
     classes: tuple[str, ...] = ()
     """Names of the labels 0, 1, ..., where the source has names."""
     notes: tuple[str, ...] = ()
     """What a person should know, one sentence each."""
 
-    @property
-    def sample_bytes(self) -> float:
-        """Mean bytes of a sample, over all fields."""
-        return sum(
-            prod(one.shape) * np.dtype(one.dtype).itemsize * self.mean_lengths.get(name, 1)
-            for name, one in self.fields.items()
-        )
+    @abstractmethod
+    def share_length(self, rank: int, size: int) -> int | None:
+        """Return the number of samples that ``rank`` of ``size`` packs, None if unknown."""
+
+    @abstractmethod
+    def share(
+        self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
+    ) -> Iterator[Batch]:
+        """Read the samples that ``rank`` of ``size`` packs: a contiguous part of them.
+
+        Args:
+            rank: whose share.
+            size: number of ranks.
+            skip: samples of the share to leave out at its beginning.
+            seed: of the order of all samples; None for that of the source.
+        """
 
 
 class Indexed(Source):
@@ -81,16 +96,42 @@ class Indexed(Source):
 
     @abstractmethod
     def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Read samples, in the order of ``indices``."""
+        """Read samples; ``indices`` rise."""
+
+    def share_length(self, rank: int, size: int) -> int:
+        """Return the number of samples; those of two ranks differ by one at most."""
+        return len(self) * (rank + 1) // size - len(self) * rank // size
+
+    def share(
+        self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
+    ) -> Iterator[Batch]:
+        """Read the samples at a range of positions."""
+        first, stop = len(self) * rank // size, len(self) * (rank + 1) // size
+        step = int(min(max(BATCH_BYTES / max(self.sample_bytes, 1), 1), BATCH_SAMPLES))
+        order = None if seed is None else global_order(len(self), seed, 0)
+        for start in range(first + skip, stop, step):
+            positions = np.arange(start, min(start + step, stop), dtype=np.int64)
+            if order is None:
+                yield self.take(positions)
+                continue
+            # Read from front to end, then bring the samples into their order.
+            indices = order.samples_at(positions)
+            rising = np.argsort(indices)
+            back = np.argsort(rising)
+            batch = self.take(indices[rising])
+            yield {
+                name: [rows[index] for index in back] if isinstance(rows, list) else rows[back]
+                for name, rows in batch.items()
+            }
 
 
 class Streamed(Source):
     """A source that is read from front to end, in parts that do not need each other."""
 
     @property
-    @abstractmethod
     def num_parts(self) -> int:
-        """Parts, such as files: what can be dealt out to ranks."""
+        """What can be dealt out to ranks: files, as a rule."""
+        return len(self.files)
 
     @abstractmethod
     def batches(self, part: int) -> Iterator[Batch]:
@@ -100,18 +141,59 @@ class Streamed(Source):
         """Return the number of samples of a part, None where it is not known beforehand."""
         return None
 
+    def share_length(self, rank: int, size: int) -> int | None:
+        """Return the number of samples; None if it is unknown of a part."""
+        lengths = [self.length_of(part) for part in self._parts_of(rank, size)]
+        known = [length for length in lengths if length is not None]
+        return sum(known) if len(known) == len(lengths) else None
+
+    def share(
+        self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
+    ) -> Iterator[Batch]:
+        """Read a run of the parts; with fewer parts than ranks some have none."""
+        assert seed is None
+        for part in self._parts_of(rank, size):
+            length = self.length_of(part)
+            if length is not None and length <= skip:
+                skip -= length
+                continue
+            for batch in self.batches(part):
+                num_samples = len(next(iter(batch.values())))
+                if skip < num_samples:
+                    yield {name: rows[skip:] for name, rows in batch.items()}
+                skip = max(skip - num_samples, 0)
+
+    def _parts_of(self, rank: int, size: int) -> range:
+        count = self.num_parts
+        if count == 1:
+            return range(int(rank == 0))  # whose bar is shown
+        return range(count * rank // size, count * (rank + 1) // size)
+
+
+@contextmanager
+def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[None]:
+    """Raise what a library says of a damaged file as a DataError that names it."""
+    try:
+        yield
+    except errors as error:
+        raise DataError(
+            f"{what} cannot be read as {kind}: {reason_of(error) or type(error).__name__}; "
+            f"write or fetch it again, or take it out of the source"
+        ) from None
+
 
 def needed(module: str, what: str) -> ModuleType:
-    """Import a module that packing alone needs.
+    """Import a module that packing alone needs, or that imports such a one.
 
     Raises:
         DataError: it is not installed.
     """
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as error:
+        package = (error.name or module).partition(".")[0]
         raise DataError(
-            f"{what} needs the package {module.partition('.')[0]}, which is not installed; "
+            f"{what} needs the package {package}, which is not installed; "
             f'pip install "hpctrain[pack]"'
         ) from None
 
@@ -134,7 +216,8 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
         return dict(wanted)
     found: dict[str, str] = {}
     for name in available:
-        plain = identifier(name)
+        plain = re.sub(r"\W+", "_", name).strip("_")
+        plain = plain if plain.isidentifier() else f"field_{plain}".rstrip("_")
         if plain in found:
             raise DataError(
                 f"{found[plain]!r} and {name!r} of {where} would both be the field {plain}; "
@@ -144,19 +227,18 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
     return found
 
 
-def identifier(name: str) -> str:
-    """Return the name of a field for any text."""
-    plain = re.sub(r"\W+", "_", name).strip("_")
-    return plain if plain.isidentifier() else f"field_{plain}".rstrip("_")
-
-
-def field_of(shape: Sequence[int], dtype: Any, what: str) -> Field:
+def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = False) -> Field:
     """Make the field of an array of the source.
 
     Raises:
         DataError: a data set cannot hold this dtype.
     """
     try:
-        return Field.of(tuple(shape), dtype)
+        return Field.of(tuple(shape), dtype, ragged=ragged)
     except DataError as error:
         raise DataError(f"{what}: {error}, or choose others: --field NAME=WHAT") from None
+
+
+def raw(data: bytes) -> Array:
+    """Return bytes as an array ``(num_bytes,)`` uint8."""
+    return np.frombuffer(data, np.uint8)

@@ -1,37 +1,39 @@
-"""Columns of CSV and Parquet files, read some rows at a time."""
+"""Columns of tables of pyarrow, read some rows at a time."""
 
+import lzma
 import re
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from io import BufferedReader
-from itertools import islice
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.core.units import MIB, format_bytes
-from hpctrain.data.format.layout import Field
 from hpctrain.data.packing.source import (
+    Array,
     Batch,
     Streamed,
     WantedFields,
     chosen,
     field_of,
-    needed,
+    raw,
 )
-from hpctrain.data.packing.source_columns import cast, check_numbers, side_by_side, values_of
 
-_WHAT = "a CSV or Parquet file"
-_ROWS_PER_BATCH = 4096
-_TEXT = "text"
-_TYPE = re.compile(rf"{_TEXT}|b1|[iu][1248]|f[248]")
-_ODD_NUMBER = r"^\s*[+-]?(0\d|\d{16})"
-"""Numbers that may be names, or that a float cannot hold."""
+TEXT = "text"
+"""Type of a column of CSV that stays as it is written."""
+
+UNREADABLE = (pa.ArrowException, OSError, EOFError, KeyError, zlib.error, lzma.LZMAError)
+"""What a damaged file leads to, in pyarrow and in what unpacks it."""
+
+_TYPE = re.compile(rf"{TEXT}|b1|[iu][1248]|f[248]")
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_LARGEST_WHOLE = 2**53
+"""Up to which floats of 8 bytes hold all whole numbers."""
 
 
 @dataclass(kw_only=True)
@@ -40,15 +42,20 @@ class Table(Streamed):
 
     columns: Mapping[str, Sequence[str]]
     dtypes: Mapping[str, str]
-    """Of the fields whose type was asked for; ``text`` keeps a column of CSV as it is written."""
+    """Of the fields whose type was asked for."""
 
     @abstractmethod
-    def tables(self, part: int) -> Iterator[Any]:
-        """Read the record batches of a part, of the wanted columns."""
+    def record_batches(self, part: int) -> Iterator[Any]:
+        """Read the record batches of a part, with the wanted columns."""
 
-    def where(self, part: int) -> Path:
+    def path_of(self, part: int) -> str:
         """Return the file of a part."""
         return self.files[part]
+
+    @property
+    def wanted(self) -> list[str]:
+        """Names of the columns that are packed."""
+        return sorted(set(chain.from_iterable(self.columns.values())))
 
     def batches(self, part: int) -> Iterator[Batch]:
         """Read the rows of a part.
@@ -56,33 +63,17 @@ class Table(Streamed):
         Raises:
             DataError: the file cannot be read, or a value is missing.
         """
-        path = self.where(part)
-        arrow = needed("pyarrow", _WHAT)
+        path = self.path_of(part)
         try:
-            for table in self.tables(part):
-                if table.num_rows:
-                    yield self.batch(table, path)
-        except (arrow.ArrowException, OSError, KeyError) as error:
+            for rows in self.record_batches(part):
+                if rows.num_rows:
+                    yield {name: self._values(name, rows, path) for name in self.columns}
+        except UNREADABLE as error:
             raise DataError(
                 f"{path} cannot be read as the table it was at first: {reason_of(error)}; "
                 f"repair it, take it out of the source, or keep a column of CSV as it is "
-                f"written: --field NAME=COLUMN:{_TEXT}"
+                f"written: --field NAME=COLUMN:{TEXT}"
             ) from None
-
-    def batch(self, table: Any, path: Path) -> Batch:
-        """Turn rows into a batch."""
-        batch: Batch = {}
-        for name, columns in self.columns.items():
-            dtype = self.dtypes.get(name)
-            found = []
-            for at in columns:
-                what = f"column {at} of {path}"
-                if dtype is not None:
-                    check_numbers(table.column(at), what, dtype)
-                values = values_of(table.column(at), what)
-                found.append((at, values if dtype in (None, _TEXT) else cast(values, dtype, what)))
-            batch[name] = found[0][1] if len(columns) == 1 else side_by_side(found, path)
-        return batch
 
     def learn(self) -> None:
         """Learn the fields from the first rows.
@@ -91,179 +82,40 @@ class Table(Streamed):
             DataError: there are none, or a column holds what a data set cannot.
         """
         parts = (batch for part in range(self.num_parts) for batch in self.batches(part))
-        first = next(islice(parts, 1), None)
+        first = next(parts, None)
         if first is None:
             raise DataError(f"a data set needs at least one sample, {self.files[0]} has no rows")
-        fields, lengths = {}, {}
+        fields, self.sample_bytes = {}, 0
         for name, values in first.items():
             what = f"column {','.join(self.columns[name])} of {self.files[0]}"
-            if isinstance(values, list):
-                inner = field_of(values[0].shape[1:], values[0].dtype, what)
-                fields[name] = Field.of(inner.shape, inner.dtype, ragged=True)
-                lengths[name] = sum(map(len, values)) / len(values)
-            else:
-                fields[name] = field_of(values.shape[1:], values.dtype, what)
-        self.fields, self.mean_lengths = fields, lengths
+            is_ragged = isinstance(values, list)
+            one = np.asarray(values[0]) if isinstance(values, list) else values
+            fields[name] = field_of(one.shape[1:], one.dtype, what, ragged=is_ragged)
+            mean_length = sum(map(len, values)) / len(values) if is_ragged else 1
+            self.sample_bytes += fields[name].sample_bytes * mean_length
+        self.fields = fields
+
+    def _values(self, name: str, rows: Any, path: str) -> Array | list[Array]:
+        found = []
+        for at in self.columns[name]:
+            what = f"column {at} of {path}"
+            found.append(_values_of(rows.column(at), what, self.dtypes.get(name)))
+        return found[0] if len(found) == 1 else _side_by_side(self.columns[name], found, path)
 
 
-@dataclass(kw_only=True)
-class Csv(Table):
-    """Rows of CSV files with a line of names on top."""
-
-    types: Any
-    """Schema of the first file's first rows; the others are read as that."""
-
-    @property
-    def num_parts(self) -> int:
-        """Files."""
-        return len(self.files)
-
-    def tables(self, part: int) -> Iterator[Any]:
-        """Read a file as it streams by."""
-        wanted = sorted({at for columns in self.columns.values() for at in columns})
-        csv = needed("pyarrow.csv", _WHAT)
-        options = csv.ConvertOptions(column_types=self.types, include_columns=wanted)
-        blocks = _Blocks(self.files[part])
-        try:
-            with _opened_csv(blocks, options) as reader:
-                yield from reader
-        except needed("pyarrow", _WHAT).ArrowException as error:
-            blocks.explain(error)
-            raise
-        blocks.check_end()
-
-
-@dataclass(kw_only=True)
-class Parquet(Table):
-    """Rows of Parquet files; a part is a row group."""
-
-    groups: Sequence[tuple[int, int, int]]
-    """File, group and number of rows of each part."""
-
-    @property
-    def num_parts(self) -> int:
-        """Row groups of all files."""
-        return len(self.groups)
-
-    def length_of(self, part: int) -> int:
-        """Return the number of rows, which Parquet knows."""
-        return self.groups[part][2]
-
-    def where(self, part: int) -> Path:
-        """Return the file of a row group."""
-        return self.files[self.groups[part][0]]
-
-    def tables(self, part: int) -> Iterator[Any]:
-        """Read a row group."""
-        parquet = needed("pyarrow.parquet", _WHAT)
-        with parquet.ParquetFile(self.where(part)) as file:
-            yield from file.iter_batches(
-                _ROWS_PER_BATCH, row_groups=[self.groups[part][1]], columns=self._wanted
-            )
-
-    @cached_property
-    def _wanted(self) -> list[str]:
-        return sorted({at for columns in self.columns.values() for at in columns})
-
-
-def open_csv(files: Sequence[Path], wanted: WantedFields) -> Csv:
-    """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
-
-    Raises:
-        DataError: a file cannot be read, or a column is not there.
-    """
-    arrow = needed("pyarrow", _WHAT)
-    with _opened_csv(_Blocks(files[0]), None) as reader:
-        types = reader.schema
-    columns, dtypes = _columns(types.names, wanted, files[0])
-    for name, dtype in dtypes.items():
-        # Read as what is asked for: a float between would lose digits.
-        if dtype == _TEXT or dtype[0] in "iu":
-            kind = arrow.string() if dtype == _TEXT else arrow.from_numpy_dtype(np.dtype(dtype))
-            for at in columns[name]:
-                types = types.set(types.get_field_index(at), arrow.field(at, kind))
-    found = Csv(fields={}, files=files, columns=columns, dtypes=dtypes, types=types)
-    found.learn()
-    found.notes = tuple(_notes(found))
-    return found
-
-
-def _notes(found: Csv) -> Iterator[str]:
-    """Name the columns that a user may have meant otherwise, as the first rows show them."""
-    arrow, compute = needed("pyarrow", _WHAT), needed("pyarrow.compute", _WHAT)
-    path, kinds = found.files[0], {one.name: one.type for one in found.types}
-    numbers = {
-        at: name
-        for name, columns in found.columns.items()
-        for at in columns
-        if name not in found.dtypes and kinds[at] in (arrow.int64(), arrow.float64())
-    }
-    for at, text in _as_written(path, list(numbers)).items():
-        odd = text.filter(compute.match_substring_regex(text, _ODD_NUMBER)).to_pylist()
-        kind = int if kinds[at] == arrow.int64() else float
-        if one := next((one for one in odd if _is_cut(one, kind)), None):
-            yield (
-                f"column {at} of {path} has numbers such as {one}, packed as {kind(one)}; to "
-                f"keep them as they are written: --field {numbers[at]}={at}:{_TEXT}"
-            )
-    floats = [name for name in numbers.values() if found.fields[name].dtype == "<f8"]
-    if floats:
-        first = f"{floats[0]}={','.join(found.columns[floats[0]])}"
-        yield (
-            f"floats of {path} are packed in 8 bytes ({', '.join(dict.fromkeys(floats))}), which "
-            f"no model in float32 takes; in 4 bytes: --field {first}:f4"
-        )
-
-
-def _as_written(path: Path, columns: list[str]) -> dict[str, Any]:
-    """Return the first rows of some columns as texts."""
-    if not columns:
-        return {}
-    text, csv = needed("pyarrow", _WHAT).string(), needed("pyarrow.csv", _WHAT)
-    options = csv.ConvertOptions(
-        column_types=dict.fromkeys(columns, text), include_columns=columns
-    )
-    with _opened_csv(_Blocks(path), options) as reader:
-        rows = reader.read_next_batch()
-    return {at: rows.column(at) for at in columns}
-
-
-def _is_cut(text: str, kind: type[int] | type[float]) -> bool:
-    digits = text.strip().lstrip("+-")
-    if digits.startswith("0"):
-        return True
-    return kind is float and digits.isdigit() and int(float(digits)) != int(digits)
-
-
-def open_parquet(files: Sequence[Path], wanted: WantedFields) -> Parquet:
-    """Examine Parquet files. Texts, bytes and lists become ragged fields.
-
-    Raises:
-        DataError: a file cannot be read, or a column is not there.
-    """
-    arrow, parquet = needed("pyarrow", _WHAT), needed("pyarrow.parquet", _WHAT)
-    groups: list[tuple[int, int, int]] = []
-    names: list[str] = []
-    for number, path in enumerate(files):
-        try:
-            with parquet.ParquetFile(path) as file:
-                names = names or file.schema_arrow.names
-                groups += [
-                    (number, group, file.metadata.row_group(group).num_rows)
-                    for group in range(file.metadata.num_row_groups)
-                ]
-        except arrow.ArrowException as error:
-            raise _unreadable(path, error) from None
-    columns, dtypes = _columns(names, wanted, files[0])
-    found = Parquet(fields={}, files=files, columns=columns, dtypes=dtypes, groups=groups)
-    found.learn()
-    return found
-
-
-def _columns(
-    names: Sequence[str], wanted: WantedFields, path: Path
+def columns_of(
+    names: Sequence[str], wanted: WantedFields, path: str
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the columns and the type of each field; ``a,b:f4`` puts two side by side."""
+    """Return the columns and the type of each field; ``a,b:f4`` puts two side by side.
+
+    Args:
+        names: of the columns that there are.
+        wanted: fields.
+        path: of the table, for errors.
+
+    Raises:
+        DataError: a column does not exist, or there are several of its name.
+    """
     columns, dtypes = {}, {}
     for name, what in wanted.fields.items():
         listed, _, dtype = what.rpartition(":")
@@ -272,125 +124,88 @@ def _columns(
         else:
             listed = what
         columns[name] = listed.split(",")
-        chosen(names, {at: at for at in columns[name]}, str(path))
+        chosen(names, {at: at for at in columns[name]}, path)
         for at in columns[name]:
             if names.count(at) > 1:
                 raise DataError(
                     f"columns have different names, {path} has {names.count(at)} named {at}; "
                     f"rename them"
                 )
-    return columns or {name: [at] for name, at in chosen(names, {}, str(path)).items()}, dtypes
+    return columns or {name: [at] for name, at in chosen(names, {}, path).items()}, dtypes
 
 
-class _Blocks:
-    """A file in blocks that never end between CR and LF: pyarrow drops the LF, in quotes too.
-
-    Behind its end comes a row of more columns than there are names: pyarrow tells of it, unless
-    it lies in quotes that were never closed.
-    """
-
-    closed = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        self._stream = needed("pyarrow", _WHAT).input_stream(path)
-        self._held = b""
-        self._is_read = self._is_done = self._is_ended = False
-        self._last_row = ""
-
-    def read(self, num_bytes: int) -> bytes:
-        """Return at most so many bytes, none at the end of the file."""
-        block: bytes = self._held + self._stream.read(num_bytes - len(self._held))
-        if not self._last_row and block.strip(b"\xef\xbb\xbf\r\n"):
-            num_columns = block.count(self.delimiter.encode()) + 1
-            self._last_row = f"end of file{self.delimiter * num_columns}"
-        # pyarrow reads ahead: it may stumble over the last block before it asks for more.
-        self._is_read |= len(block) < num_bytes
-        if not block and not self._is_done:
-            self._is_done = True
-            return f"\n{self._last_row}\n".encode() if self._last_row else b""
-        is_last = len(block) < 2 or not block.endswith(b"\r")
-        self._held = b"" if is_last else b"\r"
-        return block if is_last else block[:-1]
-
-    def meet(self, row: Any) -> str:
-        """Say what becomes of a row that has another number of columns than there are names."""
-        is_last = row.text == self._last_row
-        self._is_ended |= is_last
-        return "skip" if is_last else "error"
-
-    def check_end(self) -> None:
-        """Check, when all is read, that no quote was left open.
-
-        Raises:
-            DataError: one was, and all behind it is one value.
-        """
-        if not self._is_ended:
-            raise self._left_open(_line_of_open_quote(self))
-
-    def explain(self, error: BaseException) -> None:
-        """Say what is wrong where pyarrow stumbles over something else on its way.
-
-        Raises:
-            DataError: a quote was left open, or a row is larger than pyarrow reads.
-        """
-        is_too_long = "straddling" in str(error)
-        if not is_too_long and (not self._is_read or self._is_ended):
-            return
-        if line := _line_of_open_quote(self):
-            raise self._left_open(line) from None
-        if is_too_long:
-            raise DataError(
-                f"a row of a CSV file has at most about {format_bytes(MIB)}, {self.path} has a "
-                f"larger one; keep such values in Parquet, or in files of their own"
-            ) from None
-
-    def _left_open(self, line: int | None) -> DataError:
-        return DataError(
-            f"a quote that opens a value is closed by another, that of line {line} of "
-            f"{self.path} is not; close it, or double it where it is part of a value"
+def _values_of(column: Any, what: str, dtype: str | None) -> Array | list[Array]:
+    """Return the values of a column: of texts, bytes and lists one array for each row."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if dtype is not None and (kind in _TEXTS) != (dtype == TEXT):
+        raise DataError(
+            f"numbers have a type such as f4, and CSV alone keeps them as text: {what} holds "
+            f"{kind}, got :{dtype}; leave the type out"
         )
-
-    def close(self) -> None:
-        """Close the file."""
-        self.closed = True
-        self._stream.close()
-
-
-def _line_of_open_quote(file: _Blocks) -> int | None:
-    """Return the line of the quote behind which all of a file is one value."""
-    quoted = re.compile(rb'(?:^|(?<=[\r%b]))"(?:[^"]|"")*+("?)' % file.delimiter.encode())
-    line, opened = 1, None
-    with BufferedReader(needed("pyarrow", _WHAT).input_stream(file.path)) as stream:
-        for text in stream:
-            plain = text.removeprefix(b"\xef\xbb\xbf")
-            # Within a value the line goes on as if the value began with it.
-            inside = plain if opened is None else b'"' + plain
-            at = next((one.start() for one in quoted.finditer(inside) if not one[1]), None)
-            if at is None:
-                opened = None
-            elif opened is None or at > 0:
-                opened = line + _num_breaks(inside[:at])
-            line += _num_breaks(text)
-    return opened
+    if column.null_count:
+        raise DataError(
+            f"a sample has all its values, {what} lacks {column.null_count} of "
+            f"{len(column)}; fill them, or leave the column out: --field NAME=COLUMN"
+        )
+    if kind in _TEXTS:
+        return list(map(raw, column.cast(pa.large_binary()).to_pylist()))
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return _numbers(column, what, dtype)
+    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+    return np.split(_numbers(column.flatten(), what, dtype), ends[:-1])
 
 
-def _num_breaks(text: bytes) -> int:
-    return len(re.findall(rb"\r\n|\r|\n", text))
+def _numbers(column: Any, what: str, dtype: str | None) -> Array:
+    kind, types = column.type, pa.types
+    if types.is_fixed_size_list(kind):
+        flat = _numbers(column.flatten(), what, dtype)
+        return flat.reshape(len(column), kind.list_size, *flat.shape[1:])
+    plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+    if not plain or column.null_count:
+        raise DataError(
+            f"a column holds numbers, texts, or lists of numbers that all are there, {what} "
+            f"holds {kind}{' with gaps' if column.null_count else ''}; convert it, or leave it "
+            f"out: --field NAME=COLUMN"
+        )
+    values = np.asarray(column.to_numpy(zero_copy_only=False))
+    return values if dtype is None else _cast(values, dtype, what)
 
 
-def _opened_csv(blocks: _Blocks, options: Any) -> Any:
-    arrow, csv = needed("pyarrow", _WHAT), needed("pyarrow.csv", _WHAT)
-    parse = csv.ParseOptions(
-        delimiter=blocks.delimiter, newlines_in_values=True, invalid_row_handler=blocks.meet
-    )
-    try:
-        return csv.open_csv(blocks, parse_options=parse, convert_options=options)
-    except arrow.ArrowException as error:
-        blocks.explain(error)
-        raise _unreadable(blocks.path, error) from None
+def _cast(values: Array, dtype: str, what: str) -> Array:
+    """Convert numbers; of what they are, floats lose digits at most."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.astype(dtype)
+    if found.dtype.kind == "f":
+        wrong = np.isinf(found) & np.isfinite(values)
+    else:
+        wrong = found != values
+        if found.dtype.kind in "iu" and values.dtype.kind == "f":
+            # The largest whole number of 8 bytes is none of float64, which rounds it up.
+            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
+    if wrong.any():
+        raise DataError(
+            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
+            f"type: --field NAME=COLUMN:TYPE"
+        )
+    return found
 
 
-def _unreadable(path: Path, error: BaseException) -> DataError:
-    return DataError(f"{path} cannot be read as a table: {reason_of(error)}; check the file")
+def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Array:
+    """Return columns of numbers as one array, ``(num_rows, num_columns)``."""
+    for at, values in zip(names, columns, strict=True):
+        if isinstance(values, list) or values.ndim > 1:
+            raise DataError(
+                f"columns side by side hold one number a row, column {at} of {path} holds more; "
+                f"give it a field of its own"
+            )
+    table = np.column_stack(columns)
+    for at, whole in zip(names, columns, strict=True):
+        is_cut = whole.dtype.kind in "iu" and table.dtype.kind == "f"
+        if is_cut and ((whole > _LARGEST_WHOLE) | (whole < -_LARGEST_WHOLE)).any():
+            raise DataError(
+                f"columns side by side become one type, here {table.dtype}, which changes whole "
+                f"numbers of column {at} of {path}; give it a field of its own"
+            )
+    return table

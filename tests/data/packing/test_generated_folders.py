@@ -69,7 +69,7 @@ def check(tmp_path, seeds):
             continue
         done = pack(root, tmp_path / "set", PackConfig(overwrite=True))
         found = read(tmp_path / "set")
-        labels = [done.classes[label] for label in found["label"]]
+        labels = [done.manifest.classes[label] for label in found["label"]]
         assert list(zip(labels, found["array"], strict=True)) == want, f"seed {seed}"
         outcomes["packed"] += 1
         outcomes["left out"] += any("links to a folder above" in note for note in done.notes)

@@ -75,7 +75,7 @@ def test_fields_that_are_ragged_later_are_named(packed):
     [
         ([], "at least one sample"),
         ([3], "a sample is a dict"),
-        ([{"x": 1}, {"y": 1}], "same fields"),
+        ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and has y besides"),
         ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
         ([{"x": 1}, {"x": [1]}], "no length"),
         ([{"x": object()}], "convert it first"),

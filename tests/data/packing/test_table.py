@@ -85,7 +85,9 @@ def test_tabs_and_several_files_of_the_types_of_the_first(tmp_path, packed):
 )
 def test_a_quote_that_is_never_closed_is_told(tmp_path, packed, text, line):
     (tmp_path / "t.csv").write_bytes(text.encode())
-    with pytest.raises(DataError, match=rf"that of line {line} of .*t.csv is not; close it"):
+    with pytest.raises(
+        DataError, match=rf"the row of line {line} of .*t.csv is not so .*close the quote"
+    ):
         packed(tmp_path / "t.csv")
 
 
@@ -104,17 +106,19 @@ def test_rows_are_packed_however_the_last_one_ends(tmp_path, packed, name, names
 def test_a_row_beyond_a_mebibyte_is_told(tmp_path, packed):
     long = "x" * 3 * 2**20
     (tmp_path / "t.csv").write_text(f'a,b\n1,z\n2,"{long}"\n')
-    with pytest.raises(DataError, match=r"at most about 1.0 MiB, .*t.csv has a larger one; keep"):
+    with pytest.raises(
+        DataError, match=r"at most 1.0 MiB: the row of line 3 of .*t.csv is not so"
+    ):
         packed(tmp_path / "t.csv")
     (tmp_path / "t.csv").write_text(f'a,b\n1,z\n2,"{long}\n')
-    with pytest.raises(DataError, match=r"that of line 3 of .*t.csv is not; close it"):
+    with pytest.raises(DataError, match=r"the row of line 3 of .*t.csv is not so"):
         packed(tmp_path / "t.csv")
 
 
 def test_rows_of_another_number_of_columns_are_told(tmp_path, packed):
     for row in ("1,2,", ",,,,", "1"):
         (tmp_path / "t.csv").write_text(f"a,b\n1,2\n{row}\n3,4\n")
-        with pytest.raises(DataError, match=r"t.csv cannot be read"):
+        with pytest.raises(DataError, match=r"of line 3 of .*t.csv, which cannot be read, has"):
             packed(tmp_path / "t.csv")
 
 

@@ -90,12 +90,14 @@ def test_samples_that_are_not_alike_are_named(tmp_path, packed):
     odd = sample(1)
     del odd["cls"]
     write(tmp_path / "0.tar", {"a": sample(0), "odd": odd})
-    with pytest.raises(DataError, match=r"0.tar:folder/odd has no .cls|odd has no .cls"):
+    with pytest.raises(DataError, match=r"0.tar:.*folder/odd lacks cls"):
         packed(tmp_path / "0.tar")
     _, found = packed(tmp_path / "0.tar", fields={"x": "png"})
     assert len(found["x"]) == 2
     write(tmp_path / "0.tar", {"a": sample(0), "odd": {**sample(1), "cls": b"dog"}})
-    with pytest.raises(DataError, match=r"odd.cls must be a number.*NAME=cls:bytes"):
+    with pytest.raises(
+        DataError, match=r"odd.cls cannot be read as a number.*:bytes behind an ending"
+    ):
         packed(tmp_path / "0.tar")
 
 
@@ -118,7 +120,7 @@ def test_an_ending_that_the_first_sample_lacks_is_told(tmp_path, packed, number)
     samples = {f"{index:04}": {"txt": b"1"} for index in range(99)}
     samples[f"{number:04}"]["cls"] = b"3"
     path = write(tmp_path / "0.tar", samples)
-    with pytest.raises(DataError, match=rf"{number:04} has a \.cls, which the first sample lacks"):
+    with pytest.raises(DataError, match=rf"{number:04} has cls besides"):
         packed(path)
     assert len(packed(path, fields={"text": "txt"})[1]["text"]) == 99
 
