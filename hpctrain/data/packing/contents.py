@@ -1,4 +1,4 @@
-"""What the content of a file becomes: the pixels of an image, an array, a number, or its bytes."""
+"""Contents of files as values: the pixels of an image, an array, a number, or bytes."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -16,7 +16,7 @@ from hpctrain.data.format.classes import classes_of, read_classes, write_classes
 from hpctrain.data.format.layout import MANIFEST, Manifest, ShardEntry
 from hpctrain.data.tools.copying import stream, write_rows
 from hpctrain.data.tools.faults import FaultReport, Range
-from hpctrain.data.tools.rebuild import rebuild
+from hpctrain.data.tools.rebuild_manifest import rebuild
 from hpctrain.data.tools.turns import in_turns, share
 from hpctrain.data.tools.verify import Start, check_directory, verify
 from hpctrain.data.writer import ShardWriter
