@@ -67,10 +67,13 @@ class JoinedMap:
         except (OSError, ValueError):  # too few addresses, or bytes that begin on no page
             return None
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether every file was in memory when it was opened, or was read and checked since."""
-        return all(file.was_cached or file.all_checked for file in self._files)
+    def is_in_memory(self, *, fits: bool) -> bool:
+        """Return whether every file was in memory when it was opened, or has come there since.
+
+        Args:
+            fits: whether what was read and checked stays there.
+        """
+        return all(file.was_cached or (fits and file.all_checked) for file in self._files)
 
     def rows_of(self, wanted: Array) -> Array | None:
         """Return the rows of samples, None if a file of theirs has changed."""

@@ -80,7 +80,8 @@ class Handles:
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
         room = (available_bytes() or 0) / max(1, manifest.num_bytes)
-        self._io: IO = "map" if io == "auto" and not self._is_full and room >= _ROOM else io
+        self._fits = room >= _ROOM
+        self._io: IO = "map" if io == "auto" and not self._is_full and self._fits else io
         self._can_join = True
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(THREADS, "hpctrain-ahead")
@@ -116,7 +117,7 @@ class Handles:
     def is_in_memory(self) -> bool:
         """Return whether all shards are mapped, and were in memory or have come there."""
         joined = self.joined or self._join()
-        return joined is not None and joined.is_in_memory
+        return joined is not None and joined.is_in_memory(fits=self._fits)
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
         """Begin to bring samples into memory, in threads of their own.
