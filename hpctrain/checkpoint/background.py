@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

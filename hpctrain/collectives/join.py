@@ -1,7 +1,7 @@
 """Ranks that have nothing left take part all the same: ``join``."""
 
 from hpctrain.collectives.operation_arguments import controller_of
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.runtime import world
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.node.slices import slice_bounds
 
 
 class NodeVector:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.comm.control_channel.message_tree import tree_of
+from hpctrain.comm.control_channel.mailbox import tree_of
 from hpctrain.negotiation.messages import (
     Decision,
     NewEntry,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from hpctrain.negotiation.request import Signature
 
 if TYPE_CHECKING:
-    from hpctrain.comm.traffic import Traffic
+    from hpctrain.comm.communicator import Traffic
     from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.timeline.timeline import Timeline
 from collections import OrderedDict

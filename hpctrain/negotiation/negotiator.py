@@ -12,7 +12,7 @@ from hpctrain.negotiation.request import Signature
 from hpctrain.negotiation.response_cache import NUM_SLOTS, ResponseCache, bits_of
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.message_tree import Tree
+    from hpctrain.comm.control_channel.mailbox import Tree
     from hpctrain.negotiation.handle import Handle
 from collections.abc import Iterable, Mapping
 

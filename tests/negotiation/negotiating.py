@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from hpctrain.comm.control_channel.message_tree import Tree
+from hpctrain.comm.control_channel.mailbox import Tree
 from hpctrain.negotiation.negotiator import Negotiator, OperationBatch
 from hpctrain.negotiation.reduce_op import ReduceOp
 from hpctrain.negotiation.request import Kind, Signature

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.comm.control_channel.message_tree import tree_of
+from hpctrain.comm.control_channel.mailbox import tree_of
 from hpctrain.negotiation.cost import Rates, known_names, new_names
 from hpctrain.negotiation.reduce_op import ReduceOp
 from hpctrain.negotiation.request import Kind, Signature

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Traffic
 from hpctrain.core.errors import NotInitializedError
 from hpctrain.negotiation.timeline.timeline import Timeline
 from hpctrain.negotiation.timeline.timelines import Timelines

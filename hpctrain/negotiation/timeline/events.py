@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Traffic
 
 
 class What(enum.Enum):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter_ns
 
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Traffic
 from hpctrain.negotiation.timeline.events import Events, Record, What
 
 GATHER_S = 0.05
