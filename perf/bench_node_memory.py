@@ -23,8 +23,8 @@ import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
 
+from hpctrain.comm.bucket import CHUNK_BYTES, slice_bounds
 from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
-from hpctrain.comm.node.slices import CHUNK_BYTES, slice_bounds
 from hpctrain.core.units import MIB, format_bytes
 
 SIZES = (8 * MIB, 25 * MIB, 64 * MIB)

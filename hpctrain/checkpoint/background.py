@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.saving import divide
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -1,7 +1,7 @@
 """The ranks wait for each other: ``barrier``, and ``join`` for those that have nothing left."""
 
 from hpctrain.collectives.operation import controller_of
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime import world

@@ -1,12 +1,16 @@
-"""A bucket: the flat buffer in which gradients travel."""
+"""Buckets: the flat buffers in which gradients travel, and the layout of tensors in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.node.slices import chunks_of
+CHUNK_BYTES = 256 << 10
+"""One piece of every rank's bucket and the running sum stay in a core's L2 cache."""
+ALIGN = 64
+"""Slices begin at a multiple of so many elements: no cache line has two writers."""
 
 
 class BucketOwner(Protocol):
@@ -37,6 +41,11 @@ class Bucket:
         """Number of elements."""
         return self.flat.numel()
 
+    @property
+    def device(self) -> torch.device:
+        """Where its elements are."""
+        return self.flat.device
+
     def part(self, numel: int, dtype: torch.dtype, first_byte: int = 0) -> "Bucket":
         """Return ``numel`` values of ``dtype`` in the same memory. Not collective.
 
@@ -51,3 +60,103 @@ class Bucket:
         peers[local_rank] = flat
         chunks = chunks_of(peers, local_rank)
         return Bucket(flat, tuple(peers), chunks, self.number, self.owner)
+
+
+def slice_bounds(numel: int, num_parts: int, part: int) -> slice:
+    """Cut ``numel`` elements into ``num_parts`` slices that differ by at most one cache line."""
+    lines = -(-numel // ALIGN)
+    first, last = part * lines // num_parts, (part + 1) * lines // num_parts
+    return slice(min(first * ALIGN, numel), min(last * ALIGN, numel))
+
+
+def chunks_of(peers: Sequence[Tensor], local_rank: int) -> tuple[tuple[Tensor, ...], ...]:
+    """Cut this rank's slice of a buffer that every peer has into pieces, one view per peer."""
+    own = slice_bounds(peers[0].numel(), len(peers), local_rank)
+    if own.start == own.stop:
+        return ()
+    numel = CHUNK_BYTES // peers[0].itemsize
+    return tuple(zip(*(peer[own].split(numel) for peer in peers), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """What the planner needs to know of a tensor."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlan:
+    """The layout of one bucket: tensor ``members[i]`` begins at element ``offsets[i]``."""
+
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+def plan_buckets(
+    specs: Sequence[TensorSpec],
+    bucket_bytes: int | None,
+    *,
+    align_bytes: int = 64,
+    marks_per_tensor: int = 0,
+    groups: Sequence[int | None] = (),
+) -> tuple[BucketPlan, ...]:
+    """Pack tensors into buckets, in the order in which they are given.
+
+    Every tensor lies in exactly one bucket, whole, and starts at a multiple of ``align_bytes``.
+    A bucket holds one dtype and takes tensors while it stays within ``bucket_bytes``; a tensor
+    that is larger has a bucket to itself. Tensors of one group share a bucket of any size, apart
+    from all others. Buckets are ordered by their first tensor; by their last one, which completes
+    them, where there are groups.
+
+    Args:
+        specs: the tensors, in the order in which they become ready.
+        bucket_bytes: largest bucket in bytes, without marks; None for one per dtype.
+        align_bytes: a multiple of every element size.
+        marks_per_tensor: elements kept free behind the last tensor, for each of them.
+        groups: the number of the group of each tensor, None where it has none; empty for none.
+
+    Returns:
+        The buckets, in the order in which they should travel.
+    """
+    members: list[list[int]] = []
+    used_bytes: list[int] = []
+    open_of: dict[tuple[torch.dtype, int | None], int] = {}
+    group_of = groups or [None] * len(specs)
+    for index, (spec, group) in enumerate(zip(specs, group_of, strict=True)):
+        needed = spec.numel * spec.dtype.itemsize
+        limit = bucket_bytes if group is None else None
+        bucket = open_of.get((spec.dtype, group))
+        if bucket is None or (limit is not None and used_bytes[bucket] + needed > limit):
+            bucket = open_of[spec.dtype, group] = len(members)
+            members.append([])
+            used_bytes.append(0)
+        members[bucket].append(index)
+        used_bytes[bucket] += _round_up(needed, align_bytes)
+    if groups:
+        members.sort(key=lambda indices: indices[-1])
+    return tuple(_layout(specs, indices, align_bytes, marks_per_tensor) for indices in members)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _layout(
+    specs: Sequence[TensorSpec], members: list[int], align_bytes: int, marks_per_tensor: int
+) -> BucketPlan:
+    dtype = specs[members[0]].dtype
+    offsets, end = [], 0
+    for index in members:
+        offsets.append(end)
+        end += _round_up(specs[index].numel, align_bytes // dtype.itemsize)
+    return BucketPlan(
+        dtype=dtype,
+        members=tuple(members),
+        offsets=tuple(offsets),
+        numel=end + marks_per_tensor * len(members),
+    )

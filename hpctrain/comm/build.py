@@ -12,10 +12,11 @@ from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
 from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.plan.choice import plan_for_group
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import NodeMemoryError
 
 SLOT_BYTES = 1 << 20
@@ -151,7 +152,7 @@ def _group(
     of_world = [world_ranks[rank] for rank in ranks]
     watch = watch.of_group(of_world)
     node, _ = share_memory(members, inside, _same_way(plan), watch)
-    return join(members, node, inside, plan.for_group(inside), watch, of_world)
+    return join(members, node, inside, plan_for_group(plan, inside), watch, of_world)
 
 
 def _same_way(plan: Plan) -> str:

@@ -1,17 +1,100 @@
-"""The protocol of communicators; ``serial``, ``mpi`` and ``hierarchical`` implement it."""
+"""The protocol of communicators, and what their methods give: works, counters."""
 
+import os
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.control_channel.mailbox import Mailbox
 from hpctrain.comm.ops import Op
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.work import Work
+from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
+
+
+class Traffic(NamedTuple):
+    """Counters of one rank since the communicator was made."""
+
+    node_bytes: int = 0
+    """Bytes that this rank has read or written in the memory of its node."""
+    rail_bytes: int = 0
+    """Bytes that this rank has sent by messages; inside an MPI library the bytes of its calls."""
+    waited_s: float = 0.0
+    """Seconds in which this rank waited for others."""
+    rail_s: float = 0.0
+    """Seconds that this rank spent on its rail between nodes without waiting."""
+
+    def since(self, earlier: "Traffic") -> "Traffic":
+        """Return what was added after ``earlier``."""
+        return Traffic(
+            self.node_bytes - earlier.node_bytes,
+            self.rail_bytes - earlier.rail_bytes,
+            self.waited_s - earlier.waited_s,
+            self.rail_s - earlier.rail_s,
+        )
+
+
+class Work(Protocol):
+    """An operation that was started; on CPU its result may be read after ``wait()``."""
+
+    def wait(self) -> None:
+        """Return when the result is there; raise what the operation raised."""
+
+    def done(self) -> bool:
+        """Say whether ``wait()`` would return at once."""
+
+
+class Finished:
+    """The work of an operation that was complete when it returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Say yes."""
+        return True
+
+
+FINISHED = Finished()
+
+
+class Rail(Protocol):
+    """One rank of each node, which sum what they have."""
+
+    rank: int
+    size: int
+
+    def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
+        """Replace ``tensor`` by its sum over the rail, as ``Communicator.allreduce_`` does."""
+
+
+class Levels(Protocol):
+    """The steps of a bucket's all-reduce, for a codec that replaces the one in the middle.
+
+        part = levels.node_sum(bucket)    # each local rank sums its slice over the node
+        levels.rail.allreduce_(part)      # each slice is all-reduced over its rail
+        levels.publish(bucket)            # each local rank writes its slice into all buckets
+
+    All ranks take the same steps for the same buckets.
+    """
+
+    num_rails: int
+    """Local ranks of each node that take part in the slow link; 0 on one node."""
+
+    @property
+    def rail(self) -> Rail | None:
+        """What carries this rank's part; None where other ranks carry all."""
+
+    def part_of(self, bucket: Bucket) -> Tensor:
+        """Return the part of a bucket that this rank takes over its rail; it may be empty."""
+
+    def node_sum(self, bucket: Bucket, scale: float | None = None) -> Tensor:
+        """Sum the bucket inside the node, times ``scale``; return this rank's part of it."""
+
+    def publish(self, bucket: Bucket, scale: float | None = None) -> None:
+        """Write the sum, times ``scale``, into the bucket of every rank of the node."""
 
 
 class Communicator(Protocol):
@@ -32,6 +115,13 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def levels(self) -> "Levels | None":
+        """The steps of a bucket's all-reduce; None where nobody shares memory.
+
+        Where operations have a thread, the steps are for what runs on it, see ``start_on``.
+        """
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -184,3 +274,30 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give back what this communicator holds; it cannot be used afterwards."""
+
+
+class Owner:
+    """The process that made something which other ranks wait for."""
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Return in that process.
+
+        Raises:
+            CommError: this is a forked child: what it sends would be taken for its parent's.
+        """
+        if not self.is_here:
+            raise CommError(
+                f"ranks communicate by the process that has called init(), here {self._pid}, this "
+                f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "
+                "communicate in the training loop, and let workers prepare samples only"
+            )

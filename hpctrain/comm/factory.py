@@ -13,10 +13,11 @@ from hpctrain.cluster.nics import num_cards
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import planning
-from hpctrain.comm.plan.plan import Plan, choose_plan
+from hpctrain.comm.plan.choice import choose_plan
+from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.libc import sharpen_sleep
 
@@ -181,13 +182,14 @@ def _by_levels(ranks: _Ranks) -> _Joined:
 
 
 def _by_horovod(ranks: _Ranks) -> _Joined:
-    from hpctrain.comm.engines import horovod_joining  # noqa: PLC0415 - only where it is wanted
 
     world, topology, settings, _, watch = ranks
     decision = ranks.decide(planning.pinned(world, settings), "none")
-    comm = horovod_joining.join(
+    from hpctrain.comm.engines import horovod  # noqa: PLC0415 - only where it is wanted
+
+    comm = horovod.join(
         world, topology, decision.plan, settings, watch, measures=bool(decision.key)
     )
     decision = planning.measured(decision, comm, world, topology, watch)
     comm.settle()
-    return comm, decision, horovod_joining.unmet_wish(topology, settings)
+    return comm, decision, horovod.unmet_wish(topology, settings)

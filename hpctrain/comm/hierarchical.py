@@ -3,7 +3,7 @@
 A bucket's all-reduce is three steps in a row, each callable by a codec that replaces the middle:
 
     part = comm.node_sum(bucket)      # each local rank sums its slice over the node
-    comm.rail_sum(part)               # each slice is all-reduced over its rail
+    comm.rail.allreduce_(part)        # each slice is all-reduced over its rail
     comm.publish(bucket, scale)       # each local rank writes its slice into all buckets
 """
 
@@ -13,26 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.calls import bucket_call, other_call, tensor_call
-from hpctrain.comm.control_channel import making
+from hpctrain.comm.bucket import Bucket, slice_bounds
+from hpctrain.comm.call_check import bucket_call, other_call, tensor_call
+from hpctrain.comm.communicator import FINISHED, Levels, Traffic, Work
+from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.node.shared_slots import Stage
-from hpctrain.comm.node.slices import slice_bounds
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.watch import Watch
-from hpctrain.comm.work import FINISHED, Work
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -67,10 +63,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
         self.rail = rail
-        self._node = node
+        self.node = node
         self.plan = plan
         """What algorithms are chosen by; ``use`` changes it."""
-        self._num_rails = plan.num_rails
+        self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
         self._stage = Stage(node)
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
@@ -78,6 +74,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         }
         if self._one_node:
             self._ways = {"direct": self._stage.direct_, "slices": self._stage.slices_}
+
+    @property
+    def levels(self) -> Levels:
+        """The steps of a bucket's all-reduce: those of this class."""
+        return self
 
     def use(self, plan: Plan) -> None:
         """Choose algorithms by ``plan`` from now on.
@@ -94,12 +95,12 @@ class HierarchicalCommunicator(MpiCommunicator):
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""
         self.meet(f"new bucket of {numel} {name_of(dtype)}")
-        return self._node.new_bucket(numel, dtype)
+        return self.node.new_bucket(numel, dtype)
 
-    def mail(self) -> "Mailbox":
+    def mail(self) -> mailbox.Mailbox:
         """Make mailboxes in node memory, and of MPI messages between nodes."""
         self.meet("mail")
-        return making.by_node(self._comm, self._node, self._watch)
+        return mailbox.by_node(self._comm, self.node, self._watch)
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -122,7 +123,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         if way == "library":
             if not self._one_node:  # a rank that takes another way meets the others here
                 numel = tensor.numel() * tensor.itemsize // how.lane.itemsize
-                self._node.meet(tensor_call(op, how.lane, numel, scale))
+                self.node.meet(tensor_call(op, how.lane, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
         lanes = values if values.dtype is how.lane else values.view(how.lane)
@@ -133,7 +134,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def meet(self, call: str = "barrier") -> None:
         """Meet in the node's memory where there is only one node."""
         if self._one_node:
-            self._node.meet(other_call(call), call)
+            self.node.meet(other_call(call), call)
         else:
             super().meet(call)
 
@@ -150,40 +151,43 @@ class HierarchicalCommunicator(MpiCommunicator):
         """
         how = how or combination(bucket.flat.dtype, Op.SUM)
         self._check_owned(bucket)
-        self._node.meet(bucket_call(bucket.number, how.op, scale))
+        self.node.meet(bucket_call(bucket.number, how.op, scale))
         return self._sum_on_node(bucket, how, scale)
 
-    def rail_sum(self, part: Tensor, how: Combination | None = None) -> None:
-        """Sum what ``node_sum`` returned over the nodes."""
-        if self.rail is not None and part.numel():
-            self.rail.allreduce_(part, how or combination(part.dtype, Op.SUM))
+    def part_of(self, bucket: Bucket) -> Tensor:
+        """Return the part of a bucket that this rank takes over its rail; empty where none."""
+        if self.rail is None or not bucket.peers:
+            return bucket.flat[:0]
+        bounds = slice_bounds(bucket.numel, self.num_rails, self.node.local_rank)
+        return bucket.peers[0][bounds]
 
-    def publish(self, bucket: Bucket, scale: float | None, how: Combination | None = None) -> None:
+    def publish(
+        self, bucket: Bucket, scale: float | None = None, how: Combination | None = None
+    ) -> None:
         """Write the sum, times ``scale``, into the bucket of every rank of the node."""
-        if self._num_rails != self._node.local_size:
-            self._node.barrier()
+        if self.num_rails != self.node.local_size:
+            self.node.barrier()
         how = how or combination(bucket.flat.dtype, Op.SUM)
-        self._node.publish(bucket, how, scale)
+        self.node.publish(bucket, how, scale)
 
     def traffic(self) -> Traffic:
         """Return the counters of all levels."""
-        moved = super().traffic()._replace(node_bytes=self._node.num_bytes)
+        moved = super().traffic()._replace(node_bytes=self.node.num_bytes)
         if self.rail is None:
             return moved
-        return moved._replace(
-            rail_bytes=moved.rail_bytes + self.rail.num_bytes_sent, rail_s=self.rail.seconds
-        )
+        over = self.rail.traffic()
+        return moved._replace(rail_bytes=moved.rail_bytes + over.rail_bytes, rail_s=over.rail_s)
 
     def close(self) -> None:
         """Free the MPI communicators; buckets live as long as something refers to them."""
         if self.is_open:
             if self.rail is not None:
                 self.rail.close()
-            self._node.close()
+            self.node.close()
         super().close()
 
     def _check_owned(self, bucket: Bucket) -> None:
-        if bucket.owner is not self._node:
+        if bucket.owner is not self.node:
             raise CommError(
                 f"a bucket is reduced by the communicator whose new_bucket() made it, got one of "
                 f"{bucket.numel} elements that is not ours; make one here, or pass its tensor"
@@ -191,11 +195,11 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def _allreduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
         if self._one_node:
-            self._node.allreduce_(bucket, how, scale)
+            self.node.allreduce_(bucket, how, scale)
             return
         early, late = _when(scale, how)
         part = self.node_sum(bucket, early, how)
-        self.rail_sum(part, how)
+        self._sum_over_rail(part, how)
         self.publish(bucket, late, how)
 
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
@@ -204,18 +208,19 @@ class HierarchicalCommunicator(MpiCommunicator):
         for chunk in values.split(self._stage.numel(values.dtype)):
             bucket = self._stage.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
-            self.rail_sum(part, how)
-            self._node.barrier()
+            self._sum_over_rail(part, how)
+            self.node.barrier()
             self._stage.leave(chunk, bucket, late)
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
-        self._node.sum_slice(bucket, how, scale)
-        if self._num_rails != self._node.local_size:
-            self._node.barrier()  # this rank's rail carries slices that other ranks summed
-        if self.rail is None or not bucket.peers:
-            return bucket.flat[:0].view(how.lane)
-        bounds = slice_bounds(bucket.numel, self._num_rails, self._node.local_rank)
-        return bucket.peers[0][bounds].view(how.lane)
+        self.node.sum_slice(bucket, how, scale)
+        if self.num_rails != self.node.local_size:
+            self.node.barrier()  # this rank's rail carries slices that other ranks summed
+        return self.part_of(bucket).view(how.lane)
+
+    def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
+        if self.rail is not None and part.numel():
+            self.rail.reduce_(part, how)
 
 
 def _when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:

@@ -11,13 +11,12 @@ from torch import Tensor
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import describe, meet
-from hpctrain.comm.control_channel import making
-from hpctrain.comm.dtypes import buffer_of, bytes_of, library_sums
+from hpctrain.comm.communicator import FINISHED, Owner, Traffic, Work
+from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Combination, Op, combination, finish
-from hpctrain.comm.owner import Owner
-from hpctrain.comm.rail.by_messages import allreduce_by_messages_
-from hpctrain.comm.rail.pairwise import pairwise_alltoall_, pairwise_reduce_scatter
-from hpctrain.comm.rail.wire import CHUNK_ELEMENTS, Wire
+from hpctrain.comm.rail.algorithms import pairwise_alltoall_, pairwise_reduce_scatter
+from hpctrain.comm.rail.halving import allreduce_by_messages_
+from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,
@@ -29,14 +28,11 @@ from hpctrain.comm.tensor_arguments import (
     name_of,
     part_numels,
 )
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.watch import Watch
-from hpctrain.comm.work import FINISHED, Work
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.comm.communicator import Communicator, Levels
 
 T = TypeVar("T")
 
@@ -74,7 +70,7 @@ class MpiCommunicator:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._watch = watch or Watch()
-        self.wire = Wire(comm, watch=self._watch, world_ranks=world_ranks)
+        self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
         self._comm = comm
         self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB
         self._world_ranks = world_ranks or range(comm.size)
@@ -82,6 +78,11 @@ class MpiCommunicator:
         self._library_bytes = 0
         self._num_buckets = 0
         self._owner = Owner()
+
+    @property
+    def levels(self) -> "Levels | None":
+        """Flat: there are none."""
+        return None
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -218,10 +219,10 @@ class MpiCommunicator:
         self.meet(f"group of ranks {list(ranks)}")
         return self._make_group(self._comm, ranks)
 
-    def mail(self) -> "Mailbox":
+    def mail(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
         self.meet("mail")
-        return making.flat(self._comm, self._watch)
+        return mailbox.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""

@@ -1,4 +1,42 @@
-"""The version string of this process's MPI library."""
+"""The MPI library of this process: its version, its threads, its own all-reduce, its end."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.ops import Op
+from hpctrain.comm.tensor_arguments import name_of
+from hpctrain.core.errors import CommError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+_OPS = {
+    Op.SUM: "SUM",
+    Op.PRODUCT: "PROD",
+    Op.MIN: "MIN",
+    Op.MAX: "MAX",
+    Op.BAND: "BAND",
+    Op.BOR: "BOR",
+    Op.BXOR: "BXOR",
+}
 
 LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 """How many threads may call MPI: none but the one of the program, ..., all at once."""
@@ -27,3 +65,97 @@ def thread_level() -> str:
         MPI.THREAD_MULTIPLE,
     )
     return LEVELS[numbers.index(granted)]
+
+
+def calls_from_threads() -> bool:
+    """Return whether several threads of this process may call MPI at once. Not collective.
+
+    A process that has not loaded MPI, such as a world of one, may.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        return True
+    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+class BeforeFinalize:
+    """Calls a function when ``MPI_Finalize`` begins, while all of MPI still works.
+
+    MPI deletes the attributes of ``MPI_COMM_SELF`` first of all, and tells their owners.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        """Take the function; after ``close`` it is not called any more."""
+        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+        self._function: Callable[[], object] | None = function
+        self.is_over = False
+        """Whether the function was called."""
+        self._key: int | None = MPI.Comm.Create_keyval(delete_fn=self._on_delete)
+        MPI.COMM_SELF.Set_attr(self._key, self)
+
+    def close(self) -> None:
+        """Forget the function. Harmless the second time, and after ``MPI_Finalize``."""
+        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+        self._function = None
+        if self._key is not None and not MPI.Is_finalized():
+            key, self._key = self._key, None
+            MPI.COMM_SELF.Delete_attr(key)
+            MPI.Comm.Free_keyval(key)
+
+    def _on_delete(self, _comm: "MPI.Comm", _key: int, _value: object) -> None:
+        self._key = None
+        function, self._function = self._function, None
+        if function is not None:
+            self.is_over = True
+            function()
+
+
+class LibraryAllreduce:
+    """``MPI_Allreduce`` in place over MPI's world, to be compared with ours.
+
+    Each call is one blocking call. Values are those of the library, which saturates small
+    integers in some versions.
+    """
+
+    def __init__(self, flat: Tensor, op: Op) -> None:
+        """Take the memory, which must stay as it is until ``close()``. Collective.
+
+        Args:
+            flat: 1-D and contiguous, with fewer than 2^31 elements.
+            op: how values are combined.
+
+        Raises:
+            CommError: the library has no such type; on every rank.
+        """
+        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+        require_type(flat.dtype)
+        self._flat = flat
+        self._op: MPI.Op = getattr(MPI, _OPS[op])
+        values = MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.itemsize)
+        self._buffers = MPI.IN_PLACE, [values, flat.numel(), getattr(MPI, _TYPES[flat.dtype])]
+        self._comm = MPI.COMM_WORLD.Dup()
+
+    def __call__(self) -> None:
+        """Reduce in place."""
+        self._comm.Allreduce(*self._buffers, self._op)
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._comm.Free()
+
+
+def require_type(dtype: torch.dtype) -> None:
+    """Refuse what the library cannot reduce.
+
+    Raises:
+        CommError: it has no such type.
+    """
+    if dtype not in _TYPES:
+        raise CommError(
+            f"MPI_Allreduce has no {name_of(dtype)} to compare with; "
+            f"take float32, or leave the comparison out"
+        )

@@ -1,14 +1,20 @@
-"""A communicator with listeners, which hear of every operation when it is over."""
+"""Listeners, which hear of every operation of a communicator: a trace, and a table at the end."""
 
+import os
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Communicator, Levels, Rail, Traffic
+from hpctrain.comm.plan.plan import Measurement
+from hpctrain.core.units import format_bytes, format_seconds
 
 _OPERATIONS = (
     "allreduce_",
@@ -25,6 +31,8 @@ _OPERATIONS = (
     "barrier",
     "agree",
     "new_bucket",
+    "node_sum",
+    "publish",
 )
 
 
@@ -59,11 +67,26 @@ def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
 
 
 class ObservedCommunicator:
-    """Does what the communicator inside does; groups of it are heard by the same listeners."""
+    """Does what the communicator inside does; the same listeners hear of its groups and levels."""
 
-    def __init__(self, comm: Communicator, listeners: Sequence[Listener]) -> None:
-        self._inside = comm
+    def __init__(
+        self, comm: Communicator | Levels | Rail, listeners: Sequence[Listener], prefix: str = ""
+    ) -> None:
+        self._inside: Any = comm
         self._listeners = tuple(listeners)
+        self._prefix = prefix
+
+    @property
+    def levels(self) -> Any:
+        """The levels inside, if there are any."""
+        found = self._inside.levels
+        return found and ObservedCommunicator(found, self._listeners)
+
+    @property
+    def rail(self) -> Any:
+        """The rail of levels, if this rank has one."""
+        found = self._inside.rail
+        return found and ObservedCommunicator(found, self._listeners, "rail.")
 
     def __getattr__(self, name: str) -> Any:
         """Find everything in the communicator inside, with a clock around what moves bytes."""
@@ -82,7 +105,9 @@ class ObservedCommunicator:
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
             moved = self._inside.traffic().since(before)
-            self._tell(Call(self._inside.rank, name, _num_bytes(args), seconds, moved))
+            self._tell(
+                Call(self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved)
+            )
             return result
 
         return call
@@ -101,3 +126,150 @@ def _num_bytes(args: tuple[Any, ...]) -> int | None:
     if len(tensors) < len(parts):
         return None
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+class Trace:
+    """Prints each operation as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
+
+    def heard(self, call: Call) -> None:
+        """Print the line of ``call``."""
+        size = "" if call.num_bytes is None else format_bytes(call.num_bytes)
+        cells = (f"r{call.rank}", f"{call.operation:16}", f"{size:>10}")
+        sys.stderr.write(f"{' | '.join(cells)} | {format_seconds(call.seconds):>10}\n")
+
+
+REDUCTIONS = ("allreduce_", "allreduce")
+"""Operations whose bandwidth the probe has measured too."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What one rank has spent on one operation so far."""
+
+    calls: int = 0
+    num_bytes: int = 0
+    """Bytes of the tensors that it gave."""
+    node_bytes: int = 0
+    """Bytes that it read or wrote in the memory of its node."""
+    rail_bytes: int = 0
+    """Bytes that it sent by messages, over the rail above all."""
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, call: Call) -> None:
+        """Count one more call."""
+        self.calls += 1
+        self.num_bytes += call.num_bytes or 0
+        self.node_bytes += call.traffic.node_bytes
+        self.rail_bytes += call.traffic.rail_bytes
+        self.seconds += call.seconds
+        self.waited_s += call.traffic.waited_s
+
+
+class Statistics:
+    """Counts the operations of this rank, and at the end tells those of all ranks."""
+
+    def __init__(self, comm: Communicator, best_bandwidth: float | None = None) -> None:
+        """Begin at nothing.
+
+        Args:
+            comm: gathers the counts at the end; not the one that is listened to.
+            best_bandwidth: the highest that a probe of all-reduce has seen, in bytes a second.
+        """
+        self._comm = comm
+        self._best_bandwidth = best_bandwidth
+        self._counts: dict[str, Count] = {}
+        self._counting = threading.Lock()
+        self._owner = os.getpid()
+
+    def heard(self, call: Call) -> None:
+        """Count ``call``."""
+        with self._counting:
+            self._counts.setdefault(call.operation, Count()).add(call)
+
+    def report(self) -> None:
+        """Print the table of all ranks on the standard error of rank 0.
+
+        Collective: to be called only where every rank is known to come, or the others would wait
+        for one that never does. Does nothing in forked children.
+        """
+        if os.getpid() != self._owner:
+            return
+        counts = self._comm.gather_object(self._counts)
+        if counts is not None:
+            sys.stderr.write(describe(counts, self._best_bandwidth))
+
+
+def wanted_statistics(
+    comm: Communicator, measured: Iterable[Measurement], *, here: bool
+) -> Statistics | None:
+    """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective.
+
+    Args:
+        comm: all ranks.
+        measured: what the probe of the plan has seen.
+        here: whether this rank wants them.
+    """
+    if not comm.broadcast_object(here):
+        return None
+    bandwidths = (m.num_bytes / m.seconds for m in measured if m.what == "tensors" and m.seconds)
+    return Statistics(comm, max(bandwidths, default=None))
+
+
+def describe(
+    counts_by_rank: Sequence[Mapping[str, Count]], best_bandwidth: float | None = None
+) -> str:
+    """Return the table: a line per operation, the one that took most time first.
+
+    Args:
+        counts_by_rank: operations of each rank, by name.
+        best_bandwidth: in bytes a second; its column is left out without it.
+
+    Returns:
+        Lines. Calls and bytes are means over the ranks, times are sums over the calls, with the
+        smallest, the mean and the largest over the ranks. Bandwidth is bytes given by mean time.
+    """
+    names = {name: None for counts in counts_by_rank for name in counts}
+    lines = [(name, [counts.get(name, Count()) for counts in counts_by_rank]) for name in names]
+    lines.sort(key=lambda line: -sum(count.seconds for count in line[1]))
+    heads = ["operation", "calls", "given", "node memory", "sent"]
+    heads += ["time min", "avg", "max", "waited min", "avg", "max", "bandwidth"]
+    if best_bandwidth is not None:
+        heads.append("of probed best")
+    rows = [heads] + [_row(name, counts, best_bandwidth) for name, counts in lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    size = len(counts_by_rank)
+    title = f"hpctrain: what {size} rank{'s' * (size > 1)} communicated, per rank"
+    return "\n".join([title, *(_line(row, widths) for row in rows), ""])
+
+
+def _row(name: str, counts: Sequence[Count], best_bandwidth: float | None) -> list[str]:
+    calls, num_bytes, node_bytes, rail_bytes, seconds, _ = map(
+        fmean, zip(*map(astuple, counts), strict=True)
+    )
+    bandwidth = num_bytes / seconds if num_bytes and seconds else None
+    row = [name, f"{calls:.10g}", *map(_bytes, (num_bytes, node_bytes, rail_bytes))]
+    row += _spread([count.seconds for count in counts])
+    row += _spread([count.waited_s for count in counts])
+    row.append("" if bandwidth is None else f"{format_bytes(bandwidth)}/s")
+    if best_bandwidth is not None:
+        compared = bandwidth is not None and name in REDUCTIONS
+        row.append(f"{bandwidth / best_bandwidth:.0%}" if compared and bandwidth else "")
+    return row
+
+
+def _bytes(num_bytes: float) -> str:
+    return format_bytes(num_bytes) if num_bytes else ""
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    kinds: tuple[Callable[[Sequence[float]], float], ...] = (min, fmean, max)
+    return [format_seconds(kind(values)) for kind in kinds]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        cell.ljust(width) if place == 0 else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([first, *others]).rstrip()

@@ -1,14 +1,15 @@
 """A world of one rank: nothing moves, and nothing is scaled."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.control_channel import making
+from hpctrain.comm.communicator import FINISHED, Traffic, Work
+from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
@@ -19,12 +20,7 @@ from hpctrain.comm.tensor_arguments import (
     flat_of,
     part_numels,
 )
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.work import FINISHED, Work
 from hpctrain.core.errors import CommError
-
-if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -34,6 +30,7 @@ class SerialCommunicator:
 
     rank = 0
     size = 1
+    levels = None
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -114,9 +111,9 @@ class SerialCommunicator:
         check_group(ranks, 1)
         return self
 
-    def mail(self) -> "Mailbox":
+    def mail(self) -> mailbox.Mailbox:
         """Make mailboxes without neighbours."""
-        return making.alone()
+        return mailbox.alone()
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in private memory."""

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.communicator import FINISHED, Communicator, Levels, Owner, Traffic, Work
 from hpctrain.comm.ops import Op
-from hpctrain.comm.owner import Owner
-from hpctrain.comm.traffic import Traffic
-from hpctrain.comm.work import FINISHED, ThreadWork, Work
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Mailbox
@@ -22,6 +19,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+
+
+class ThreadWork:
+    """An operation that a communication thread carries out."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.is_awaited = False
+        """Whether somebody has called ``wait()``, who then knows of an error."""
+        self._future = future
+
+    def wait(self) -> None:
+        """Block until the thread has carried it out."""
+        self.is_awaited = True
+        self._future.result()
+
+    def error(self) -> BaseException | None:
+        """Block until the thread has carried it out; return its error."""
+        return self._future.exception()
+
+    def done(self) -> bool:
+        """Say whether the thread has carried it out."""
+        return self._future.done()
 
 
 class ThreadedCommunicator:
@@ -45,6 +64,11 @@ class ThreadedCommunicator:
         self._thread_id: int | None = None
         self._owner = Owner()
         self._works: list[ThreadWork] = []
+
+    @property
+    def levels(self) -> Levels | None:
+        """Those of the communicator inside, for what runs on the thread."""
+        return self._comm.levels
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
         """Call a function of several operations on the thread, after all that was started.

@@ -1,23 +1,88 @@
-"""Waiting for other ranks: a short spin, then sleep, with an eye on the others."""
+"""Waiting for other ranks: one back-off for all loops, with an eye on the others."""
 
+import logging
+import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hpctrain.comm.node.semaphore import Semaphore
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.node.segments import yield_core
+from hpctrain.core.errors import RankLostError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 SPIN_S = 50e-6
 """Peers that do the same work arrive within this time; sleeping costs about as much."""
-SLICE_S = 0.1
+LOOK_S = 0.1
 """Between two looks at the others."""
-NAP_S = (20e-6, 500e-6)
-"""Shortest and longest pause between two tests of an MPI request."""
 NAP_SHARE = 0.02
-"""Pauses are this share of the time waited so far: so late, at most, is the end noticed."""
+"""Naps are this share of the time waited so far: so late, at most, is the end noticed."""
+LATE_S = 3.0
+"""A rank that waits for another node for so long says so, once for each rank it waits for."""
+
+
+class Pace(NamedTuple):
+    """How long a wait stays awake, and its naps afterwards."""
+
+    spin_s: float = SPIN_S
+    """Busy."""
+    yield_s: float = 0.0
+    """Giving the core to whoever wants it between two tries: sooner back than from a nap."""
+    shortest_s: float = LOOK_S
+    longest_s: float = LOOK_S
+
+
+IN_NODE = Pace()
+"""The nap ends by itself when the peer has come."""
+BY_MPI = Pace(yield_s=2e-3, shortest_s=20e-6, longest_s=500e-6)
+"""Nobody wakes who waits for a message of MPI."""
+
+
+def wait_until(
+    done: Callable[[], object],
+    look: Callable[[float], object] | None,
+    pace: Pace,
+    *,
+    nap: Callable[[float], object] = time.sleep,
+    timeout_s: float = math.inf,
+) -> bool:
+    """Return when it is done: awake for a moment, then in naps that grow with the wait.
+
+    Args:
+        done: tries whether the wait is over.
+        look: is told the seconds waited, ten times a second; raises to end the wait.
+        pace: how long is stayed awake and slept.
+        nap: sleeps for so many seconds; true where the wait is over.
+        timeout_s: longest wait.
+
+    Returns:
+        False if the time is over.
+    """
+    start = now = time.perf_counter()
+    end = start + timeout_s
+    awake_until = min(start + pace.spin_s, end)
+    while now < awake_until:
+        if done():
+            return True
+        now = time.perf_counter()
+    awake_until = min(now + pace.yield_s, end)
+    while now < awake_until:
+        yield_core()
+        if done():
+            return True
+        now = time.perf_counter()
+    next_look = start + LOOK_S
+    while now < end:
+        longest_s = min(pace.longest_s, end - now)
+        if nap(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
+            return True
+        now = time.perf_counter()
+        if look is not None and now >= next_look:
+            look(now - start)
+            next_look = now + LOOK_S
+    return False
 
 
 class MpiRequest(Protocol):
@@ -27,51 +92,9 @@ class MpiRequest(Protocol):
         """Say whether it is over."""
 
 
-class NodeBarrier:
-    """A barrier of the ranks of one node over semaphores in memory which they share.
-
-    Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
-    before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
-    post of the next barrier is counted and not lost.
-
-    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
-    """
-
-    def __init__(
-        self,
-        mine: Sequence[Semaphore],
-        next_ones: Sequence[Semaphore],
-        *,
-        spin: bool,
-        watch: Watch,
-    ) -> None:
-        """Take the semaphores of each round: ``mine`` to wait for, ``next_ones`` to post."""
-        self._rounds = tuple(zip(mine, next_ones, strict=True))
-        self._spin_s = SPIN_S if spin else 0.0
-        self._watch = watch
-
-    def wait(self) -> None:
-        """Return when all ranks of the node are here."""
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if not mine.try_wait():
-                self._take(mine)
-
-    def _take(self, semaphore: Semaphore) -> None:
-        start = time.perf_counter()
-        end = start + self._spin_s
-        while time.perf_counter() < end:
-            if semaphore.try_wait():
-                self._watch.waited_s += time.perf_counter() - start
-                return
-        while not semaphore.wait(SLICE_S):
-            self._watch.look(time.perf_counter() - start)
-        self._watch.waited_s += time.perf_counter() - start
-
-
 def wait_request(
     request: MpiRequest,
-    watch: Watch,
+    watch: "Watch",
     partner: int | None = None,
     over: str = "",
     status: "MPI.Status | None" = None,
@@ -88,18 +111,94 @@ def wait_request(
     if request.Test(status):
         return
     start = time.perf_counter()
-    end = start + SPIN_S
-    while time.perf_counter() < end:
-        if request.Test(status):
-            watch.waited_s += time.perf_counter() - start
-            return
-    shortest, longest = NAP_S
-    next_look = start + SLICE_S
-    now = start
-    while not request.Test(status):
-        time.sleep(min(max(NAP_SHARE * (now - start), shortest), longest))
-        now = time.perf_counter()
-        if now > next_look:
-            watch.look(now - start, partner, over)
-            next_look = now + SLICE_S
+    wait_until(
+        partial(request.Test, status), partial(watch.look, partner=partner, over=over), BY_MPI
+    )
     watch.waited_s += time.perf_counter() - start
+
+
+FindLost = Callable[[Collection[int] | None], None]
+"""Raises ``RankLostError`` if one of these ranks is lost, for None any; see ``Liveness.check``."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def _nobody_is_lost(ranks: Collection[int] | None) -> None:
+    """Look for nobody: what communicators without a world do."""
+
+
+class Watch:
+    """Looks for lost ranks, names those that are late, and ends a wait that lasts too long.
+
+    Ranks are those of the world. All waiting loops of a communicator share one watch.
+    """
+
+    def __init__(
+        self,
+        find_lost: FindLost = _nobody_is_lost,
+        *,
+        hosts: Mapping[int, str] | None = None,
+        rank: int = 0,
+        timeout_s: float = math.inf,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """Take what is needed to tell who is waited for.
+
+        Args:
+            find_lost: raises if a rank that is waited for is lost.
+            hosts: name of the node of every rank.
+            rank: of this process.
+            timeout_s: longest wait.
+            ranks: those that are waited for where nobody says more; None for all of the world.
+        """
+        self.waited_s = 0.0
+        """Seconds that this process has waited so far."""
+        self._find_lost = find_lost
+        self._hosts = hosts or {}
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._ranks = ranks
+        self._named: set[int] = set()
+
+    def of_group(self, ranks: Collection[int]) -> "Watch":
+        """Return a watch over some ranks of the world: that others leave does not concern it."""
+        return Watch(
+            self._find_lost,
+            hosts=self._hosts,
+            rank=self._rank,
+            timeout_s=self._timeout_s,
+            ranks=ranks,
+        )
+
+    def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
+        """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
+
+        Args:
+            waited_s: how long this wait has lasted.
+            partner: the rank that is waited for, None for all.
+            over: the link that is waited on, such as ``rail 0``; empty inside a node.
+
+        Raises:
+            RankLostError: a rank is lost, or the wait has lasted too long.
+        """
+        self._find_lost(self._ranks if partner is None else (partner,))
+        if waited_s > self._timeout_s:
+            raise RankLostError(
+                f"{self._who(waited_s, partner, over)}, longer than HPCTRAIN_TIMEOUT="
+                f"{self._timeout_s:g} allows; see what that rank does and whether the link works, "
+                f"or set HPCTRAIN_TIMEOUT to more seconds"
+            )
+        if partner is not None and over and waited_s > LATE_S and partner not in self._named:
+            self._named.add(partner)
+            _LOG.warning(
+                "%s; it is busy with something else, or the link is silent",
+                self._who(waited_s, partner, over),
+            )
+
+    def _who(self, waited_s: float, partner: int | None, over: str) -> str:
+        me = self._name(self._rank)
+        whom = "the other ranks" if partner is None else self._name(partner)
+        return f"{me} has waited {waited_s:.0f} s for {whom}{' over ' if over else ''}{over}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"

@@ -1,18 +1,18 @@
 """The protocol of codecs, between a full bucket and the ranks' sum of it."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.work import Work
+from hpctrain.comm.communicator import Communicator, Work
 
 
 class Codec(Protocol):
     """Owns the middle of the all-reduce of buckets: it may send less, or in several rounds.
 
+    Where ranks share memory it acts on what crosses the rail alone: inside a node nothing is lost.
     One codec serves the buckets of one optimizer.
     """
 
@@ -39,3 +39,23 @@ class Codec(Protocol):
 
         Collective: every rank calls it, for the same buckets, in the same order.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on, such as an error that was not sent yet.
+
+        It is this rank's own. Not collective.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` has given. Not collective."""
+
+
+class Stateless:
+    """The part of a codec of which no step depends on another."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Need nothing."""

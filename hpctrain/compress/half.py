@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.work import FINISHED, Work
-from hpctrain.compress.codec import Codec
+from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.threaded import start_on
+from hpctrain.compress.codec import Codec, Stateless
 from hpctrain.compress.compressor import Compressor, TensorByTensor
 from hpctrain.compress.identity import Identity
 
@@ -54,11 +54,12 @@ class Compression:
     """In bfloat16: 8 bits of precision, the range of float32."""
 
 
-class HalfCodec:
+class HalfCodec(Stateless):
     """The codec that sends buckets of 32 and 64 bits as 16.
 
-    What arrives is summed in float32 and rounded once, as ``comm`` does with 16 bits. A sum that
-    crosses nodes is rounded once per level.
+    A node sums in full precision, and only what crosses its rail is rounded: the slice before it
+    leaves, times the factor of the result, and whenever two are combined on the way. Without
+    node memory each rank rounds what it has; the sum is formed in float32 and rounded once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,28 +68,51 @@ class HalfCodec:
         self._half_of: dict[int, Bucket] = {}
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:  # noqa: ARG002
-        """Make the bucket that travels."""
-        dtype = bucket.flat.dtype
-        if dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize:
+        """Make what travels: a bucket, or this rank's part of it between nodes."""
+        dtype, levels = bucket.flat.dtype, comm.levels
+        if not dtype.is_floating_point or dtype.itemsize <= self._dtype.itemsize:
+            return
+        if levels is None:
             self._half_of[id(bucket)] = comm.new_bucket(bucket.numel, self._dtype)
+        elif levels.num_rails:
+            part = torch.empty_like(levels.part_of(bucket), dtype=self._dtype)
+            self._half_of[id(bucket)] = Bucket(part)
 
     def forget(self) -> None:
         """Drop all buckets."""
         self._half_of.clear()
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of the bucket that travels in its place."""
-        return self._half_of.get(id(bucket), bucket).flat.nbytes
+        """Return the bytes of the bucket in the dtype in which it travels."""
+        dtype = self._dtype if id(bucket) in self._half_of else bucket.flat.dtype
+        return bucket.numel * dtype.itemsize
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
-        """Round, sum, and take back; buckets of other dtypes are summed where they lie."""
+        """Round, sum, and take back; what crosses no rail, or is short, is summed as it is."""
         half = self._half_of.get(id(bucket))
         if half is None:
             return comm.allreduce_(bucket, scale=scale)
+        step = self._flat_ if comm.levels is None else self._over_rail_
+        return start_on(comm, step, bucket, half, comm, scale)
+
+    def _flat_(
+        self, bucket: Bucket, half: Bucket, comm: Communicator, scale: float | None
+    ) -> None:
         half.flat.copy_(bucket.flat)
         comm.allreduce_(half, scale=scale).wait()
         bucket.flat.copy_(half.flat)
-        return FINISHED
+
+    def _over_rail_(
+        self, bucket: Bucket, half: Bucket, comm: Communicator, scale: float | None
+    ) -> None:
+        levels = comm.levels
+        assert levels is not None
+        part = levels.node_sum(bucket, scale)  # 16 bits may have no room for more than the result
+        if levels.rail is not None:
+            half.flat.copy_(part)
+            levels.rail.allreduce_(half.flat).wait()
+            part.copy_(half.flat)
+        levels.publish(bucket)
 
 
 def codec_for(compressor: Compressor) -> Codec:

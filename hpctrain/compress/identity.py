@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.work import Work
+from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.compress.codec import Stateless
 
 
-class Identity:
+class Identity(Stateless):
     """The codec that loses nothing; see ``Codec``."""
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:

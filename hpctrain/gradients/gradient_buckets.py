@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.fusion import BucketPlan, TensorSpec, plan_buckets
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import as_sparse

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec
 from hpctrain.core import logs
 from hpctrain.core.checksum import crc32

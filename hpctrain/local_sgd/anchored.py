@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.node.slices import slice_bounds
 from hpctrain.compress.codec import Codec
 from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
 from hpctrain.local_sgd.averaging import Averaging, Load

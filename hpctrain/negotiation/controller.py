@@ -4,9 +4,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.communicator import Owner
 from hpctrain.comm.eager import eager
-from hpctrain.comm.owner import Owner
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.units import MIB
 from hpctrain.negotiation.handle import Handle, Take

@@ -14,8 +14,7 @@ from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, re
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.traffic import Traffic
+    from hpctrain.comm.communicator import Communicator, Traffic
     from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.messages import OperationBatch
     from hpctrain.negotiation.timeline import Timeline

@@ -12,7 +12,7 @@ from hpctrain.negotiation.request import Kind, Signature
 from hpctrain.negotiation.response_cache import NUM_SLOTS, ResponseCache
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.message_tree import Tree
+    from hpctrain.comm.control_channel.mailbox import Tree
 
 
 class Negotiator:

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Traffic
 
 RANK = "{rank}"
 """Where a path has this, every rank writes a file of its own."""

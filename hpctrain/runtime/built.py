@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from hpctrain.comm.threads import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.runtime.world import current, is_initialized
 
 

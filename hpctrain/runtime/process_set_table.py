@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.comm.threads import calls_from_threads
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     ConfigError,

@@ -14,11 +14,9 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
-from hpctrain.comm.observed import observed
+from hpctrain.comm.observed import Statistics, Trace, observed, wanted_statistics
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.statistics import Statistics, wanted_statistics
 from hpctrain.comm.threaded import ThreadedCommunicator
-from hpctrain.comm.trace import Trace
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError
@@ -30,8 +28,8 @@ from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted,
 from hpctrain.runtime.rebuild import Rebuild, Stage
 
 if TYPE_CHECKING:
-    from hpctrain.comm.finalize import BeforeFinalize
     from hpctrain.comm.liveness import Liveness
+    from hpctrain.comm.mpi_library import BeforeFinalize
     from hpctrain.comm.mpi_world import MpiComm
     from hpctrain.runtime.process_sets import ProcessSet
 
@@ -243,7 +241,7 @@ def _report(found: Connection) -> None:
 
 
 def _leave_before_finalize() -> "BeforeFinalize":
-    from hpctrain.comm.finalize import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_library import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
 
     return BeforeFinalize(lambda: _leave(current()))
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hpctrain.comm.rail.wire import Wire
+
 PATIENCE_S = 10.0
 """A wait that lasts so long is a deadlock."""
 
@@ -46,8 +48,8 @@ class Network:
         return sum(way.qsize() for way in self.ways.values())
 
 
-class SimulatedWire:
-    """``hpctrain.comm.rail.wire.Wire`` over a ``Network``."""
+class SimulatedWire(Wire):
+    """A wire over a ``Network``."""
 
     def __init__(self, network, rank, size):
         self.network, self.rank, self.size = network, rank, size
@@ -55,18 +57,6 @@ class SimulatedWire:
         self.num_messages = 0
         self.expected = Counter()
         self.under_way = {}
-
-    def send(self, tensor, dest, tag=0):
-        self.finish(self.start_send(tensor, dest, tag))
-
-    def receive_(self, tensor, source, tag=0):
-        self.finish(self.start_receive(tensor, source, tag))
-
-    def exchange(self, outgoing, dest, incoming, source):
-        arriving = self.start_receive(incoming, source)
-        leaving = self.start_send(outgoing, dest)
-        self.finish(arriving)
-        self.finish(leaving)
 
     def start_send(self, tensor, dest, tag=0):
         assert dest != self.rank

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.rail import double_tree, rail
-from hpctrain.comm.rail.double_tree import double_tree_allreduce_, two_trees
-from hpctrain.comm.rail.doubling import doubling_allreduce_
-from hpctrain.comm.rail.halving import halving_allreduce_
-from hpctrain.comm.rail.rail import ring_allreduce_
-from hpctrain.comm.rail.wire import Wire
-from hpctrain.comm.rank_tree import tree_allreduce_
+from hpctrain.comm.rail import algorithms, trees
+from hpctrain.comm.rail.algorithms import ring_allreduce_
+from hpctrain.comm.rail.halving import doubling_allreduce_, halving_allreduce_
+from hpctrain.comm.rail.mpi_wire import MpiWire
+from hpctrain.comm.rail.trees import double_tree_allreduce_, tree_allreduce_, two_trees
 from tests.comm.simulated import run_ranks
 
 ALGORITHMS = {
@@ -46,8 +44,8 @@ def allreduce_(request):
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    monkeypatch.setattr(rail, "SEGMENT_BYTES", 256)
-    monkeypatch.setattr(double_tree, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(algorithms, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(trees, "SEGMENT_BYTES", 256)
 
 
 def whole_numbers(rank, numel, dtype):
@@ -73,7 +71,7 @@ def cases():
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.usefixtures("short_segments")
 def test_every_reduction_of_every_dtype_and_size_is_numpy_s(world, allreduce_):
-    wire, seen = Wire(world), hashlib.sha256()
+    wire, seen = MpiWire(world), hashlib.sha256()
     for dtype, op in cases():
         for numel in SIZES:
             inputs = [whole_numbers(rank, numel, dtype) for rank in range(world.size)]
@@ -92,7 +90,7 @@ def test_the_same_bits_on_all_ranks_and_again(world, allreduce_, dtype, numel):
     results = []
     for _ in range(2):
         tensor = random_numbers(world.rank, numel, dtype)
-        allreduce_(Wire(world), tensor, combination(dtype, Op.SUM))
+        allreduce_(MpiWire(world), tensor, combination(dtype, Op.SUM))
         results.append(raw(tensor))
     assert results[0] == results[1]
     assert len({hashlib.sha256(each).digest() for each in world.allgather(results[0])}) == 1
@@ -108,7 +106,7 @@ def test_nan_of_any_bits_and_zeros_of_either_sign_end_alike_on_all_ranks(world, 
     mine[world.rank :: 5] = 0
     for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX):
         tensor = torch.from_numpy(mine.view(np.float32).copy())
-        allreduce_(Wire(world), tensor, combination(torch.float32, op))
+        allreduce_(MpiWire(world), tensor, combination(torch.float32, op))
         assert len(set(world.allgather(raw(tensor)))) == 1
 
 
@@ -118,7 +116,7 @@ def test_the_ring_sends_two_parts_in_n_of_each_and_halving_too_at_powers_of_two(
     for allreduce_ in (ring_allreduce_, halving_allreduce_):
         if allreduce_ is halving_allreduce_ and size == 3:
             continue
-        wire = Wire(world)
+        wire = MpiWire(world)
         allreduce_(wire, torch.ones(numel), combination(torch.float32, Op.SUM))
         assert wire.num_bytes_sent == 2 * (size - 1) * numel * 4 // size
 

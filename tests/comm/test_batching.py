@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.batching import DEFAULT, LATENCY_SHARE, SIZES, batching
+from hpctrain.comm.plan.choice import BATCHING_SIZES, DEFAULT, LATENCY_SHARE, batching
 from hpctrain.core.units import KIB, MIB
 
 A_GBIT = 1e9 / 8
 """Bytes per second."""
 
 
-def times(latency_s, bytes_per_s, sizes=SIZES):
-    return {size: latency_s + (size - SIZES[0]) / bytes_per_s for size in sizes}
+def times(latency_s, bytes_per_s, sizes=BATCHING_SIZES):
+    return {size: latency_s + (size - BATCHING_SIZES[0]) / bytes_per_s for size in sizes}
 
 
 @given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
@@ -45,7 +45,13 @@ def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
 
 
 @pytest.mark.parametrize(
-    "seconds", [{}, times(1e-3, 1e8, SIZES[:1]), times(1e-3, -1e9), dict.fromkeys(SIZES, 1e-3)]
+    "seconds",
+    [
+        {},
+        times(1e-3, 1e8, BATCHING_SIZES[:1]),
+        times(1e-3, -1e9),
+        dict.fromkeys(BATCHING_SIZES, 1e-3),
+    ],
 )
 def test_what_says_nothing_about_the_link_changes_nothing(seconds):
     assert batching(seconds) == DEFAULT

@@ -2,7 +2,7 @@
 
 import torch
 
-from hpctrain.comm.calls import bucket_call, describe_call, tensor_call
+from hpctrain.comm.call_check import bucket_call, describe_call, tensor_call
 from hpctrain.comm.ops import Op
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from hpctrain.comm.measurement import Measurement
 from hpctrain.comm.plan.choice import GAIN, SIZES, candidates, expected_s, faster, refine
-from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.comm.plan.plan import Measurement, SizeTable
 from hpctrain.core.units import KIB, MIB
 from tests.comm.test_plan import plan_for
 

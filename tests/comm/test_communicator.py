@@ -50,7 +50,8 @@ def test_tensors_go_round_from_rank_to_rank(world, comm):
 def test_all_ranks_raise_or_none_does(world, comm):
     comm.agree(True)
     last = world.size - 1
-    with pytest.raises(MismatchError, match=f"rank {last}: disk of {last} is full"):
+    named = f"rank {last}: " if last else "^"
+    with pytest.raises(MismatchError, match=f"{named}disk of {last} is full"):
         comm.agree(world.rank != last, f"disk of {world.rank} is full")
     comm.barrier()
 

@@ -1,7 +1,5 @@
 """The ring between two mailboxes: what goes in comes out, whole and in order, at any size."""
 
-import ctypes
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.control_channel import ring
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.semaphore import Semaphore
+from hpctrain.comm.node.segments import Semaphore, private
 
 SIZES = st.one_of(
     st.integers(0, 200),
@@ -19,8 +17,7 @@ SIZES = st.one_of(
 
 
 def semaphore() -> Semaphore:
-    memory = ctypes.create_string_buffer(64)
-    made = Semaphore(ctypes.addressof(memory), memory)
+    made = Semaphore(private(64))
     made.initialise()
     return made
 

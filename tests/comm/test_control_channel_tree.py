@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.control_channel.message_tree import FAN_OUT, Tree, tree_of
+from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, tree_of
 
 
 @st.composite

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.fusion import TensorSpec, plan_buckets
+from hpctrain.comm.bucket import TensorSpec, plan_buckets
 
 DTYPES = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
 SPECS = st.lists(

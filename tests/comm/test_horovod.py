@@ -10,13 +10,13 @@ import torch
 
 from hpctrain.comm.engines import horovod_session
 from hpctrain.comm.engines.horovod import HorovodCommunicator
-from hpctrain.comm.engines.horovod_library import library
+from hpctrain.comm.engines.horovod_session import library
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
+from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.plan.plan_file import StoredPlan
-from hpctrain.comm.plan.size_table import SizeTable
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, ConfigError, LaunchError
 from tests.comm.conftest import close

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
-from hpctrain.comm.node import descriptors
-from hpctrain.comm.node.mapping import map_shared, take_pages
+from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.node_memory import SHM, Memfd, Window
+from hpctrain.comm.node.segments import map_shared, take_pages
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.units import MIB
 from tests.comm.test_node_memory_jobs import launch
@@ -47,7 +47,7 @@ def refusals(world, memory, num_bytes):
     start = time.monotonic()
     with pytest.raises(NodeMemoryError) as error:
         memory.allocate(world, num_bytes)
-    assert time.monotonic() - start < descriptors.TIMEOUT_S
+    assert time.monotonic() - start < node_memory.TIMEOUT_S
     return world.allgather(str(error.value))
 
 
@@ -91,9 +91,9 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
     with pytest.raises(OSError, match="Permission"):
         next(Path(f"/proc/{peer}/fd").iterdir())
     calls = []
+    exchange = node_memory.exchange
     monkeypatch.setattr(
-        "hpctrain.comm.node.node_memory.exchange",
-        lambda *args: calls.append(args) or descriptors.exchange(*args),
+        node_memory, "exchange", lambda *args: calls.append(args) or exchange(*args)
     )
     before = descriptors_open()
     segments = Memfd().allocate(world, 3 * MIB + 1)
@@ -118,19 +118,19 @@ def test_without_proc_and_sockets_all_are_told_both_reasons_at_once(world):
 
 @pytest.mark.ranks(2, 3)
 def test_strangers_at_the_socket_are_sent_away(world, monkeypatch):
-    real = descriptors._send
+    real = node_memory._send
 
     def send_junk_first(descriptor, doors):
         fakes = [(address, b"x" * len(token)) for address, token in doors]
         return real(sys.stdout.fileno(), fakes) or real(descriptor, doors)
 
-    monkeypatch.setattr(descriptors, "_send", send_junk_first)
+    monkeypatch.setattr(node_memory, "_send", send_junk_first)
     with Path(os.devnull).open() as file:
         monkeypatch.setattr(sys, "stdout", file)
         mine = os.memfd_create("mine")
         os.write(mine, bytes([world.rank]))
         before = descriptors_open()
-        found = descriptors.exchange(world, mine)
+        found = node_memory.exchange(world, mine)
         assert [os.pread(one, 9, 0) for one in found] == [bytes([r]) for r in range(world.size)]
         assert not any(os.get_inheritable(one) for one in found)
         for one in found:
@@ -141,10 +141,10 @@ def test_strangers_at_the_socket_are_sent_away(world, monkeypatch):
 
 @pytest.mark.ranks(2, 3)
 def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeypatch):
-    monkeypatch.setattr(descriptors, "TIMEOUT_S", 0.3)
-    monkeypatch.setattr(descriptors, "_send", lambda *_: None)
+    monkeypatch.setattr(node_memory, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(node_memory, "_send", lambda *_: None)
     with Path(os.devnull).open() as file, pytest.raises(OSError, match=r"timed out|within"):
-        descriptors.exchange(world, file.fileno())
+        node_memory.exchange(world, file.fileno())
     world.Barrier()
 
 

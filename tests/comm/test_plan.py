@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.cluster.topology import RankFacts, Topology
-from hpctrain.comm.measurement import Measurement
-from hpctrain.comm.plan.plan import Plan, choose_plan, rail_rule, tensors_rule
-from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.comm.plan.choice import choose_plan, plan_for_group, rail_rule, tensors_rule
+from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import KIB
@@ -86,18 +85,18 @@ def test_between_nodes_tensors_take_the_levels_and_without_node_memory_the_libra
 def test_a_group_keeps_the_tables_where_it_spans_nodes_as_all_ranks_do():
     table = SizeTable(((0, "tree"),))
     plan = replace(MEASURED, rail=table, tensors=SizeTable(((0, "library"),)))
-    several = plan.for_group(topology_of(3, per_node=1))
+    several = plan_for_group(plan, topology_of(3, per_node=1))
     assert (several.rail, several.tensors) == (table, plan.tensors)
     assert (several.num_rails, several.measured) == (1, ())
-    one = plan.for_group(topology_of(3))
+    one = plan_for_group(plan, topology_of(3))
     assert (one.num_rails, one.tensors) == (0, tensors_rule(1, "memfd", 3))
-    assert one.for_group(topology_of(2)).tensors == one.tensors
+    assert plan_for_group(one, topology_of(2)).tensors == one.tensors
 
 
 def test_a_group_without_node_memory_goes_by_the_library():
     flat = choose_plan(topology_of(4, per_node=2), Settings(), node_memory="none", threads=[1] * 4)
     for topology in (topology_of(2), topology_of(2, per_node=1)):
-        group = flat.for_group(topology)
+        group = plan_for_group(flat, topology)
         assert (group.num_rails, group.tensors) == (0, SizeTable(((0, "library"),)))
 
 

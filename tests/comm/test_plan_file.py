@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.plan.plan import rail_rule, tensors_rule
+from hpctrain.comm.plan.choice import rail_rule, tensors_rule
+from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.plan.plan_file import (
     StoredPlan,
     key_of,
@@ -16,7 +17,6 @@ from hpctrain.comm.plan.plan_file import (
     read,
     store_cached,
 )
-from hpctrain.comm.plan.size_table import SizeTable
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError
 from tests.comm.test_plan import plan_for, topology_of

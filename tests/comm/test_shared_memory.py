@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.comm.bucket import ALIGN, slice_bounds
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
-from hpctrain.comm.node.slices import ALIGN, slice_bounds
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import NodeMemoryError
 from tests.comm.conftest import close

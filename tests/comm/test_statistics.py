@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.comm.measurement import Measurement
-from hpctrain.comm.observed import Call, observed
+from hpctrain.comm.communicator import Traffic
+from hpctrain.comm.observed import Call, Count, Statistics, describe, observed, wanted_statistics
+from hpctrain.comm.plan.plan import Measurement
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.statistics import Count, Statistics, describe, wanted_statistics
-from hpctrain.comm.traffic import Traffic
 from hpctrain.core.units import MIB
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from hpctrain.comm.watch import LATE_S, Watch
+from hpctrain.comm.waiting import LATE_S, Watch
 from hpctrain.core.errors import RankLostError
 
 HOSTS = {0: "n0", 1: "n1", 2: "n2"}

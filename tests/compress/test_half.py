@@ -83,3 +83,32 @@ def test_sums_of_16_bits_are_formed_in_float32(comm):
     bucket.flat.fill_(60000.0)
     codec.allreduce_(bucket, comm, scale=1.0 / comm.size).wait()
     assert bucket.flat.item() == 60000.0  # the sum itself has no place in float16
+
+
+@pytest.mark.ranks(2, 3, 4)
+@HALVES
+def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half):
+    small = 2.0**-13  # is lost beside 1 in either 16 bits, and exact alone
+    bucket = comm.new_bucket(130, torch.float32)
+    codec = codec_for(half)
+    codec.prepare(bucket, [bucket.flat], comm)
+    bucket.flat.fill_((1.0 + small, -1.0, 0.0, 0.0)[comm.rank])
+    codec.allreduce_(bucket, comm, scale=0.5).wait()
+    assert bucket.flat.tolist() == [small / 2] * 130
+    if comm.levels.num_rails:
+        bucket.flat.fill_(1.0 + small)
+        codec.allreduce_(bucket, comm, scale=1 / comm.size).wait()
+        assert bucket.flat.tolist() == [1.0] * 130
+
+
+@pytest.mark.ranks(2, 3)
+def test_without_node_memory_each_rank_rounds_what_it_has():
+    made = connect(find_world(), Settings(probe="off", shared_memory="off"))
+    comm, bucket = made.comm, made.comm.new_bucket(130, torch.float32)
+    codec = HalfCodec(torch.bfloat16)
+    codec.prepare(bucket, [bucket.flat], comm)
+    bucket.flat.fill_((1.0 + 2.0**-13, -1.0, 0.0)[comm.rank])
+    codec.allreduce_(bucket, comm, scale=None).wait()
+    assert bucket.flat.tolist() == [0.0] * 130
+    assert codec.num_bytes(bucket) == 260
+    close(made)

@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from hpctrain.comm.control_channel.message_tree import Tree
+from hpctrain.comm.control_channel.mailbox import Tree
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.request import Kind, ReduceOp, Signature

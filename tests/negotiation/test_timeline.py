@@ -9,7 +9,7 @@ import time
 import pytest
 
 import hpctrain
-from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.communicator import Traffic
 from hpctrain.core.errors import NotInitializedError
 from hpctrain.negotiation.timeline import Timeline, Timelines
 from hpctrain.runtime import world

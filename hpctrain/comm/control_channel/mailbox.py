@@ -1,17 +1,139 @@
-"""The protocol of mailboxes."""
+"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one bell for all."""
 
-from typing import Protocol
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.comm.control_channel.message_tree import Tree
+import numpy as np
+
+from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
+from hpctrain.comm.node.segments import LINE_BYTES, Segment, Semaphore, private
+from hpctrain.comm.waiting import BY_MPI, IN_NODE, Pace, Watch, wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpctrain.comm.control_channel.message_network import Network
+    from hpctrain.comm.node.shared_memory import SharedMemory
+
+_UNWATCHED = Pace(shortest_s=60.0, longest_s=60.0)
+"""Where nobody waits and the bell rings for all that comes."""
+_IDLE = BY_MPI._replace(yield_s=0.0, longest_s=20e-3)
+"""Where nobody waits; two looks at the network 20 ms apart take a thousandth of the time."""
+_FLUSH_S = 1e-3
+"""Between two looks whether large messages have left."""
+
+_WAY_BYTES = HEAD_BYTES + RING_BYTES
+_UP = 2 * LINE_BYTES
+_DOWN = _UP + _WAY_BYTES
+BOX_BYTES = _DOWN + _WAY_BYTES
+"""What each rank has in node memory: its bell, a semaphore for fences, and the rings to and from
+its parent."""
+
+FAN_OUT = 4
+"""Children on the same kind of link. A level costs a latency and the work on as many messages;
+for links of 10 to 50 us and 10 us of work on each, four make the shortest way to a thousand."""
 
 
-class Mailbox(Protocol):
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The place of one rank in the tree; rank 0 is the root."""
+
+    rank: int
+    """My rank."""
+    size: int
+    """Ranks in the tree."""
+    parent: int | None
+    """The rank towards the root; None at the root."""
+    children: tuple[int, ...]
+    """The ranks away from the root: first those of other nodes."""
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Return the parent, if there is one, and the children."""
+        return self.children if self.parent is None else (self.parent, *self.children)
+
+
+def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
+    """Return the place of ``rank`` in the tree of all ranks.
+
+    The first ranks of the nodes form a tree, and the ranks of each node another one below its
+    first rank. So a node's messages leave it once.
+
+    Args:
+        nodes: the ranks of each node, numbered from 0 without gaps, in any order; a node is what
+            shares memory, at worst each rank by itself.
+        rank: whose place it is.
+    """
+    members = sorted(sorted(ranks) for ranks in nodes)
+    leaders = [ranks[0] for ranks in members]
+    mine = next(ranks for ranks in members if rank in ranks)
+    parent, children = _place(mine, rank)
+    if rank == mine[0]:
+        parent, of_other_nodes = _place(leaders, rank)
+        children = of_other_nodes + children
+    return Tree(rank, sum(map(len, members)), parent, children)
+
+
+def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return parent and children of ``rank`` where ``ranks[0]`` is the root."""
+    place = ranks.index(rank)
+    parent = ranks[(place - 1) // FAN_OUT] if place else None
+    return parent, tuple(ranks[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1])
+
+
+class Edge(NamedTuple):
+    """A neighbour on the same node."""
+
+    outlet: Outlet
+    inlet: Inlet
+
+
+class Mailbox:
     """This rank's mailboxes to its parent and its children.
 
     One thread at a time sends, receives and sleeps; any thread rings.
     """
 
-    tree: Tree
+    def __init__(
+        self,
+        tree: Tree,
+        edges: Mapping[int, Edge],
+        bell: Semaphore,
+        *,
+        network: "Network | None" = None,
+        watch: Watch,
+        spin: bool,
+    ) -> None:
+        """Take the ways to the neighbours.
+
+        Args:
+            tree: of all ranks.
+            edges: the neighbours on this node, by rank; the others are reached by ``network``.
+            bell: of this process.
+            network: None where all neighbours are on this node.
+            watch: looks at the others during sleeps.
+            spin: whether each rank has a core of its own.
+        """
+        self.tree = tree
+        self._outlets = {rank: edge.outlet for rank, edge in edges.items()}
+        self._ways_out = tuple(self._outlets.values())
+        self._ways_down = tuple(
+            outlet for rank, outlet in self._outlets.items() if rank in tree.children
+        )
+        self._inlets = [(rank, edge.inlet.receive) for rank, edge in edges.items()]
+        self._bell = bell
+        self._try_wait = bell.try_wait
+        self._network = network
+        self._watch = watch
+        self._inbox: list[tuple[int, bytes]] = []
+        paces = (_UNWATCHED, IN_NODE) if network is None else (_IDLE, BY_MPI)
+        self._paces = {
+            (watched, awake): paces[watched]._replace(**{} if awake and spin else {"spin_s": 0.0})
+            for watched in (False, True)
+            for awake in (False, True)
+        }
 
     def send(self, to: int, message: bytes) -> None:
         """Send ``message`` to a neighbour in the tree, without waiting for it.
@@ -23,14 +145,32 @@ class Mailbox(Protocol):
             to: the parent or a child.
             message: of any size.
         """
+        outlet = self._outlets.get(to)
+        if outlet is not None:
+            outlet.send(message)
+        else:
+            assert self._network is not None and to in self.tree.neighbours  # noqa: PT018
+            self._network.send(to, message)
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return the messages that have come, each with its sender, without waiting."""
+        self._push()
+        found, self._inbox = self._inbox, []
+        for rank, receive in self._inlets:
+            messages = receive()
+            if messages is not None:
+                found += [(rank, message) for message in messages]
+        network = self._network
+        if network is not None and network.look():
+            found += network.inbox
+            network.inbox.clear()
+        return found
 
     def flush(self, *, down: bool = False) -> None:
         """Return when all that was sent has left; to be called before waiting for anything else.
 
-        A large message leaves when its receiver calls ``receive``, ``flush`` or ``sleep``.
+        A large message leaves when its receiver calls ``receive``, ``flush`` or ``sleep``. What
+        comes meanwhile is read, so that neighbours that send too get on.
 
         Args:
             down: whether only what goes to children counts.
@@ -38,6 +178,15 @@ class Mailbox(Protocol):
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.
         """
+        start = time.perf_counter()
+        woken = False
+        while self._is_sending(down=down):
+            self._inbox = self.receive()
+            if self._is_sending(down=down):
+                woken |= self._bell.wait(_FLUSH_S)
+                self._watch.look(time.perf_counter() - start)
+        if woken:
+            self.ring()  # it may have been for somebody else
 
     def sleep(self, timeout_s: float, *, watch: bool = True, spin: bool = True) -> bool:
         """Return when something may have come, or somebody rang, or the time is over.
@@ -54,9 +203,136 @@ class Mailbox(Protocol):
         Raises:
             RankLostError: ``watch``, and a rank is lost, or the sleep has lasted too long.
         """
+        self._push()
+        if self._something_came() or self._inbox:
+            return True
+        start = time.perf_counter()
+        look = self._watch.look if watch else None
+        pace = self._paces[watch, spin]
+        came = wait_until(self._something_came, look, pace, nap=self._nap, timeout_s=timeout_s)
+        if watch:
+            self._watch.waited_s += time.perf_counter() - start
+        return came
 
     def ring(self) -> None:
         """Wake ``sleep`` of this process, now or the next one."""
+        self._bell.post()
 
     def close(self) -> None:
-        """Give back what the mailboxes hold. Collective; what nobody has received is lost."""
+        """Give back what the mailboxes hold. Collective; what nobody has received is lost.
+
+        Memory lives as long as something refers to it.
+        """
+        if self._network is not None:
+            self._network.close(self._watch)
+            self._network = None
+
+    def _is_sending(self, *, down: bool) -> bool:
+        for outlet in self._ways_down if down else self._ways_out:
+            if outlet.is_stuck:
+                return True
+        if self._network is None:
+            return False
+        return self._network.is_sending(self.tree.children if down else None)
+
+    def _push(self) -> None:
+        for outlet in self._ways_out:
+            if outlet.is_stuck:
+                outlet.push()
+
+    def _something_came(self) -> bool:
+        if self._try_wait():
+            while self._try_wait():  # one look finds all that was rung for
+                pass
+            return True
+        return self._network is not None and self._network.look()
+
+    def _nap(self, seconds: float) -> bool:
+        if not self._bell.wait(seconds):
+            return False
+        self._something_came()
+        return True
+
+
+def alone() -> Mailbox:
+    """Make the mailboxes of a single rank, which only ever rings."""
+    return Mailbox(tree_of([[0]], 0), {}, _private_bell(), watch=Watch(), spin=False)
+
+
+def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
+    """Make mailboxes between ranks that share no memory. Collective.
+
+    Args:
+        comm: the ranks; it is duplicated.
+        watch: looks at the others during sleeps.
+    """
+    tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
+    return Mailbox(tree, {}, _private_bell(), network=_network(comm), watch=watch, spin=True)
+
+
+def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
+    """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
+
+    Args:
+        comm: the ranks; it is duplicated where there are several nodes.
+        node: those that share memory with this one.
+        watch: looks at the others during sleeps.
+
+    Raises:
+        NodeMemoryError: there is not enough memory; on every rank of the node.
+    """
+    mine = node.ranks_of(comm)
+    leaders = comm.allgather(mine[0])
+    nodes = [
+        [rank for rank in range(comm.size) if leaders[rank] == leader]
+        for leader in dict.fromkeys(leaders)
+    ]
+    tree = tree_of(nodes, comm.rank)
+    boxes = dict(zip(mine, node.allocate(BOX_BYTES), strict=True))
+    bell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
+    bell.initialise()
+    spare.initialise()
+    node.barrier()  # nobody rings a bell that is not there yet
+    return Mailbox(
+        tree,
+        _edges(tree, boxes, spare),
+        bell,
+        network=_network(comm) if len(nodes) > 1 else None,
+        watch=watch,
+        spin=node.spin,
+    )
+
+
+def _edges(tree: Tree, boxes: dict[int, Segment], spare: Semaphore) -> dict[int, Edge]:
+    """Connect this rank with those of its neighbours that have a box on this node."""
+    fence = fence_of(spare)
+    edges = {}
+    for rank in tree.neighbours:
+        if rank not in boxes:
+            continue
+        bell = Semaphore(boxes[rank])
+        if rank == tree.parent:
+            box, out, back = boxes[tree.rank], _UP, _DOWN
+        else:
+            box, out, back = boxes[rank], _DOWN, _UP
+        edges[rank] = Edge(
+            Outlet(_part(box, out), bell, fence), Inlet(_part(box, back), bell, fence)
+        )
+    return edges
+
+
+def _part(box: Segment, offset: int) -> memoryview:
+    return np.frombuffer(memoryview(box), np.uint8, _WAY_BYTES, offset).data
+
+
+def _private_bell() -> Semaphore:
+    """Return the bell of a rank that shares no memory."""
+    bell = Semaphore(private(LINE_BYTES))
+    bell.initialise()
+    return bell
+
+
+def _network(comm: "MPI.Intracomm") -> "Network":
+    from hpctrain.comm.control_channel.message_network import Network  # noqa: PLC0415 - needs MPI
+
+    return Network(comm.Dup())

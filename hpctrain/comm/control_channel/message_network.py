@@ -1,15 +1,13 @@
 """Messages to ranks on other nodes, by MPI."""
 
-import time
 from collections.abc import Container
 
 from mpi4py import MPI
 
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 
 CHUNK_BYTES = 1 << 30
 """Largest message of MPI: its counts have 32 bits."""
-_NAP_S = 20e-6
 _LAST, _MORE_FOLLOWS = 0, 1
 
 
@@ -57,18 +55,14 @@ class Network:
         Raises:
             RankLostError: a rank is lost.
         """
-        start = time.perf_counter()
-        while self._leaving or self._coming:
-            self._rest(start, watch)
+        wait_until(self._is_quiet, watch.look, BY_MPI)
         everyone_came = self._comm.Ibarrier()  # they receive until nobody sends any more
-        while not everyone_came.Test():
-            self._rest(start, watch)
+        wait_until(lambda: self._is_quiet() and everyone_came.Test(), watch.look, BY_MPI)
         self._comm.Free()
 
-    def _rest(self, start: float, watch: Watch) -> None:
+    def _is_quiet(self) -> bool:
         self.look()
-        watch.look(time.perf_counter() - start)
-        time.sleep(_NAP_S)
+        return not (self._leaving or self._coming)
 
     def _start(self, to: int, piece: memoryview, tag: int) -> None:
         request = self._comm.Isend([piece, MPI.BYTE], to, tag)

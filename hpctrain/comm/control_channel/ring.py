@@ -8,7 +8,7 @@ import platform
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 
 RING_BYTES = 1 << 14
 """Room of one direction between two ranks."""

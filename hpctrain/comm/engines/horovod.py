@@ -1,6 +1,7 @@
 """Horovod's own operations behind the methods of a communicator."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,26 +9,45 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.engines.horovod_place import WORLD, HorovodPlace
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.communicator import Work
+from hpctrain.comm.engines import horovod_session
+from hpctrain.comm.engines.horovod_session import Levels
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Combination, Op
-from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.size_table import SizeTable
-from hpctrain.comm.rail.wire import CHUNK_ELEMENTS
+from hpctrain.comm.plan.choice import has_equal_nodes
+from hpctrain.comm.plan.plan import Plan, SizeTable
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.tensor_arguments import name_of, part_numels
-from hpctrain.comm.watch import Watch
-from hpctrain.comm.work import Work
+from hpctrain.comm.tensor_arguments import flat_of, name_of
+from hpctrain.comm.waiting import Watch
+from hpctrain.core.config import Settings
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-from typing import NamedTuple
+    from hpctrain.comm.engines.horovod_session import Session
 
-from hpctrain.comm.tensor_arguments import flat_of
+
+WORLD = "hpctrain"
+"""Name of the communicator of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HorovodPlace:
+    """Some ranks of a world that Horovod serves."""
+
+    session: "Session"
+    process_set: Any
+    """Horovod's object for these ranks."""
+    ranks: tuple[int, ...]
+    """Of the world, in the order of the communicator; Horovod has them sorted."""
+    levels: "Levels | None"
+    """The same ranks in two levels, where there are any."""
+    name: str
+    """What all names of operations begin with; no other communicator of the world has it."""
 
 
 class HorovodCommunicator(MpiCommunicator):
-    """What Horovod can do, it does; all else goes flat over MPI.
+    """All-reduces, gathers and broadcasts are Horovod's, as far as it has them; all else is MPI's.
 
     The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
     that is late, lost, or about to do something else. Groups of the world are process sets of
@@ -69,7 +89,7 @@ class HorovodCommunicator(MpiCommunicator):
     def settle(self) -> None:
         """Let go of the two levels if the plan wants none. Collective, before groups are made."""
         if self._levels is not None and not by_two_levels(self.plan):
-            self._levels.close()
+            self._session.remove_sets()
             self._levels = None
 
     # -- reductions -------------------------------------------------------------------------
@@ -91,7 +111,7 @@ class HorovodCommunicator(MpiCommunicator):
             return
         if not total.numel():
             return
-        wire = total.to(wire_dtype(total.dtype))
+        wire = total.to(_WIRE[total.dtype])
         levels = self._levels
         if (
             levels is not None
@@ -106,24 +126,6 @@ class HorovodCommunicator(MpiCommunicator):
         if wire is not total:
             total.copy_(wire)
 
-    def _reduce_scatter_flat(
-        self, values: Tensor, parts: Sequence[int], how: Combination
-    ) -> Tensor:
-        if (
-            operation(how.widened()) != "Sum"
-            or how.lane.itemsize != values.itemsize
-            or parts != part_numels(values.numel(), self.size, None)
-            or not self.size <= values.numel() <= CHUNK_ELEMENTS
-            or self._by_world_rank != list(range(self.size))
-        ):
-            return super()._reduce_scatter_flat(values, parts, how)
-        wire = values.view(how.lane).to(wire_dtype(how.wide))
-        self._library_bytes += wire.nbytes
-        total: Tensor = self._run(
-            self._hvd.reducescatter_async, wire, "reduce_scatter", op=self._hvd.Sum
-        )
-        return total
-
     # -- tensors of all shapes --------------------------------------------------------------
 
     def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
@@ -134,23 +136,8 @@ class HorovodCommunicator(MpiCommunicator):
         packed = self._run(self._hvd.allgather_async, values, "all_gather", of_one_size=False)
         return self._in_our_order(packed.view(mine.dtype), numels)
 
-    def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        in_order = [as_lanes(given[rank]).values for rank in self._by_world_rank]
-        splits = [len(one) for one in in_order]
-        if not 0 < self._comm.allreduce(sum(splits)) <= MOST_LANES:
-            return super()._exchange_flat(given, numels)
-        self._library_bytes += sum(one.nbytes for one in given) - given[self.rank].nbytes
-        packed, _ = self._run(
-            self._hvd.alltoall_async,
-            torch.cat(in_order),
-            "alltoall",
-            of_one_size=False,
-            splits=torch.tensor(splits, dtype=torch.int32),
-        )
-        return self._in_our_order(packed.view(given[0].dtype), numels)
-
     def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
-        values = as_lanes(chunk).values
+        values, _ = as_lanes(chunk)
         if not values.numel():
             return
         self._library_bytes += values.nbytes
@@ -163,12 +150,8 @@ class HorovodCommunicator(MpiCommunicator):
         """Free the MPI communicator, and end Horovod with the communicator of the world."""
         was_open = self.is_open
         super().close()
-        if not was_open:
-            return
-        if self._is_world:
+        if was_open and self._is_world:
             self._session.close()
-        elif self.size < self._session.size:
-            self._session.leave(self._place.ranks)
 
     def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
         self._num_groups += 1
@@ -183,8 +166,6 @@ class HorovodCommunicator(MpiCommunicator):
         process_set = self._place.process_set
         if not has_all:
             process_set = self._session.process_set(members)
-        elif self.size < self._session.size:
-            self._session.use_again(members)
         mine = self.rank in ranks
         split = comm.Split(0 if mine else MPI.UNDEFINED, ranks.index(self.rank) if mine else 0)
         if not mine:
@@ -246,18 +227,14 @@ _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class HorovodLanes(NamedTuple):
-    """The bytes of a tensor as numbers that Horovod moves, whatever they mean."""
+def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of a tensor of any dtype and layout as numbers that Horovod moves.
 
-    values: Tensor
-    lanes: int
-    """Numbers for each element of the tensor."""
-
-
-def as_lanes(tensor: Tensor) -> HorovodLanes:
-    """Return the elements of a tensor of any dtype and layout; the same memory if possible."""
+    Returns:
+        The same memory if possible, and how many numbers an element of the tensor is.
+    """
     lane = _LANES[tensor.itemsize]
-    return HorovodLanes(flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize)
+    return flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize
 
 
 def operation(how: Combination) -> str | None:
@@ -278,6 +255,44 @@ def operation(how: Combination) -> str | None:
     return None if how.wide.is_floating_point else _ORDER.get(how.function)
 
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype values of ``dtype`` travel."""
-    return _WIRE[dtype]
+def join(
+    world: MPI.Intracomm,
+    topology: Topology,
+    plan: Plan,
+    settings: Settings,
+    watch: Watch,
+    *,
+    measures: bool,
+) -> HorovodCommunicator:
+    """Start Horovod and make the communicator of all ranks. Collective.
+
+    Args:
+        world: all ranks; the communicator keeps it.
+        topology: of these ranks.
+        plan: how reductions travel.
+        settings: of rank 0.
+        watch: looks at the others during waits.
+        measures: whether both ways must be there, to be measured.
+
+    Raises:
+        LaunchError: some rank has no Horovod that works; on every rank.
+    """
+    session = horovod_session.begin(world, settings)
+    levels = None
+    if has_equal_nodes(topology) and (measures or by_two_levels(plan)):
+        levels = Levels(session, topology.nodes)
+    place = HorovodPlace(
+        session, session.torch.global_process_set, tuple(range(world.size)), levels, WORLD
+    )
+    return HorovodCommunicator(world, place, plan=plan, watch=watch)
+
+
+def unmet_wish(topology: Topology, settings: Settings) -> str:
+    """Return what to tell where two levels are wanted and cannot be; empty else."""
+    if settings.horovod_way != "two-level" or has_equal_nodes(topology):
+        return ""
+    sizes = [len(ranks) for ranks in topology.nodes]
+    return (
+        f"two levels of Horovod need several nodes with several ranks each, as many on every one, "
+        f"got {sizes}: sums go flat; set HPCTRAIN_HOROVOD_WAY=flat"
+    )

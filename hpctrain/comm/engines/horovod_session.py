@@ -1,21 +1,111 @@
-"""Horovod in this process: it begins, carries out one call after another, and ends."""
+"""Horovod in this process: it is loaded, begins, carries out one call after another, and ends."""
 
+import functools
+import importlib
 import os
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
+from torch import Tensor
 
+from hpctrain.cluster.libraries import family, loaded_libmpi
 from hpctrain.comm.agreement import by_rank
-from hpctrain.comm.engines.horovod_library import Library, library
-from hpctrain.comm.waiting import wait_request
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, LaunchError
+from hpctrain.launch.installed_horovod import installed
 
 if TYPE_CHECKING:
     from hpctrain.core.config import Settings
+
+
+class Library:
+    """Horovod as it is loaded into this process: there is one of it, and it serves one world."""
+
+    def __init__(self, version: str, torch: Any) -> None:
+        self.version = version
+        self.torch = torch
+        """The module ``horovod.torch``."""
+        self.internal_error: type[Exception] = torch.HorovodInternalError
+        self.session: Session | None = None
+        """The world that it serves at present."""
+
+
+@functools.cache
+def library() -> Library:
+    """Load Horovod, MPI being loaded; modules that stand in for it are left as they are.
+
+    Raises:
+        LaunchError: it is not installed, does not load, or was built for another MPI.
+    """
+    if problem := _problem():
+        raise LaunchError(_remedy(problem))
+    with _unveiled():
+        try:
+            package = importlib.import_module("horovod")
+            torch = importlib.import_module("horovod.torch")
+        except (ImportError, OSError) as error:
+            raise LaunchError(_remedy(f"Horovod does not load: {error}")) from error
+        return Library(package.__version__, torch)
+
+
+def _problem() -> str:
+    """Say what keeps Horovod from being loaded, before it brings another MPI; else empty."""
+    found = installed()
+    if found is None:
+        return "Horovod is not installed"
+    if not found.needs:
+        return "Horovod was built without PyTorch or without MPI"
+    here = loaded_libmpi()
+    if here and found.family not in [family(path) for path in here]:
+        return f"Horovod was built for another MPI ({found.needs}) than {here[0]}"
+    return ""
+
+
+def _remedy(what: str) -> str:
+    return (
+        f"{what}, and the engine horovod needs it; `hpctrain horovod build` builds it for this "
+        f"Python and MPI, HPCTRAIN_ENGINE=hpctrain does without"
+    )
+
+
+@contextmanager
+def _unveiled() -> Iterator[None]:
+    """Take away what stands in for Horovod, for a while; what was loaded then is kept apart.
+
+    Where nothing stands in for it, what is loaded stays for all.
+    """
+    stands_in = {name: one for name, one in _modules() if not _is_real(name, one)}
+    finders = list(sys.meta_path)
+    sys.meta_path[:] = [one for one in finders if not getattr(one, "hpctrain_shim", False)]
+    is_veiled = bool(stands_in) or len(sys.meta_path) < len(finders)
+    for name in stands_in:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = finders
+        if is_veiled:
+            for name, _ in _modules():
+                del sys.modules[name]
+            sys.modules.update(stands_in)
+
+
+def _modules() -> list[tuple[str, ModuleType]]:
+    return [
+        (name, one) for name, one in sys.modules.items() if name.partition(".")[0] == "horovod"
+    ]
+
+
+def _is_real(name: str, module: ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    stands_in = vars(module).get("__hpctrain_shim__", False)
+    return spec is not None and spec.name == name and not stands_in
+
 
 _OURS = {
     "HOROVOD_CONTROLLER": "mpi",
@@ -83,7 +173,6 @@ class Session:
         self._world = world.Dup()
         self._num_users = 1
         self._sets: dict[tuple[int, ...], Any] = {}
-        self._uses: Counter[tuple[int, ...]] = Counter()
         with _environment(variables_for(settings)):
             here.torch.init(comm=self._world)
 
@@ -114,46 +203,25 @@ class Session:
         self.torch.shutdown()
         self._world.Free()
 
-    # -- process sets -----------------------------------------------------------------------
-
     def process_set(self, ranks: Sequence[int]) -> Any:
-        """Return Horovod's process set of these ranks, which a use is counted of.
+        """Return Horovod's process set of these ranks, which stays until the session ends.
 
-        Collective over the world: also ranks outside of the set call it. Sets that nobody uses
-        any more are removed, as every set takes part in every cycle of Horovod.
+        Collective over the world: also ranks outside of the set call it.
 
         Args:
             ranks: of the world, in any order: Horovod sorts them.
         """
-        self.collect()
         key = tuple(sorted(ranks))
         if len(key) == self.size:
             return self.torch.global_process_set
         if key not in self._sets:
             self._sets[key] = self.torch.add_process_set(list(key))
-        if self.rank in key:
-            self._uses[key] += 1
         return self._sets[key]
 
-    def use_again(self, ranks: Sequence[int]) -> None:
-        """Count one more use of a process set that is there. Not collective."""
-        self._uses[tuple(sorted(ranks))] += 1
-
-    def leave(self, ranks: Sequence[int]) -> None:
-        """Count one use less. Not collective."""
-        self._uses[tuple(sorted(ranks))] -= 1
-
-    def collect(self) -> None:
-        """Remove the process sets that nobody uses any more. Collective over the world."""
-        if not self._sets:
-            return
-        unused = {key for key in self._sets if self._uses[key] <= 0}
-        everywhere = set.intersection(*self._world.allgather(unused))
-        for key in sorted(everywhere):
+    def remove_sets(self) -> None:
+        """Remove all process sets: each takes part in every cycle. Collective over the world."""
+        for key in sorted(self._sets):
             self.torch.remove_process_set(self._sets.pop(key))
-            del self._uses[key]
-
-    # -- operations -------------------------------------------------------------------------
 
     def run(self, start: Callable[[], int], watch: Watch) -> Any:
         """Start an operation and return its result; sleep meanwhile and look for lost ranks.
@@ -219,3 +287,47 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+
+
+class Levels:
+    """The process sets of this rank's node and of the ranks of its number on all nodes.
+
+    A sum is formed inside each node, where each rank gets its part of it; the parts are summed
+    over the nodes; then the ranks of a node gather them.
+    """
+
+    def __init__(self, session: "Session", nodes: Sequence[Sequence[int]]) -> None:
+        """Make the process sets. Collective over the world.
+
+        Args:
+            session: of all ranks.
+            nodes: ranks of each node, as many on every one.
+        """
+        self._session, self._hvd = session, session.torch
+        on_nodes = [sorted(ranks) for ranks in nodes]
+        across = [list(ranks) for ranks in zip(*on_nodes, strict=True)]
+        sets = [(ranks, session.process_set(ranks)) for ranks in (*on_nodes, *across)]
+        self._node, self._rail = (made for ranks, made in sets if session.rank in ranks)
+        self._local_size = len(on_nodes[0])
+
+    def carries(self, values: Tensor) -> bool:
+        """Say whether every rank gets a part of so many values."""
+        return values.numel() >= self._local_size
+
+    def allreduce_(self, values: Tensor, name: str, watch: Watch) -> None:
+        """Replace flat ``values`` by their sum over all ranks. Collective.
+
+        Args:
+            values: of a dtype that Horovod sums.
+            name: of this operation.
+            watch: looks at the others during waits.
+        """
+        hvd, node, rail = self._hvd, self._node, self._rail
+
+        def run(start: Any, given: Tensor, step: str, **options: Any) -> Any:
+            begin = partial(start, given, name=f"{name}: {step}", **options)
+            return self._session.run(begin, watch)
+
+        part = run(hvd.reducescatter_async, values, "node", op=hvd.Sum, process_set=node)
+        run(hvd.allreduce_async_, part, "rail", op=hvd.Sum, process_set=rail)
+        values.copy_(run(hvd.allgather_async, part, "publish", process_set=node))

@@ -5,24 +5,21 @@ cache, and writes the sum back into every rank's own bucket. So every byte cross
 once per reader instead of being packed into messages, and every rank owns its copy of the sum.
 """
 
-import ctypes
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import disagreement
-from hpctrain.comm.calls import bucket_call, describe_call
-from hpctrain.comm.node.mapping import Segment
+from hpctrain.comm.bucket import Bucket, chunks_of
+from hpctrain.comm.call_check import bucket_call, describe_call, disagreement
+from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node.node_memory import NodeMemory
-from hpctrain.comm.node.semaphore import LINE_BYTES, Semaphore
-from hpctrain.comm.node.slices import chunks_of, combine, spread
+from hpctrain.comm.node.segments import LINE_BYTES, Segment, Semaphore
 from hpctrain.comm.ops import Combination
-from hpctrain.comm.owner import Owner
-from hpctrain.comm.waiting import NodeBarrier
-from hpctrain.comm.watch import Watch
+from hpctrain.comm.waiting import IN_NODE, Watch, wait_until
 from hpctrain.core.errors import CommError, NodeMemoryError
 
 if TYPE_CHECKING:
@@ -78,7 +75,10 @@ class SharedMemory:
         # What each rank is about to do: one cache line each, in the first rank's segment.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
-        rows = [_semaphores(segment, cell_bytes, num_rounds) for segment in self._segments]
+        rows = [
+            [Semaphore(segment, cell_bytes + k * LINE_BYTES) for k in range(num_rounds)]
+            for segment in self._segments
+        ]
         self._barrier = self._make_barrier(rows, spin=spin, watch=watch)
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
@@ -198,7 +198,7 @@ class SharedMemory:
 
     def _make_barrier(
         self, rows: list[list[Semaphore]], *, spin: bool, watch: Watch
-    ) -> NodeBarrier:
+    ) -> "NodeBarrier":
         mine = rows[self.local_rank]
         for semaphore in mine:
             semaphore.initialise()
@@ -209,6 +209,62 @@ class SharedMemory:
         return NodeBarrier(mine, next_ones, spin=spin, watch=watch)
 
 
-def _semaphores(segment: Segment, offset: int, count: int) -> list[Semaphore]:
-    base = ctypes.addressof(segment) + offset
-    return [Semaphore(base + k * LINE_BYTES) for k in range(count)]
+class NodeBarrier:
+    """A barrier of the ranks of one node over semaphores in memory which they share.
+
+    Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
+    before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
+    post of the next barrier is counted and not lost.
+
+    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
+    """
+
+    def __init__(
+        self,
+        mine: Sequence[Semaphore],
+        next_ones: Sequence[Semaphore],
+        *,
+        spin: bool,
+        watch: Watch,
+    ) -> None:
+        """Take the semaphores of each round: ``mine`` to wait for, ``next_ones`` to post."""
+        self._rounds = tuple(zip(mine, next_ones, strict=True))
+        self._pace = IN_NODE if spin else IN_NODE._replace(spin_s=0.0)
+        self._watch = watch
+
+    def wait(self) -> None:
+        """Return when all ranks of the node are here."""
+        for mine, next_one in self._rounds:
+            next_one.post()
+            if not mine.try_wait():
+                self._take(mine)
+
+    def _take(self, semaphore: Semaphore) -> None:
+        start = time.perf_counter()
+        wait_until(semaphore.try_wait, self._watch.look, self._pace, nap=semaphore.wait)
+        self._watch.waited_s += time.perf_counter() - start
+
+
+def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
+    """Combine the ranks' pieces in rank order, times ``scale``.
+
+    Returns:
+        The first piece, which is overwritten; a wider tensor where one rounding wants it.
+    """
+    first, *others = (_lane(part, combination) for part in parts)
+    total = first if combination.wide is first.dtype else first.to(combination.wide)
+    for other in others:
+        combination.into(total, other)
+    return total if scale is None else total.mul_(scale)
+
+
+def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
+    """Write a sum into the pieces of all ranks."""
+    for part in parts:
+        lane = _lane(part, combination)
+        if lane.data_ptr() != total.data_ptr():
+            lane.copy_(total)
+
+
+def _lane(part: Tensor, combination: Combination) -> Tensor:
+    return part if part.dtype is combination.lane else part.view(combination.lane)

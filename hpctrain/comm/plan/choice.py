@@ -1,15 +1,24 @@
-"""From measurements to a table of algorithms by size: pure arithmetic, the same on every rank."""
+"""The choice of algorithms and sizes, by rule and from measurements: pure arithmetic."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
-from hpctrain.comm.measurement import Measurement
-from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.size_table import SizeTable
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable
+from hpctrain.comm.rail.halving import DOUBLING_BYTES
+from hpctrain.core.config import Settings
 from hpctrain.core.units import KIB, MIB
 
+STEP_BYTES = 64 * KIB
+"""A step of a ring that carries less costs mostly its latency."""
+DIRECT_RANKS = 4
+"""Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
+DIRECT_BYTES = 64 * KIB
+"""Where more ranks do so, up to so many bytes besides the own ones and one other's."""
 SIZES: dict[str, tuple[int, ...]] = {
     "tensors": (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB),
     "rail": (4 * KIB, 64 * KIB, MIB),
@@ -24,6 +33,110 @@ BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
 _SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
 _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
+_NO_RAIL = SizeTable(((0, "library"),))
+_FLAT, _TWO_LEVEL = SizeTable(((0, "flat"),)), SizeTable(((0, "two-level"),))
+
+
+def choose_plan(
+    topology: Topology, settings: Settings, *, node_memory: str, threads: Sequence[int]
+) -> Plan:
+    """Choose the plan by rule, from facts that are the same on every rank.
+
+    Args:
+        topology: of the world.
+        settings: of rank 0.
+        node_memory: name of the way that every node can share memory, or ``none``.
+        threads: torch's threads of each rank.
+    """
+    overlap = settings.overlap
+    if overlap == "auto":
+        # A thread that sums competes with backward for cores; without a free one it only delays.
+        num_busy = (max(threads) + 1) * len(topology.core_peers)
+        free_core = topology.num_peer_cores >= num_busy
+        overlap = "thread" if free_core else "end"
+    one_level = topology.num_nodes == 1 or node_memory == "none"
+    tensors = _tensors_of(topology, node_memory)
+    if settings.engine == "horovod" and node_memory != "alone":
+        forced = settings.horovod_way == "two-level" and has_equal_nodes(topology)
+        tensors = _TWO_LEVEL if forced else _FLAT
+    return Plan(
+        node_memory=node_memory,
+        num_rails=0 if one_level else min(topology.max_rails, 2 * topology.cards),
+        bucket_bytes=settings.bucket_bytes,
+        overlap=overlap,
+        threads=min(threads),
+        tensors=tensors,
+        rail=_NO_RAIL if one_level else rail_rule(topology.num_nodes),
+        engine=settings.engine,
+    )
+
+
+def has_equal_nodes(topology: Topology) -> bool:
+    """Say whether there are several nodes, with several ranks each and as many on all. Pure."""
+    sizes = {len(ranks) for ranks in topology.nodes}
+    return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
+
+
+def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable:
+    """Choose how ordinary tensors travel, without a measurement.
+
+    Args:
+        num_nodes: nodes of the world.
+        node_memory: see ``Plan``.
+        local_size: ranks of the largest node.
+    """
+    if node_memory in ("none", "alone"):
+        return SizeTable(((0, "library"),))
+    if num_nodes > 1:
+        return SizeTable(((0, "levels"),))
+    if local_size <= DIRECT_RANKS:
+        return SizeTable(((0, "direct"),))
+    return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
+
+
+def rail_rule(num_nodes: int) -> SizeTable:
+    """Choose how a rail over so many nodes carries its part, without a measurement.
+
+    A round costs ``a`` seconds of latency and ``b`` seconds per byte. For m bytes over N nodes
+    doubling takes log2(N) (a + m b), halving 2 log2(N) a + 2(N-1)/N m b and the ring
+    2(N-1) a + 2(N-1)/N m b, but the ring combines one segment while the next is on its way and
+    asks each link for one stream. So: doubling while latency is all that counts, then halving,
+    and the ring once each of its steps carries 64 KiB. Where N is no power of two halving pays
+    for it with up to 3/2 m b, so with less than 8 nodes the ring follows doubling at once.
+    """
+    if num_nodes == 1:
+        return _NO_RAIL
+    middle = "halving" if num_nodes >= 8 or num_nodes & (num_nodes - 1) == 0 else "ring"
+    ring_from = num_nodes * STEP_BYTES
+    if num_nodes <= 2:  # doubling sends two ranks no more than halving does, in half the rounds
+        return SizeTable(((0, "doubling"), (ring_from, "ring")))
+    if middle == "ring":
+        return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "ring")))
+    return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "halving"), (ring_from, "ring")))
+
+
+def _tensors_of(topology: Topology, node_memory: str) -> SizeTable:
+    return tensors_rule(topology.num_nodes, node_memory, max(map(len, topology.nodes)))
+
+
+def plan_for_group(plan: Plan, topology: Topology) -> Plan:
+    """Return the plan of some of the ranks, whose topology is given; pure.
+
+    A table stays where the group spans one node as all ranks do, or several as they do.
+    """
+    several = topology.num_nodes > 1
+    num_rails = 0
+    if several and plan.node_memory != "none":
+        num_rails = min(plan.num_rails or 1, topology.max_rails)
+    if several == (plan.num_rails > 0) or plan.node_memory == "none":
+        return replace(plan, num_rails=num_rails, measured=())
+    return replace(
+        plan,
+        num_rails=num_rails,
+        tensors=_tensors_of(topology, plan.node_memory),
+        rail=rail_rule(topology.num_nodes),
+        measured=(),
+    )
 
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
@@ -100,3 +213,62 @@ def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
         return last
     slope = (last - times[sizes[-2]]) / (sizes[-1] - sizes[-2])
     return last + max(slope, 0.0) * (num_bytes - sizes[-1])
+
+
+BATCHING_SIZES = (KIB, 256 * KIB)
+"""Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
+a slow one carries in ten milliseconds."""
+LATENCY_SHARE = 1 / 128
+"""Of the time of a full message."""
+_FUSION_BYTES = (64 * KIB, 64 * MIB)
+_LATENCY_S = (2e-6, 8e-3)
+
+
+class Batching(NamedTuple):
+    """How named operations are put together."""
+
+    fusion_bytes: int
+    """Largest message of several operations."""
+    cycle_s: float
+    """How long an operation waits for others, unless somebody waits for it."""
+
+
+DEFAULT = Batching(64 * MIB, 0.0)
+"""Without a measurement: no limit that matters, and no waiting."""
+
+
+def batching(seconds: Mapping[int, float]) -> Batching:
+    """Choose from how long all-reduces over all ranks take; pure.
+
+    A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation
+    but the first; what waits longer than ``a`` loses more than it can save. So operations are
+    fused up to a size at which the latency is a small share of the time, and wait for about half
+    a latency: they wait as long again, on average, for the message before theirs.
+
+    Both figures are powers of four, in bytes and in microseconds: what is nearer to one of them
+    than to the next is the same link, measured at another moment.
+
+    Args:
+        seconds: by size in bytes, each the shortest of several runs.
+
+    Returns:
+        ``DEFAULT`` where fewer than two sizes were measured, or the largest took no longer.
+    """
+    if len(seconds) < 2:
+        return DEFAULT
+    smallest, largest = min(seconds), max(seconds)
+    per_byte_s = (seconds[largest] - seconds[smallest]) / (largest - smallest)
+    if per_byte_s <= 0:
+        return DEFAULT
+    latency_s = _between(seconds[smallest], *_LATENCY_S)
+    fusion_bytes = _between(latency_s / (LATENCY_SHARE * per_byte_s), *_FUSION_BYTES)
+    return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 2 / 1e-6) * 1e-6)
+
+
+def _between(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)
+
+
+def _power_of_four(value: float) -> int:
+    """Return the one that is nearest by factor."""
+    return 1 << 2 * round(math.log2(value) / 2)

@@ -1,26 +1,62 @@
 """The plan: which algorithm moves what. It fixes the order of sums, so it is part of a run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from hpctrain.cluster.topology import Topology
-from hpctrain.comm.batching import DEFAULT
-from hpctrain.comm.measurement import Measurement, rows
-from hpctrain.comm.plan.size_table import SizeTable
-from hpctrain.core.config import ENGINES, Settings
+from hpctrain.core.config import ENGINES
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import KIB, format_bytes, format_seconds
+from hpctrain.core.units import MIB, format_bytes, format_seconds
 
-DIRECT_RANKS = 4
-"""Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
-DIRECT_BYTES = 64 * KIB
-"""Where more ranks do so, up to so many bytes besides the own ones and one other's."""
+
+@dataclass(frozen=True, slots=True)
+class SizeTable:
+    """Algorithms by size: each holds from its number of bytes on, up to the next one."""
+
+    steps: tuple[tuple[int, str], ...]
+    """Smallest size in bytes and name of the algorithm, by size; the first size is 0."""
+
+    _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the order.
+
+        Raises:
+            ConfigError: the sizes do not begin at 0, or do not grow.
+        """
+        sizes = [num_bytes for num_bytes, _ in self.steps]
+        if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
+            raise ConfigError(f"sizes of a plan begin at 0 and grow, got {sizes}")
+        object.__setattr__(self, "_sizes", tuple(sizes))
+
+    def at(self, num_bytes: int) -> str:
+        """Return the algorithm for a message of ``num_bytes``."""
+        return self.steps[bisect_right(self._sizes, num_bytes) - 1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How long one algorithm took for one size, on the slowest rank."""
+
+    what: str
+    """``tensors``: ordinary tensors over all ranks; ``rail``: parts over a rail."""
+    num_bytes: int
+    """Size of the message."""
+    algorithm: str
+    """A name of the plan's table for ``what``."""
+    runs: tuple[float, ...]
+    """Seconds of each run."""
+
+    @property
+    def seconds(self) -> float:
+        """Median of the runs."""
+        return statistics.median(self.runs)
+
 
 _ADDED_LATER = ("fusion_bytes", "cycle_s", "engine")
-_NO_RAIL = SizeTable(((0, "library"),))
-_FLAT, _TWO_LEVEL = SizeTable(((0, "flat"),)), SizeTable(((0, "two-level"),))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +81,9 @@ class Plan:
     """How a rail carries its part, by the bytes of the part."""
     measured: tuple[Measurement, ...] = ()
     """What the tables were chosen by; empty where the rule chose them."""
-    fusion_bytes: int = DEFAULT.fusion_bytes
+    fusion_bytes: int = 64 * MIB
     """Largest message of several named operations."""
-    cycle_s: float = DEFAULT.cycle_s
+    cycle_s: float = 0.0
     """How long a named operation waits for others, unless somebody waits for it."""
     engine: str = "hpctrain"
     """What moves tensors: ``hpctrain`` or ``horovod``."""
@@ -80,25 +116,6 @@ class Plan:
             wrong += [f"{name} is unknown" for name in unknown]
             raise ConfigError(f"a plan has the fields {', '.join(names)}; {', '.join(wrong)}")
         return cls(**{name: _read(_READERS[name], name, value) for name, value in values.items()})
-
-    def for_group(self, topology: Topology) -> "Plan":
-        """Return the plan of some of the ranks, whose topology is given; pure.
-
-        A table stays where the group spans one node as all ranks do, or several as they do.
-        """
-        several = topology.num_nodes > 1
-        num_rails = 0
-        if several and self.node_memory != "none":
-            num_rails = min(self.num_rails or 1, topology.max_rails)
-        if several == (self.num_rails > 0) or self.node_memory == "none":
-            return replace(self, num_rails=num_rails, measured=())
-        return replace(
-            self,
-            num_rails=num_rails,
-            tensors=_tensors_of(topology, self.node_memory),
-            rail=rail_rule(topology.num_nodes),
-            measured=(),
-        )
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of name and value for a table."""
@@ -142,77 +159,21 @@ class Plan:
         Returns:
             No row at all where nothing was measured.
         """
-        return rows([m for m in self.measured if m.what == what], self.table(what))
+        measured = [m for m in self.measured if m.what == what]
+        if not measured:
+            return []
+        found = {(m.num_bytes, m.algorithm): m.seconds for m in measured}
+        algorithms = list(dict.fromkeys(m.algorithm for m in measured))
 
+        def cell(size: int, algorithm: str) -> str:
+            if (size, algorithm) not in found:
+                return ""
+            mark = " *" if self.table(what).at(size) == algorithm else ""
+            return format_seconds(found[size, algorithm]) + mark
 
-def choose_plan(
-    topology: Topology, settings: Settings, *, node_memory: str, threads: Sequence[int]
-) -> Plan:
-    """Choose the plan by rule, from facts that are the same on every rank.
-
-    Args:
-        topology: of the world.
-        settings: of rank 0.
-        node_memory: name of the way that every node can share memory, or ``none``.
-        threads: torch's threads of each rank.
-    """
-    overlap = settings.overlap
-    if overlap == "auto":
-        # A thread that sums competes with backward for cores; without a free one it only delays.
-        num_busy = (max(threads) + 1) * len(topology.core_peers)
-        free_core = topology.num_peer_cores >= num_busy
-        overlap = "thread" if free_core else "end"
-    one_level = topology.num_nodes == 1 or node_memory == "none"
-    tensors = _tensors_of(topology, node_memory)
-    if settings.engine == "horovod" and node_memory != "alone":
-        forced = settings.horovod_way == "two-level" and has_equal_nodes(topology)
-        tensors = _TWO_LEVEL if forced else _FLAT
-    return Plan(
-        node_memory=node_memory,
-        num_rails=0 if one_level else min(topology.max_rails, 2 * topology.cards),
-        bucket_bytes=settings.bucket_bytes,
-        overlap=overlap,
-        threads=min(threads),
-        tensors=tensors,
-        rail=_NO_RAIL if one_level else rail_rule(topology.num_nodes),
-        engine=settings.engine,
-    )
-
-
-def has_equal_nodes(topology: Topology) -> bool:
-    """Say whether there are several nodes, with several ranks each and as many on all. Pure."""
-    sizes = {len(ranks) for ranks in topology.nodes}
-    return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
-
-
-def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable:
-    """Choose how ordinary tensors travel, without a measurement.
-
-    Args:
-        num_nodes: nodes of the world.
-        node_memory: see ``Plan``.
-        local_size: ranks of the largest node.
-    """
-    if node_memory in ("none", "alone"):
-        return SizeTable(((0, "library"),))
-    if num_nodes > 1:
-        return SizeTable(((0, "levels"),))
-    if local_size <= DIRECT_RANKS:
-        return SizeTable(((0, "direct"),))
-    return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
-
-
-def rail_rule(num_nodes: int) -> SizeTable:
-    """Choose how a rail carries its part, without a measurement."""
-    if num_nodes == 1:
-        return _NO_RAIL
-    from hpctrain.comm.rail.rail import default_table  # noqa: PLC0415 - a world of one needs no MPI
-
-    return default_table(num_nodes)
-
-
-def _tensors_of(topology: Topology, node_memory: str) -> SizeTable:
-    return tensors_rule(topology.num_nodes, node_memory, max(map(len, topology.nodes)))
+        sizes = sorted({m.num_bytes for m in measured})
+        lines = [(format_bytes(size), *(cell(size, one) for one in algorithms)) for size in sizes]
+        return [("size", *algorithms), *lines]
 
 
 def _in_words(table: SizeTable) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.plan.choice import BETWEEN_NODES, BY_HOROVOD, ON_A_NODE
-from hpctrain.comm.plan.plan import Plan, has_equal_nodes
+from hpctrain.comm.plan.choice import BETWEEN_NODES, BY_HOROVOD, ON_A_NODE, has_equal_nodes
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.core import config
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import ConfigError
@@ -167,6 +168,4 @@ def _ways(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
 def _rail_algorithms(num_rails: int) -> tuple[str, ...]:
     if num_rails == 0:
         return ("library",)
-    from hpctrain.comm.rail.rail import ALGORITHMS  # noqa: PLC0415 - a world of one needs no MPI
-
     return tuple(ALGORITHMS)

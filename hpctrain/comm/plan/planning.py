@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from hpctrain import __version__
 from hpctrain.cluster import env
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.plan.plan import Plan, has_equal_nodes
+from hpctrain.comm.plan.choice import has_equal_nodes
+from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.plan.plan_file import (
     StoredPlan,
     key_of,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.node.shared_memory import SharedMemory
-    from hpctrain.comm.watch import Watch
+    from hpctrain.comm.waiting import Watch
 
 _CPU = Path("/proc/cpuinfo")
 

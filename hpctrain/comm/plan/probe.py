@@ -15,15 +15,19 @@ from typing import Protocol, runtime_checkable
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm import batching
-from hpctrain.comm.measurement import Measurement
+from hpctrain.comm.communicator import Work
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.plan.choice import SIZES, candidates, expected_s, refine
-from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.choice import (
+    BATCHING_SIZES,
+    SIZES,
+    batching,
+    candidates,
+    expected_s,
+    refine,
+)
+from hpctrain.comm.plan.plan import Measurement, Plan
 from hpctrain.comm.rail.rail import Rail
-from hpctrain.comm.waiting import wait_request
-from hpctrain.comm.watch import Watch
-from hpctrain.comm.work import Work
+from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
 BUDGET_S = 0.3
@@ -113,7 +117,7 @@ def measure(
         plan = replace(plan, tensors=table, measured=(*plan.measured, *found))
         comm.use(plan)
         times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
-        fusion_bytes, cycle_s = batching.batching(times)
+        fusion_bytes, cycle_s = batching(times)
         plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
         comm.use(plan)
     finally:
@@ -161,10 +165,10 @@ def _shortest(comm: Choosing, stopwatch: "Stopwatch", until_s: float) -> dict[in
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 
     Returns:
-        The shortest time for each size of ``batching.SIZES``; sizes that were not reached until
+        The shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached until
         the stopwatch shows ``until_s`` are missing.
     """
-    tensors = [torch.zeros(size // torch.float32.itemsize) for size in batching.SIZES]
+    tensors = [torch.zeros(size // torch.float32.itemsize) for size in BATCHING_SIZES]
     times: dict[int, float] = {}
     for _ in range(BATCHING_RUNS):
         for tensor in tensors:

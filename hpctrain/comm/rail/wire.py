@@ -1,65 +1,30 @@
-"""Messages between the ranks of one MPI communicator: counted, and waited for asleep."""
+"""Messages between ranks: what the algorithms between nodes run on, and pieces in flight."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
-from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.dtypes import bytes_of
-from hpctrain.comm.waiting import wait_request
-from hpctrain.comm.watch import Watch
-from hpctrain.core.errors import CommError
-from hpctrain.core.units import format_bytes
 
-CHUNK_ELEMENTS = 1 << 26
-"""Largest message in elements: counts of MPI-3 are 32-bit."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """A message under way."""
-
-    tensor: Tensor
-    partner: int
-    """Rank of the communicator at the other end."""
-    arrives: bool
-    """Whether it is received, not sent."""
-    requests: list[MPI.Request]
-
-
-class Wire:
-    """Point to point, by rank of the communicator; what the algorithms between nodes run on.
+class Wire(Protocol):
+    """Point to point, by rank: over MPI, or simulated.
 
     Tensors are flat and contiguous. Sender and receiver give the same number of elements.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        *,
-        watch: Watch | None = None,
-        world_ranks: Sequence[int] = (),
-        name: str = "",
-    ) -> None:
-        """Take the ranks and how they are called.
+    rank: int
+    size: int
 
-        Args:
-            comm: nothing else may send on it.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank of ``comm``; empty where it is the same.
-            name: such as ``rail 0``, for messages.
-        """
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.num_bytes_sent = 0
-        """Bytes that this rank has sent so far."""
-        self._comm = comm
-        self._watch = watch or Watch()
-        self._world_ranks = world_ranks or range(comm.size)
-        self._name = name
-        # An error leaves transfers unfinished: their memory must not go before the library does.
-        self._under_way: set[Transfer] = set()
+    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Any:
+        """Begin to send ``tensor``, which stays as it is until ``finish`` of what is returned."""
+
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Any:
+        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
+
+    def finish(self, transfer: Any) -> None:
+        """Return when a message under way is complete."""
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to ``dest``; it may be overwritten on return."""
@@ -76,49 +41,44 @@ class Wire:
         self.finish(arriving)
         self.finish(leaving)
 
-    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
-        """Begin to send ``tensor``, which stays as it is until ``finish``."""
-        self.num_bytes_sent += tensor.numel() * tensor.itemsize
-        parts = tensor.split(CHUNK_ELEMENTS)
-        requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
-        return self._started(Transfer(tensor, dest, False, requests))  # noqa: FBT003
 
-    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
-        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
-        parts = tensor.split(CHUNK_ELEMENTS)
-        requests = [self._comm.Irecv(bytes_of(part), source, tag) for part in parts]
-        return self._started(Transfer(tensor, source, True, requests))  # noqa: FBT003
+class Arrival(NamedTuple):
+    """A piece that will come."""
 
-    def finish(self, transfer: Transfer) -> None:
-        """Return when ``transfer`` is complete; sleep meanwhile.
+    tensor: Tensor
+    """Where it goes."""
+    source: int
+    tag: int = 0
 
-        Raises:
-            RankLostError: a rank is lost, or the wait has lasted too long.
-            CommError: the other end sent more or less than this one takes.
-        """
-        partner = self._world_ranks[transfer.partner]
-        status = MPI.Status()
-        num_bytes = 0
-        try:
-            for request in transfer.requests:
-                wait_request(request, self._watch, partner, self._name, status)
-                num_bytes += status.Get_count(MPI.BYTE) if transfer.arrives else 0
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            raise self._misfit(transfer, "more") from error
-        self._under_way.discard(transfer)
-        if transfer.arrives and num_bytes != transfer.tensor.nbytes:
-            raise self._misfit(transfer, format_bytes(num_bytes))
 
-    def _misfit(self, transfer: Transfer, sent: str) -> CommError:
-        me, other = self._world_ranks[self.rank], self._world_ranks[transfer.partner]
-        return CommError(
-            f"both ends of a message must give tensors of the same size and dtype, rank {me} "
-            f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "
-            f"every rank make the same calls in the same order"
-        )
+def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
+    """Cut a flat ``tensor`` into views that differ by one element at most; some may be empty."""
+    numel = tensor.numel()
+    return [
+        tensor[i * numel // num_pieces : (i + 1) * numel // num_pieces] for i in range(num_pieces)
+    ]
 
-    def _started(self, transfer: Transfer) -> Transfer:
-        self._under_way.add(transfer)
-        return transfer
+
+def num_segments(num_bytes: int, segment_bytes: int) -> int:
+    """Return into how many segments of at most about ``segment_bytes`` a part is cut."""
+    return max(1, -(-num_bytes // segment_bytes))
+
+
+def received(wire: Wire, expected: Iterable[Arrival], ahead: int) -> Iterator[Tensor]:
+    """Yield the tensors of ``expected`` in order, each when it has come.
+
+    The next ``ahead`` receives are posted all the time, so they travel while the caller works.
+    A later arrival may go where an earlier one was ``ahead`` pieces before: it is posted when
+    the caller asks for the next piece.
+    """
+
+    def start(arrival: Arrival) -> tuple[Tensor, Any]:
+        return arrival.tensor, wire.start_receive(*arrival)
+
+    coming = iter(expected)
+    posted = deque(start(arrival) for arrival in islice(coming, ahead))
+    while posted:
+        tensor, transfer = posted.popleft()
+        wire.finish(transfer)
+        yield tensor
+        posted.extend(start(arrival) for arrival in islice(coming, 1))

@@ -75,7 +75,7 @@ def _refusal(request: BenchmarkRequest, json_file: Path | None) -> str:
     """Say what keeps this from being measured; called by one rank."""
     try:
         if request.peers:
-            from hpctrain.comm.node.peer import require_type  # noqa: PLC0415 - one rank needs no MPI
+            from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
 
             require_type(request.torch_dtype)
         if json_file is not None:

@@ -112,7 +112,7 @@ def _in_turn(
     comm: Communicator, case: Allreduce, setup: Setup, iterations: int
 ) -> tuple[list[float], list[float]]:
     """Time ours and the library in turn; return the median turn of each rank for both."""
-    from hpctrain.comm.node.peer import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
+    from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
 
     library = LibraryAllreduce(case.flat, setup.op)
     ours: list[list[float]] = []
