@@ -63,10 +63,10 @@ def start(cluster: VirtualCluster, *options: str, **given: Any) -> subprocess.Po
 @pytest.mark.parametrize(
     ("order", "ranks_per_node", "nodes"),
     [
-        ("block", (2, 2), [[0, 1], [2, 3]]),
-        ("cyclic", (2, 2), [[0, 2], [1, 3]]),
+        pytest.param("block", (2, 2), [[0, 1], [2, 3]], marks=pytest.mark.conformance),
+        pytest.param("cyclic", (2, 2), [[0, 2], [1, 3]], marks=pytest.mark.conformance),
         ("random", (2, 2), [[0, 3], [1, 2]]),
-        ("block", (3, 1), [[0, 1, 2], [3]]),
+        pytest.param("block", (3, 1), [[0, 1, 2], [3]], marks=pytest.mark.conformance),
     ],
 )
 def test_sums_are_exact_in_any_order_and_each_byte_crosses_once(
@@ -95,7 +95,7 @@ def test_sums_are_exact_on_three_nodes():
         assert rank["sent_bytes"] <= 1.03 * 4 / 3 * 4 * (4 << 20), rank
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", AND_MPICH_AT_LENGTH)
 def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
     late = ["--late-node", "n1", "--late-s", "0.5"]
     facts = facts_of(pair.run([*JOB, *late], ranks_per_node=(2, 2), mpi=mpi))
@@ -104,6 +104,7 @@ def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
         assert rank["cores"] < 0.2, rank
 
 
+@pytest.mark.conformance
 def test_a_node_behind_a_long_cable_takes_part():
     with VirtualCluster(nodes=2, rate="200mbit", latency={"n1": "200ms"}) as cluster:
         facts = facts_of(cluster.run([*JOB, "--steps", "2", "--kib", "64"]))

@@ -64,6 +64,7 @@ def script(tmp_path):
 SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 
 
+@pytest.mark.conformance
 def test_a_small_dev_shm_holds_no_window_but_does_not_limit_buckets(script):
     said, done = launch(script, before=SMALL_SHM)
     assert [words[:3] for words in said] == [["0", "True", "memfd"], ["1", "True", "memfd"]], done

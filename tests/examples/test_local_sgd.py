@@ -5,6 +5,7 @@ from tests.train.starting import ROOT, start
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 def test_ranks_that_agree_every_eight_steps_learn_the_digits(tmp_path):
     done = start(
         *("-m", "hpctrain", "train", ROOT / "examples/local_sgd.toml"),

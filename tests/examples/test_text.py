@@ -17,6 +17,7 @@ def text():
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 def test_two_ranks_learn_text_that_they_have_not_seen(tmp_path):
     """Fewer windows than the example has: 80 steps of 16."""
     done = start(

@@ -17,6 +17,7 @@ def volumes():
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 def test_two_ranks_make_volumes_and_tell_their_parameters(tmp_path, volumes):
     """Fewer volumes than the example has: 193, of which 36 steps of 24 learn the easy two."""
     done = start(

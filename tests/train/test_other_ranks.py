@@ -78,6 +78,7 @@ def curve(name: str) -> list[float]:
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 @pytest.mark.limit(300)
 def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(tmp_path, monkeypatch):
     (tmp_path / "noting_task.py").write_text(TASK)

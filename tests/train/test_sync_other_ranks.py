@@ -56,6 +56,7 @@ steps = 4
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 @pytest.mark.limit(200)
 def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_PROBE", "off")
