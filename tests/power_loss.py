@@ -5,9 +5,11 @@ rename and removal of the ranks is seen and passed on: a file is on disk as it w
 sync, a name when its directory was synced after it got there. What was there before is on disk.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,8 @@ class Disk:
 
     def has_name(self, path: Path) -> bool:
         """Say whether the directory of a path has its name on disk."""
-        names = json.loads(self.kept(path.parent) or "{}")
+        with self._alone():
+            names = json.loads(self.kept(path.parent) or "{}")
         return names.get(path.name) == path.lstat().st_ino
 
     def kept(self, path: Path) -> bytes:
@@ -66,15 +69,21 @@ class Disk:
                 yield f"the name {entry}"
             yield from self._lost(entry, ignored)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other rank read or write meanwhile what is known of directories."""
+        with (self._record / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def _place(self, path: Path) -> Path:
         return self._record / str(path.stat().st_ino)
 
     def _keep(self, path: Path) -> None:
         place = self._place(path)
         if path.is_dir():
-            with os.scandir(path) as entries:  # other ranks may remove some of them meanwhile
-                names = {entry.name: entry.inode() for entry in entries}
-            place.write_text(json.dumps(names))
+            with self._alone(), os.scandir(path) as entries:  # other ranks may remove some
+                place.write_text(json.dumps({entry.name: entry.inode() for entry in entries}))
         else:
             place.write_bytes(path.read_bytes())
 

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.requires("horovod")
 
 HOROVOD = Settings(probe="off", engine="horovod")
 
-OPERATIONS = (
-    *("allreduce_async_", "reducescatter_async", "allgather_async"),
-    *("alltoall_async", "broadcast_async_"),
-)
+OPERATIONS = ("allreduce_async_", "allgather_async", "broadcast_async_")
 """Horovod's functions that are used."""
 
 
@@ -91,7 +88,7 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_group_is_a_process_set_while_somebody_uses_it(world, comm):
+def test_a_group_is_a_process_set_and_groups_of_the_same_ranks_share_it(world, comm):
     session = comm._session
     ranks = [1, 0]  # Horovod has them sorted
     first, second = comm.group(ranks), comm.group(ranks)
@@ -118,7 +115,7 @@ def test_a_group_is_a_process_set_while_somebody_uses_it(world, comm):
     assert everyone.allreduce(torch.ones(1)).item() == world.size
     everyone.close()
     another = comm.group(range(1, world.size))
-    assert (0, 1) not in session._sets or world.size == 2
+    assert len(session._sets) == (2 if world.size > 2 else 0)
     if another is not None:
         another.close()
 
