@@ -11,7 +11,6 @@ SCALING = {"mul", "mul_", "div", "div_", "true_divide_", "_foreach_mul_", "_fore
 ALLOWED = {
     # The factor that ``gradients`` has decided is applied where the bytes are moved:
     "comm/node/shared_memory.py": "a chunk of the sum, by the scale it is given",
-    "comm/node/shared_slots.py": "a sum of small tensors, by the scale it is given",
     "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "gradients/gradient_buckets.py": "a gradient, by its rank's weight",

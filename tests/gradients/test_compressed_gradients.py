@@ -60,10 +60,10 @@ def test_a_compressor_of_somebody_else_is_used_tensor_by_tensor(hvd):
 
 
 @MANY
-def test_predivision_keeps_compressed_gradients_finite(hvd):
+def test_gradients_beyond_float16_stay_finite_in_a_node_with_and_without_predivision(hvd):
     model = nn.Linear(1, 1, bias=False)
     fp16 = hvd.Compression.fp16
-    for factor, expected in ((1.0, float("inf")), (2.0, 80000.0)):
+    for factor in (1.0, 2.0):
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(
             plain, compression=fp16, gradient_predivide_factor=factor
@@ -71,5 +71,5 @@ def test_predivision_keeps_compressed_gradients_finite(hvd):
         model.zero_grad()
         model(torch.full((1, 1), 80000.0 if hvd.rank() else 0.0)).sum().backward()
         share = (hvd.size() - 1) / hvd.size()
-        assert model.weight.grad.item() == pytest.approx(expected * share, rel=1e-3)
+        assert model.weight.grad.item() == pytest.approx(80000.0 * share, rel=1e-3)
         del optimizer

@@ -258,6 +258,30 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
     return total if scale is None else total.mul_(scale)
 
 
+def combine_to(
+    out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
+) -> None:
+    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
+
+    Args:
+        out: the result; may be one of the first two pieces.
+        parts: one for each rank.
+        combination: what to do with the values.
+        scale: factor of the result.
+    """
+    if combination.wide is not combination.lane or len(parts) == 1:
+        total = parts[0].to(combination.wide, copy=True)
+        for other in parts[1:]:
+            combination.into(total, other)
+        out.copy_(total if scale is None else total.mul_(scale))
+        return
+    combination.of_two(parts[0], parts[1], out)
+    for other in parts[2:]:
+        combination.into(out, other)
+    if scale is not None:
+        out.mul_(scale)
+
+
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
     """Write a sum into the pieces of all ranks."""
     for part in parts:

@@ -5,14 +5,12 @@ slots per rank, used in turns, do that without a second barrier: before a slot i
 its readers have come to the barrier of the operation between.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import tensor_call
-from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.node.shared_memory import SharedMemory, combine_to
 from hpctrain.comm.ops import Combination, scale_
 
 Slots = tuple[Tensor, ...]
@@ -98,27 +96,3 @@ class Stage:
 
 def _pieces(values: Tensor, numel: int) -> tuple[Tensor, ...]:
     return (values,) if values.numel() <= numel else values.split(numel)
-
-
-def combine_to(
-    out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
-) -> None:
-    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
-
-    Args:
-        out: the result; may be one of the first two pieces.
-        parts: one for each rank.
-        combination: what to do with the values.
-        scale: factor of the result.
-    """
-    if combination.wide is not combination.lane or len(parts) == 1:
-        total = parts[0].to(combination.wide, copy=True)
-        for other in parts[1:]:
-            combination.into(total, other)
-        out.copy_(total if scale is None else total.mul_(scale))
-        return
-    combination.of_two(parts[0], parts[1], out)
-    for other in parts[2:]:
-        combination.into(out, other)
-    if scale is not None:
-        out.mul_(scale)
