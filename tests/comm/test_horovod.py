@@ -25,7 +25,7 @@ pytestmark = pytest.mark.requires("horovod")
 
 HOROVOD = Settings(probe="off", engine="horovod")
 
-OPERATIONS = ("allreduce_async_", "allgather_async", "broadcast_async_")
+OPERATIONS = ("allreduce_async_", "allgather_async", "broadcast_async_", "reducescatter_async")
 """Horovod's functions that are used."""
 
 

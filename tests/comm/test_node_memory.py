@@ -164,7 +164,7 @@ REFUSED = """
 import torch, hpctrain as hvd
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
-from tests.doctor.host.refuse import install
+from tests.doctor.refuse import install
 hvd.init()
 said = []
 for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):

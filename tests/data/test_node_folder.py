@@ -12,6 +12,8 @@ import pytest
 from hpctrain.data import node_folder
 from hpctrain.data.node_folder import LOCK, MEMORY, PREFIX, NodeFolder, sites, sweep
 
+TMPFS, XFS, NFS = 0x01021994, 0x58465342, 0x6969  # by statfs(2)
+
 JOB = """
 import os, sys
 from pathlib import Path
@@ -142,11 +144,11 @@ def node(monkeypatch, tmp_path):
         (tmp_path / name).mkdir()
         return tmp_path / name
 
-    def lies(where):
-        return lambda descriptor: where in Path(f"/proc/self/fd/{descriptor}").readlink().name
+    def magic(descriptor):
+        kind = Path(f"/proc/self/fd/{descriptor}").readlink().name.partition("-")[0]
+        return {"memory": TMPFS, "disk": XFS}.get(kind, NFS)
 
-    monkeypatch.setattr(node_folder, "on_memory_file_system", lies("memory"))
-    monkeypatch.setattr(node_folder, "on_local_disk", lies("disk"))
+    monkeypatch.setattr(node_folder, "file_system_magic", magic)
     monkeypatch.setattr(node_folder, "MEMORY", make("memory"))
     monkeypatch.setattr(node_folder, "available_bytes", lambda: 1000)
     return make
