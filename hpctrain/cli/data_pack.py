@@ -9,9 +9,11 @@ import typer
 from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
 
-    from hpctrain.data.packing.pack import PackConfig, Packed
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.data.format.layout import Manifest
+    from hpctrain.data.packing.pack import PackConfig
     from hpctrain.data.packing.source import Per
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
@@ -228,40 +230,33 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
-    from hpctrain.cli.joined import joined  # noqa: PLC0415
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.data.format.layout import CLASSES  # noqa: PLC0415
     from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
-    from hpctrain.train.console import make_console  # noqa: PLC0415
 
-    comm = joined()
-    console = make_console(shown=comm.rank == 0)
-    try:
-        with ToolBar("packing", comm) as bar:
-            packed = pack_source(source, directory, config, comm=comm, start=bar.start)
-    except DataError as error:
-        if comm.size == 1:
-            raise
-        # Every rank has it: one of them tells it, and no rank ends the others.
-        raise MismatchError(str(error)) from error
-    _describe(console, directory, packed)
-
-
-def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
-    from hpctrain.core.units import format_bytes  # noqa: PLC0415
-    from hpctrain.data.format.classes import CLASSES  # noqa: PLC0415
-
+    with ranks() as comm, ToolBar("packing", comm) as bar:
+        packed = pack_source(source, directory, config, comm=comm, start=bar.start)
     manifest = packed.manifest
-    shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-    size = format_bytes(manifest.num_bytes)
-    for note in packed.notes:
-        console.print(note, soft_wrap=True)
-    console.print(
-        f"{directory}: {manifest.num_samples} samples in {shards}, {size}", soft_wrap=True
-    )
+    lines = [*packed.notes, summary(directory, manifest)]
     for name, field in manifest.fields.items():
-        shape = (*(["length"] if field.ragged else []), *field.shape)
-        extents = f"({', '.join(map(str, shape))})"
-        console.print(f"  {name:12} {field.dtype.lstrip('|<')} {extents}", soft_wrap=True)
+        shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
+        lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
     if manifest.classes:
-        console.print(f"  {len(manifest.classes)} classes, named in {CLASSES}")
+        lines.append(f"  {len(manifest.classes)} classes, named in {CLASSES}")
+    say(comm, lines)
+
+
+def say(comm: "Communicator | None", lines: "Iterable[str]") -> None:
+    """Print lines, once for all ranks."""
+    for line in lines if comm is None or comm.rank == 0 else ():
+        typer.echo(line)
+
+
+def summary(directory: Path, manifest: "Manifest") -> str:
+    """Tell in one line what was written."""
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
+
+    size, num_shards = format_bytes(manifest.num_bytes), len(manifest.shards)
+    shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"

@@ -264,7 +264,7 @@ class ShardWriter:
 
     def _release(self) -> None:
         if self._lock:
-            self._lock.release()
+            self._lock.close()
 
     def _new_part(self) -> ShardPart:
         draft = self.manifest

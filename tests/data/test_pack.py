@@ -16,9 +16,8 @@ from hpctrain.data.format import alone
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
-from hpctrain.data.tools.repair import RepairPlan, repair
 from hpctrain.data.tools.verify import verify
-from hpctrain.data.writer import ShardWriter, write_arrays
+from hpctrain.data.writer import write_arrays
 from tests.data.packing.conftest import read
 
 ROWS = np.arange(100)
@@ -142,17 +141,6 @@ def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
     with pytest.raises(DataError, match=r"a directory holds one data set, .* one already"):
         pack(Meanwhile(), tmp_path / "set")
     assert read(tmp_path / "set")["x"] == list(range(100))
-
-
-def test_repairing_waits_for_no_writer_and_takes_nothing_from_it(tmp_path):
-    write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
-    with ShardWriter(
-        tmp_path / "set", {"x": ((), "i8")}, samples_per_shard=2, resume_key="x"
-    ) as writer:
-        writer.append({"x": ROWS[:5]})
-        with pytest.raises(DataError, match="one writer at a time"):
-            repair(tmp_path / "set", RepairPlan())
-    assert read(tmp_path / "set")["x"] == list(range(5))
 
 
 def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import hpctrain
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.tools import blocks as shard_blocks
@@ -16,15 +15,7 @@ from hpctrain.data.tools.reshard import Shape
 from hpctrain.data.tools.turns import share
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter
-from hpctrain.runtime.world import current
 from tests.data.mixed_set import files_of, flip, numbers_in, samples_in, write_mixed
-
-
-@pytest.fixture
-def comm():
-    hpctrain.init(ranks_per_node=2)
-    yield current().comm
-    hpctrain.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hpctrain
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.tools import blocks as shard_blocks
@@ -17,18 +16,10 @@ from hpctrain.data.tools.shares import Group, parse_shares, sizes_of
 from hpctrain.data.tools.split import split
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
-from hpctrain.runtime.world import current
 from tests.data.mixed_set import numbers_in, samples_in, write_mixed
 
 HALVES = parse_shares(["a=0.5", "b=0.5"])
 USUAL = parse_shares(["train=0.8", "val=0.1", "test=0.1"])
-
-
-@pytest.fixture
-def comm():
-    hpctrain.init(ranks_per_node=2)
-    yield current().comm
-    hpctrain.shutdown()
 
 
 @pytest.fixture(scope="module")

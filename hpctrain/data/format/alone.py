@@ -59,7 +59,7 @@ class WriterLock:
                 return True
         return False
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go; harmless the second time."""
         if not self._file.closed:
             with suppress(OSError):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import write_classes
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file
+from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file, write_classes
 from hpctrain.data.format.numbering import number
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import MIB
-from hpctrain.data.format.classes import CLASSES
-from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
 from hpctrain.data.packing.source import Indexed, Source, Streamed, WantedFields

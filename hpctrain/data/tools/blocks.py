@@ -7,10 +7,10 @@ asked only where the manifest knows no offset, as damaged metadata can lead it a
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import h5py
@@ -52,16 +52,9 @@ class ShardBlocks:
         self.num_bytes = os.fstat(self._descriptor).st_size
 
     def __enter__(self) -> Self:
-        """Return the shard."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None:
         self._offsets.cache_clear()
         self._bounds.cache_clear()
         os.close(self._descriptor)
@@ -123,22 +116,30 @@ class ShardBlocks:
             return np.ascontiguousarray(rows[first:last])
         return self._array("", offset + first * field.sample_bytes, shape, field.dtype)
 
-    def read_bytes(self, start: int, stop: int) -> memoryview:
-        """Read bytes of the file.
+    def crcs(self, name: str, run: range, rows: NDArray[Any]) -> list[int]:
+        """Return the crc32 of each block of a run of a field, whose rows ``read`` gave."""
+        edges = self.bounds(name)[run.start : run.stop + 1]
+        return [crc32(rows[a:b].data) for a, b in pairwise((edges - edges[0]).tolist())]
 
-        Raises:
-            OSError: the disk cannot read them, or the file ends before.
+    def file_crc32(self, advance: Callable[[int], None]) -> int | None:
+        """Return the crc32 of all bytes of the file; None where the disk cannot read some.
+
+        Tells ``advance`` how many bytes are done.
         """
-        whole = memoryview(bytearray(stop - start))
-        self.read_into(whole, start)
-        return whole
+        crc: int | None = 0
+        buffer = memoryview(bytearray(min(PIECE_BYTES, self.num_bytes)))
+        for start in range(0, self.num_bytes, PIECE_BYTES):
+            piece = buffer[: self.num_bytes - start]
+            try:
+                self._read_into(piece, start)
+            except OSError:
+                crc = None
+            else:
+                crc = None if crc is None else crc32(piece, crc)
+            advance(len(piece))
+        return crc
 
-    def read_into(self, target: memoryview, start: int) -> None:
-        """Fill ``target`` with the bytes of the file from ``start`` on.
-
-        Raises:
-            OSError: the disk cannot read them, or the file ends before.
-        """
+    def _read_into(self, target: memoryview, start: int) -> None:
         done = 0
         while done < len(target):
             count = os.preadv(self._descriptor, [target[done:]], start + done)
@@ -164,8 +165,9 @@ class ShardBlocks:
     ) -> NDArray[Any]:
         if offset is None:
             return np.ascontiguousarray(self._dataset(path, shape, dtype)[:])
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.frombuffer(self.read_bytes(offset, offset + num_bytes), dtype).reshape(shape)
+        rows = np.empty(shape, dtype)
+        self._read_into(rows.data.cast("B"), offset)
+        return rows
 
     def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
@@ -180,9 +182,8 @@ class ShardBlocks:
 def runs(edges: NDArray[np.int64], number: int = 0) -> Iterator[range]:
     """Cut blocks into runs of about ``PIECE_BYTES``, at least one block each.
 
-    Args:
-        edges: byte at which each block begins, and at which the last one ends.
-        number: of the first block.
+    ``edges`` are the bytes at which each block begins, and at which the last one ends;
+    ``number`` is that of the first block.
     """
     first, last = 0, len(edges) - 1
     while first < last:

@@ -8,9 +8,8 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
 from hpctrain.data.format.compression import load_filters
-from hpctrain.data.format.layout import Manifest, ShardEntry
+from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
 
 _NUM_VALUES = 8
 """Shown of a sample."""

@@ -7,8 +7,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.layout import MANIFEST, Field, Manifest, classes_of
 from hpctrain.data.tools.copying import stream, write_rows
 from hpctrain.data.tools.turns import read_manifest, share
 from hpctrain.data.tools.verify import Start

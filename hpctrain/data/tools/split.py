@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.layout import Manifest, classes_of
 from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.tools.copying import stream
 from hpctrain.data.tools.faults import Range

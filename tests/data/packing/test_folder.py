@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import CLASSES, read_classes
+from hpctrain.data.format.layout import CLASSES, read_classes
 from hpctrain.data.tools.info import info
 from hpctrain.data.tools.reshard import Shape, reshard
 
