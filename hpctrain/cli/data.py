@@ -205,7 +205,7 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
     """
     from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.tools.shares import parse_shares  # noqa: PLC0415
+    from hpctrain.data.tools.split import parse_shares  # noqa: PLC0415
     from hpctrain.data.tools.split import split as write  # noqa: PLC0415
 
     shares = parse_shares(parts)

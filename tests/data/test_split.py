@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.tools import blocks as shard_blocks
-from hpctrain.data.tools.shares import Group, parse_shares, sizes_of
-from hpctrain.data.tools.split import split
+from hpctrain.data.tools.split import Group, parse_shares, sizes_of, split
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
 from tests.data.mixed_set import numbers_in, samples_in, write_mixed

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.format.numbering import combine
+from hpctrain.data.format.part import combine
 from hpctrain.data.tools import blocks as shard_blocks
 from hpctrain.data.tools.faults import merged
 from hpctrain.data.tools.verify import verify

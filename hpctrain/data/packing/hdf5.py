@@ -37,7 +37,6 @@ class Dataset:
         self.shape = self._dataset.shape
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Array | list[Array]:
-        """Read through HDF5 where samples follow each other, else from a map if it can."""
         with _readable(self._path):
             first, last = int(indices[0]), int(indices[-1])
             if last - first + 1 == len(indices):
@@ -84,10 +83,7 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Indexed:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
-    Args:
-        files: one, or several of the same fields.
-        wanted: paths of datasets, such as ``{"x": "/images"}``; without them all are packed, by
-            the last part of their path.
+    Without ``wanted.fields`` all datasets are packed, by the last part of their path.
 
     Raises:
         DataError: a file cannot be read, the datasets have different lengths, or one of them

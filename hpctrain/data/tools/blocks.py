@@ -31,14 +31,9 @@ PIECE_BYTES = 4 * MIB
 
 
 class ShardBlocks:
-    """Reads blocks."""
+    """Reads blocks of one shard; an OSError where the file is missing or cannot be opened."""
 
     def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it is missing or cannot be opened.
-        """
         self.manifest = manifest
         self.shard = manifest.shards[index]
         self.index = index
@@ -99,8 +94,7 @@ class ShardBlocks:
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Read the blocks ``[start, stop)`` of a field, decoded, without a check.
 
-        Returns:
-            ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
+        Gives ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
 
         Raises:
             UNREADABLE: they cannot be had.

@@ -46,17 +46,9 @@ def repair(
 ) -> RepairOutcome:
     """Check a data set, remove leftovers, and replace what is damaged by that of a copy.
 
-    Collective with ``comm``. Each step is atomic: after a kill the data set is as before or as
-    after it, and the next repair goes on.
-
-    Args:
-        directory: of the data set.
-        source: another copy of the same data set; None to remove leftovers alone.
-        comm: ranks that share the work.
-        start: as for ``verify``.
-
-    Returns:
-        What was done; the same on every rank.
+    Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
+    data set is as before or as after it, and the next repair goes on. Without a ``source``,
+    another copy of the same data set, leftovers alone are removed.
 
     Raises:
         DataError: there is no manifest here or in the copy, the copy is of another data set, or

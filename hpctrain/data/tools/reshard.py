@@ -53,15 +53,7 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call goes on with the shards that are done.
 
-    Args:
-        directory: of the data set.
-        out: of the new one; must not hold one.
-        shape: how it is cut.
-        comm: ranks that share the work.
-        start: makes what follows the progress of this rank, in samples.
-
-    Returns:
-        The new manifest.
+    ``start`` makes what follows the progress of this rank, in samples.
 
     Raises:
         DataError: the data set is damaged, or the new one cannot be written; on every rank.

@@ -43,14 +43,8 @@ def verify(
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
     larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
-    Args:
-        directory: of the data set.
-        comm: ranks that share the work; None if one works alone.
-        threads: shards that this rank reads at once; by default its cores, at most 4.
-        start: makes what follows the progress of this rank.
-
-    Returns:
-        What is wrong; the same on every rank. A missing or unreadable file is a fault too.
+    A rank reads as many at once as it has cores, at most 4. What is wrong is the same on every
+    rank; a missing or unreadable file is a fault too.
 
     Raises:
         DataError: there is no such directory, or zstd is needed and not installed; on every rank.
