@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpctrain.cli.data_pack import pack, say, summary
+from hpctrain.cli.data_pack import option, pack, say, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,35 +25,23 @@ Out = Annotated[
     Path,
     typer.Argument(metavar="OUT", help="Where the new one is written.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Sample = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Show this sample too.", show_default=False),
-]
+AsJson = Annotated[bool, option("Print JSON.", "--json")]
+Sample = Annotated[int | None, option("Show this sample too.", min=0, metavar="N")]
 Copy = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "Take damaged and missing files from another copy of the same data set.",
         "--from",
         metavar="COPY",
-        help="Take damaged and missing shards from another copy of the same data set.",
-        show_default=False,
     ),
 ]
-SamplesPerShard = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
-]
-ShardSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Bytes of a shard, about.", show_default=False),
-]
+SamplesPerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
+ShardSize = Annotated[str | None, option("Bytes of a shard, about.", metavar="SIZE")]
 BlockSize = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a block.", show_default="as it was"),
+    int | None, option("Samples of a block.", min=1, metavar="N", default="as it was")
 ]
 Compression = Annotated[
-    str | None,
-    typer.Option(metavar="zstd|none", help="Of all fields.", show_default="as it was"),
+    str | None, option("Of all fields.", metavar="zstd|none", default="as it was")
 ]
 Parts = Annotated[
     list[str],
@@ -61,14 +49,9 @@ Parts = Annotated[
         metavar="NAME=SHARE...", help="Such as train=0.9 test=0.1.", show_default=False
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Another seed, other parts.")]
+Seed = Annotated[int, option("Another seed, other parts.", min=0, metavar="N", default=True)]
 By = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FIELD",
-        help="Share out each value of this integer field by itself.",
-        show_default=False,
-    ),
+    str | None, option("Share out each value of this integer field by itself.", metavar="FIELD")
 ]
 
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,99 +18,76 @@ if TYPE_CHECKING:
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="File, folder, pattern in quotes such as 'shards/*.tar', or module:function.",
-        show_default=False,
-    ),
-]
+
+def option(text: str, *names: str, default: str | bool = False, **settings: Any) -> Any:
+    """Describe an option by its help; ``default`` is what the help shows of it."""
+    return typer.Option(*names, help=text, show_default=default, **settings)
+
+
+_WHAT = "File, folder, pattern in quotes such as 'shards/*.tar', or module:function."
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help=_WHAT, show_default=False)]
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Where the data set goes.", show_default=False)
 ]
 Fields = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "A field, and what of the source it holds; may be repeated. Without it, all there is.",
         "--field",
         metavar="NAME=WHAT",
-        help="A field, and what of the source it holds; may be repeated. Without it, "
-        "all there is.",
-        show_default=False,
     ),
 ]
 Kind = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE does "
+        "not tell.",
         "--as",
         metavar="KIND",
-        help="arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE "
-        "does not tell.",
-        show_default=False,
     ),
 ]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Name of this part of the data.")]
-PerShard = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
-]
+Split = Annotated[str, option("Name of this part of the data.", metavar="NAME", default=True)]
+PerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
 ShardSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="About how large a shard is.", show_default="512 MiB"),
+    str | None, option("About how large a shard is.", metavar="SIZE", default="512 MiB")
 ]
-BlockSize = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per checksum.")]
+BlockSize = Annotated[int, option("Samples per checksum.", min=1, metavar="N", default=True)]
 Compression = Annotated[
     str | None,
-    typer.Option(
-        metavar="zstd", help="Trade speed of reading for disk space.", show_default="none"
-    ),
+    option("Trade speed of reading for disk space.", metavar="zstd", default="none"),
 ]
 Shuffle = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Write samples in another order, for instance where they are sorted by class.",
         min=0,
         metavar="SEED",
-        help="Write samples in another order, for instance where they are sorted by class.",
-        show_default="off",
+        default="off",
     ),
 ]
-Resize = Annotated[
-    str | None,
-    typer.Option(metavar="HxW", help="Bring images to one size, in pixels.", show_default=False),
-]
-Encoded = Annotated[
-    bool, typer.Option("--encoded", help="Keep images as they are in their files.")
-]
+Resize = Annotated[str | None, option("Bring images to one size, in pixels.", metavar="HxW")]
+Encoded = Annotated[bool, option("Keep images as they are in their files.", "--encoded")]
 Ragged = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "A field whose samples differ in length, where the first ones do not show it; may be "
+        "repeated.",
         metavar="NAME",
-        help="A field whose samples differ in length, where the first ones do not show it; "
-        "may be repeated.",
-        show_default=False,
     ),
 ]
 PerSample = Annotated[
-    str, typer.Option(metavar="UNIT", help="Of text, a sample is a line, paragraph or file.")
+    str, option("Of text, a sample is a line, paragraph or file.", metavar="UNIT", default=True)
 ]
 Length = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Cut text into samples of N bytes or tokens.",
-        show_default=False,
-    ),
+    int | None, option("Cut text into samples of N bytes or tokens.", min=1, metavar="N")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        help="From text to whole numbers.",
-        show_default="the bytes of the text",
+    option(
+        "From text to whole numbers.", metavar="MODULE:FUNCTION", default="the bytes of the text"
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a data set that DIR holds.")]
+Overwrite = Annotated[bool, option("Replace a data set that DIR holds.", "--overwrite")]
 
 
 def pack(  # noqa: PLR0913 - a command's options

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.data_pack import pack
+from hpctrain.cli.joined import joined
 from hpctrain.cli.tool_bar import ToolBar
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
@@ -38,6 +39,12 @@ def test_it_tells_what_it_made(run):
         ["x", "f8", "(3)"],
         ["y", "i8", "()"],
     ]
+
+
+def test_ranks_wait_for_each_other_as_long_as_they_live():
+    joined()
+    assert current().settings.timeout == math.inf
+    hpctrain.shutdown()
 
 
 def test_options_reach_the_data_set(run, tmp_path):
@@ -111,7 +118,6 @@ def test_ranks_share_the_work_and_all_stop_at_an_error(tmp_path):
         np.savez(folder / "a.npz", x=np.arange(101))
     words = [str(folder / "a.npz"), str(folder / "set")]
     result = CliRunner().invoke(app, words)
-    assert current().settings.timeout == math.inf
     assert result.exit_code == 0
     made = f"set: 101 samples in {comm.size} shards, "
     assert (made in result.output) == (comm.rank == 0)

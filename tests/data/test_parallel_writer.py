@@ -71,18 +71,6 @@ def test_a_set_holds_the_samples_in_the_order_of_the_ranks(comm, folder, of_rank
 
 
 @SIZES
-def test_one_rank_and_many_write_the_same_samples(comm, folder):
-    counts = [5] * comm.size
-    write(folder, comm, counts)
-    comm.barrier()
-    if comm.rank == 0:
-        whole = samples(0, sum(counts))
-        with ShardWriter(folder.with_name("serial"), FIELDS, samples_per_shard=4) as writer:
-            writer.append(as_bytes(whole))
-        assert numbers_in(folder) == numbers_in(folder.with_name("serial"))
-
-
-@SIZES
 def test_no_samples_on_any_rank_is_an_error_on_all(comm, folder):
     with pytest.raises(DataError, match="at least one sample"):
         write(folder, comm, [0] * comm.size)

@@ -113,7 +113,7 @@ def test_a_data_set_is_never_replaced(original, tmp_path):
     before = files_of(original)
     for out in (original, tmp_path / "other"):
         write_mixed(tmp_path / "other", 5)
-        with pytest.raises(DataError, match="holds a data set already; choose another"):
+        with pytest.raises(DataError, match="holds one already; choose another"):
             reshard.reshard(original, out, Shape())
     assert files_of(original) == before
 
@@ -176,5 +176,5 @@ def test_the_shards_are_the_same_for_any_number_of_ranks(
     assert verify(directory / "out", comm).is_whole
     with pytest.raises(DataError, match="block 0 of field number"):
         reshard.reshard(directory / "bad", directory / "none", Shape(), comm)
-    with pytest.raises(DataError, match="holds a data set already"):
+    with pytest.raises(DataError, match="holds one already"):
         reshard.reshard(directory / "set", directory / "out", Shape(), comm)

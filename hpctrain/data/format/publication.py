@@ -92,7 +92,8 @@ class Publication:
                     finally:
                         # The last step may fail when the manifest has its place: all is whole.
                         is_published = names_shards_of(self._directory, manifest.uuid)
-                    self._sweep(manifest)
+                        if is_published:
+                            self._sweep(manifest)
         finally:
             self.named = self._comm.broadcast_object(is_published)
 

@@ -22,8 +22,8 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
     ``left_out``. What begins with a dot is left out.
 
     Raises:
-        DataError: a link leads to a folder that is below already, or nowhere where a folder may
-            have been, or something is neither a file nor a folder.
+        DataError: a link leads to a folder that is below already, or nowhere, or something is
+            neither a file nor a folder.
         OSError: a folder cannot be read.
     """
     root = str(folder)
@@ -41,16 +41,10 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
                 inside.append(entry.path)
                 continue
             # The listing tells what is no file, without a call for each of millions.
-            if not entry.is_file() and (at == root or not _was_a_file(entry)):
+            if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
         waiting += reversed([path for path in inside if _is_new(at, path, seen, left_out)])
-
-
-def _was_a_file(entry: os.DirEntry[str]) -> bool:
-    """Say whether a link that leads nowhere has the name of a file: it is its reader's to tell."""
-    leads_nowhere = entry.is_symlink() and not Path(entry.path).exists()
-    return leads_nowhere and bool(ending_of(entry.name))
 
 
 def _is_new(

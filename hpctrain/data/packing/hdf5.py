@@ -104,7 +104,7 @@ def _examined(path: str, wanted: WantedFields) -> Arrays:
         num_samples = length_of(datasets, path, "/DATASET")
         note = (
             f"links of {path} are left out, each dataset is packed once, from the file that holds "
-            f"it: {'; '.join(links)}"
+            f"it: {', '.join(links)}"
         )
         return Arrays(
             fields={name: dataset.field for name, dataset in datasets.items()},
@@ -125,23 +125,11 @@ def _open_all(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 def _listed(file: Any) -> tuple[list[str], list[str]]:
     """Return the paths of all datasets, each once, and the links to them or elsewhere."""
     found: dict[str, bool] = {}
-    links: list[str] = []
-
-    def add(name: str, item: Any) -> None:
-        found[name] = isinstance(item, h5py.Dataset)
-
-    def add_link(name: str, link: Any) -> None:
-        if isinstance(link, h5py.ExternalLink):
-            links.append(f"{name} -> {link.filename}:{link.path}")
-        elif isinstance(link, h5py.SoftLink):
-            links.append(f"{name} -> {link.path}")
-        elif name not in found:
-            first = next((one for one in found if file[one] == file[name]), "/")
-            links.append(f"{name}, another name of {first}")
-
-    file.visititems(add)
-    file.visititems_links(add_link)
-    return [name for name, is_dataset in found.items() if is_dataset], links
+    names: list[str] = []
+    file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))
+    file.visititems_links(lambda name, _: names.append(name))
+    datasets = [name for name, is_dataset in found.items() if is_dataset]
+    return datasets, [name for name in names if name not in found]
 
 
 def _readable(path: str) -> AbstractContextManager[None]:

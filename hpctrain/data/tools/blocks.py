@@ -41,8 +41,10 @@ class ShardBlocks:
         self.first_sample = sum(shard.num_samples for shard in manifest.shards[:index])
         self.num_blocks = manifest.num_blocks(self.shard)
         self._hdf5: Any = None
-        self._offsets = cache(self._read_offsets)
-        self._bounds = cache(self._cut_bounds)
+        self.offsets = cache(self._read_offsets)
+        """Where each sample of a ragged field begins, ``(num_samples + 1,)``."""
+        self.bounds = cache(self._cut_bounds)
+        """Rows of ``/data/<name>`` at which blocks begin, and the last one's end."""
         self._descriptor = os.open(self.path, os.O_RDONLY)
         self.num_bytes = os.fstat(self._descriptor).st_size
 
@@ -50,8 +52,8 @@ class ShardBlocks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._offsets.cache_clear()
-        self._bounds.cache_clear()
+        self.offsets.cache_clear()
+        self.bounds.cache_clear()
         os.close(self._descriptor)
         if self._hdf5 is not None:
             self._hdf5.close()
@@ -70,22 +72,6 @@ class ShardBlocks:
         """
         offset = self.shard.places[name].crc_offset
         return self._array(f"crc/{name}", offset, (self.num_blocks,), "<u4")
-
-    def offsets(self, name: str) -> NDArray[np.int64]:
-        """Return where each sample of a ragged field begins, ``(num_samples + 1,)``.
-
-        Raises:
-            UNREADABLE: it cannot be had, or is damaged.
-        """
-        return self._offsets(name)
-
-    def bounds(self, name: str) -> NDArray[np.int64]:
-        """Return the rows of ``/data/<name>`` at which blocks begin, and the last one's end.
-
-        Raises:
-            UNREADABLE: the index of a ragged field cannot be had, or is damaged.
-        """
-        return self._bounds(name)
 
     def row_bytes(self, name: str) -> int:
         """Return the bytes of a row of ``/data/<name>``: of a sample, or of a part of one."""

@@ -1,6 +1,6 @@
 """All samples of a data set in their order, for what writes them anew; bounded memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -8,16 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.format.rows import RaggedRows, Rows, count, cut
+from hpctrain.data.format.rows import RaggedRows, Rows, cut
 from hpctrain.data.tools.blocks import UNREADABLE, ShardBlocks, runs
 from hpctrain.data.tools.faults import name_blocks
-from hpctrain.data.tools.turns import in_turns
-from hpctrain.data.writer import ShardWriter
 
 
 def stream(
@@ -43,27 +40,6 @@ def stream(
             inside = range(max(start - first, 0), min(stop, last) - first)
             yield from _of_shard(directory, manifest, index, inside, names)
         first = last
-
-
-def write_rows(
-    writer: ShardWriter,
-    rows: Iterator[tuple[int, Rows]],
-    comm: Communicator,
-    advance: Callable[[int], None],
-) -> None:
-    """Append the samples of a ``stream``. Collective.
-
-    Raises:
-        DataError: a rank cannot read or write; on every rank.
-    """
-
-    def write() -> Iterator[None]:
-        for _, some in rows:
-            writer.append(some)
-            advance(count(some))
-            yield
-
-    in_turns(comm, write())
 
 
 def _of_shard(

@@ -18,7 +18,6 @@ from hpctrain.data.format.rows import RaggedRows, Rows, count
 from hpctrain.data.order.order import global_order
 from hpctrain.data.tools.copying import stream
 from hpctrain.data.tools.faults import Range
-from hpctrain.data.tools.reshard import refuse_data_set
 from hpctrain.data.tools.turns import in_turns, read_manifest, share
 from hpctrain.data.tools.verify import Start
 from hpctrain.data.writer import ShardWriter
@@ -118,8 +117,6 @@ def split(  # noqa: PLR0913 - one door, by name
     """
     directory, out, comm = Path(directory), Path(out), comm or SerialCommunicator()
     manifest = read_manifest(directory, comm)
-    for name in shares:
-        refuse_data_set(out / name, comm)
     mine = share(manifest.num_samples, comm, manifest.block_size)
     deal = _Deal(directory, manifest, mine, comm, by)
     deal.draw(shares, seed)

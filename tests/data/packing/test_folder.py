@@ -122,22 +122,19 @@ def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packe
     assert packed(photos)[0].manifest.classes == ("cat", "dog")
 
 
-@pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more"])
+@pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more", "dog/z.png"])
 def test_a_link_to_a_folder_that_is_gone_is_told(photos, packed, name):
     (photos / name).symlink_to("/nowhere/cow")
     with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is not there; "):
         packed(photos)
 
 
-def test_files_that_are_no_images_are_counted_also_where_a_link_leads_nowhere(photos, packed):
-    (photos / "dog/a.json").symlink_to("/nowhere/a.json")
+def test_files_that_are_no_images_are_counted(photos, packed):
+    (photos / "dog/a.json").touch()
     assert "1 file below" in packed(photos)[0].notes[0]
     assert "photos is no image: left out" in packed(photos)[0].notes[0]
     (photos / "dog/b.json").touch()
     assert "2 files below" in packed(photos)[0].notes[0]
-    (photos / "dog/z.png").symlink_to("/nowhere/z.png")
-    with pytest.raises(DataError, match=r"cannot read .*z.png: No such file"):
-        packed(photos)
 
 
 @pytest.mark.parametrize("name", ["photos/dog/a.png", "photos/dog/a", "t.csv", "t.tar", "t.h5"])

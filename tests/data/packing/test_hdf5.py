@@ -42,27 +42,19 @@ def test_values_in_other_files_are_told(tmp_path, packed):
     assert np.array_equal(found["x"], X)
 
 
-LINKS = {
-    "soft": ("soft -> /in/x", lambda _: h5py.SoftLink("/in/x")),
-    "gone": ("gone -> /nowhere", lambda _: h5py.SoftLink("/nowhere")),
-    "far": ("far -> o.h5:/z", lambda _: h5py.ExternalLink("o.h5", "/z")),
-    "same": ("same, another name of in/x", lambda file: file["in/x"]),
-    "other": ("other, another name of in", lambda file: file["in"]),
-    "in/up": ("in/up, another name of /", lambda file: file["/"]),
-}
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_links_that_are_left_out_are_noted(tmp_path, packed, name):
-    words, make = LINKS[name]
+def test_links_that_are_left_out_are_noted(tmp_path, packed):
     for part in ("a.h5", "b.h5"):
         with h5py.File(tmp_path / part, "w") as file:
             file["in/x"] = Y
             if part == "b.h5":
-                file[name] = make(file)
+                file["soft"] = h5py.SoftLink("/in/x")
+                file["gone"] = h5py.SoftLink("/nowhere")
+                file["far"] = h5py.ExternalLink("o.h5", "/z")
+                file["same"] = file["in/x"]
+                file["in/up"] = file["/"]
     assert not packed(tmp_path / "a.h5")[0].notes
     done, found = packed(f"{tmp_path}/?.h5")
     assert np.array_equal(found["x"], [*Y, *Y])
     (note,) = done.notes
     assert note.startswith(f"links of {tmp_path / 'b.h5'} are left out")
-    assert note.endswith(words)
+    assert set(note.partition("it: ")[2].split(", ")) == {"soft", "gone", "far", "same", "in/up"}
