@@ -1,6 +1,5 @@
 """``hpctrain data``: make data sets, look at them, keep them whole."""
 
-from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from math import prod
@@ -9,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpctrain.cli.data_pack import pack
+from hpctrain.cli.data_pack import option, pack, say, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.format.layout import Manifest
     from hpctrain.data.tools.info import Info, Shown
 
 FAULT = 1
@@ -28,45 +25,23 @@ Out = Annotated[
     Path,
     typer.Argument(metavar="OUT", help="Where the new one is written.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Sample = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Show this sample too.", show_default=False),
-]
+AsJson = Annotated[bool, option("Print JSON.", "--json")]
+Sample = Annotated[int | None, option("Show this sample too.", min=0, metavar="N")]
 Copy = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "Take damaged and missing files from another copy of the same data set.",
         "--from",
         metavar="COPY",
-        help="Take damaged and missing shards from another copy of the same data set.",
-        show_default=False,
     ),
 ]
-Rebuild = Annotated[
-    bool,
-    typer.Option("--rebuild-manifest", help="Make a lost manifest anew from the shards."),
-]
-Drop = Annotated[
-    bool, typer.Option("--drop", help="Write the data set anew without its damaged blocks.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Tell what would be done, change nothing.")
-]
-SamplesPerShard = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
-]
-ShardSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Bytes of a shard, about.", show_default=False),
-]
+SamplesPerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
+ShardSize = Annotated[str | None, option("Bytes of a shard, about.", metavar="SIZE")]
 BlockSize = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a block.", show_default="as it was"),
+    int | None, option("Samples of a block.", min=1, metavar="N", default="as it was")
 ]
 Compression = Annotated[
-    str | None,
-    typer.Option(metavar="zstd|none", help="Of all fields.", show_default="as it was"),
+    str | None, option("Of all fields.", metavar="zstd|none", default="as it was")
 ]
 Parts = Annotated[
     list[str],
@@ -74,14 +49,9 @@ Parts = Annotated[
         metavar="NAME=SHARE...", help="Such as train=0.9 test=0.1.", show_default=False
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Another seed, other parts.")]
+Seed = Annotated[int, option("Another seed, other parts.", min=0, metavar="N", default=True)]
 By = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FIELD",
-        help="Share out each value of this integer field by itself.",
-        show_default=False,
-    ),
+    str | None, option("Share out each value of this integer field by itself.", metavar="FIELD")
 ]
 
 
@@ -134,49 +104,35 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
 
       hpctrain data verify data/train --json | jq .faults
     """
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
     from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
 
-    with _ranks() as comm, ToolBar("checking", comm) as bar:
+    with ranks() as comm, ToolBar("checking", comm) as bar:
         report = check(directory, comm, start=bar.start)
-    _say(comm, [dumps(asdict(report), indent=1)] if json else report.lines())
+    say(comm, [dumps(asdict(report), indent=1)] if json else report.lines())
     if not report.is_whole:
         raise typer.Exit(FAULT)
 
 
-def repair(
-    directory: Directory,
-    *,
-    source: Copy = None,
-    rebuild_manifest: Rebuild = False,
-    drop: Drop = False,
-    dry_run: DryRun = False,
-) -> None:
+def repair(directory: Directory, *, source: Copy = None) -> None:
     """Make a damaged data set whole again, and remove files that are no part of it.
 
-    Checks it as verify does, then does what the options allow, in this order:
-    the manifest, shards from a copy, the rest without what is lost. Each step is
-    atomic. The exit code is 0 if the data set is whole afterwards, else 1.
+    Checks it as verify does, then takes shards, and a lost manifest, from a copy.
+    Each step is atomic. The exit code is 0 if the data set is whole afterwards,
+    else 1.
 
     For instance:
 
-      hpctrain data repair data/train --from /archive/train --dry-run
-
       hpctrain data repair data/train --from /archive/train
-
-      hpctrain data repair data/train --rebuild-manifest
-
-      hpctrain data repair data/train --drop
     """
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.tools.repair import RepairPlan  # noqa: PLC0415
     from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
 
-    plan = RepairPlan(source=source, rebuild_manifest=rebuild_manifest, drop=drop, dry_run=dry_run)
-    with _ranks() as comm, ToolBar("repairing", comm) as bar:
-        outcome = carry_out(directory, plan, comm, start=bar.start)
-    _say(comm, ["dry run, nothing is changed; it would be:"] if dry_run else [])
-    _say(comm, [*outcome.deeds, *outcome.report.lines()])
+    with ranks() as comm, ToolBar("repairing", comm) as bar:
+        outcome = carry_out(directory, source, comm, start=bar.start)
+    say(comm, [*outcome.deeds, *outcome.report.lines()])
     if not outcome.report.is_whole:
         raise typer.Exit(FAULT)
 
@@ -201,6 +157,7 @@ def reshard(
 
       mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
     """
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
     from hpctrain.data.tools.reshard import Shape  # noqa: PLC0415
@@ -212,9 +169,9 @@ def reshard(
         block_size=block_size,
         compression=compression,
     )
-    with _ranks() as comm, ToolBar("writing", comm) as bar:
+    with ranks() as comm, ToolBar("writing", comm) as bar:
         manifest = write(directory, out, shape, comm, start=bar.start)
-    _say(comm, [_summary(out, manifest)])
+    say(comm, [summary(out, manifest)])
 
 
 def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: By = None) -> None:
@@ -229,39 +186,15 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
 
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
     """
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.data.tools.shares import parse_shares  # noqa: PLC0415
+    from hpctrain.data.tools.split import parse_shares  # noqa: PLC0415
     from hpctrain.data.tools.split import split as write  # noqa: PLC0415
 
     shares = parse_shares(parts)
-    with _ranks() as comm, ToolBar("writing", comm) as bar:
+    with ranks() as comm, ToolBar("writing", comm) as bar:
         manifests = write(directory, out, shares, comm, seed=seed, by=by, start=bar.start)
-    _say(comm, [_summary(out / name, manifest) for name, manifest in manifests.items()])
-
-
-@contextmanager
-def _ranks() -> "Iterator[Communicator | None]":
-    """Join the ranks that were started together; None for a process alone, which loads no MPI."""
-    from hpctrain.cluster.env import launched  # noqa: PLC0415
-    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
-
-    found = launched()
-    if found is None or found.size == 1:
-        yield None
-        return
-    from hpctrain.cli.joined import joined  # noqa: PLC0415
-
-    comm = joined()
-    try:
-        yield comm
-    except DataError as error:
-        # Every rank has it: one of them tells it, and no rank ends the others.
-        raise MismatchError(str(error)) from error
-
-
-def _say(comm: "Communicator | None", lines: "Sequence[str]") -> None:
-    for line in lines if comm is None or comm.rank == 0 else ():
-        typer.echo(line)
+    say(comm, [summary(out / name, manifest) for name, manifest in manifests.items()])
 
 
 _MOST_SHARDS = 20
@@ -309,15 +242,6 @@ def _columns(rows: "Sequence[Sequence[str]]") -> "Iterator[str]":
 
 def _shown(value: float) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
-
-
-def _summary(directory: Path, manifest: "Manifest") -> str:
-    from hpctrain.core.units import format_bytes  # noqa: PLC0415
-
-    size = format_bytes(manifest.num_bytes)
-    num_shards = len(manifest.shards)
-    shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
-    return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"
 
 
 EXAMPLES = """

@@ -2,113 +2,92 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
 
-    from hpctrain.data.packing.pack import PackConfig, Packed
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.data.format.layout import Manifest
+    from hpctrain.data.packing.pack import PackConfig
     from hpctrain.data.packing.source import Per
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="File, folder, pattern in quotes such as 'shards/*.tar', or module:function.",
-        show_default=False,
-    ),
-]
+
+def option(text: str, *names: str, default: str | bool = False, **settings: Any) -> Any:
+    """Describe an option by its help; ``default`` is what the help shows of it."""
+    return typer.Option(*names, help=text, show_default=default, **settings)
+
+
+_WHAT = "File, folder, pattern in quotes such as 'shards/*.tar', or module:function."
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help=_WHAT, show_default=False)]
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Where the data set goes.", show_default=False)
 ]
 Fields = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "A field, and what of the source it holds; may be repeated. Without it, all there is.",
         "--field",
         metavar="NAME=WHAT",
-        help="A field, and what of the source it holds; may be repeated. Without it, "
-        "all there is.",
-        show_default=False,
     ),
 ]
 Kind = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE does "
+        "not tell.",
         "--as",
         metavar="KIND",
-        help="arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE "
-        "does not tell.",
-        show_default=False,
     ),
 ]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Name of this part of the data.")]
-PerShard = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Samples of a shard.", show_default=False),
-]
+Split = Annotated[str, option("Name of this part of the data.", metavar="NAME", default=True)]
+PerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
 ShardSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="About how large a shard is.", show_default="512 MiB"),
+    str | None, option("About how large a shard is.", metavar="SIZE", default="512 MiB")
 ]
-BlockSize = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per checksum.")]
+BlockSize = Annotated[int, option("Samples per checksum.", min=1, metavar="N", default=True)]
 Compression = Annotated[
     str | None,
-    typer.Option(
-        metavar="zstd", help="Trade speed of reading for disk space.", show_default="none"
-    ),
+    option("Trade speed of reading for disk space.", metavar="zstd", default="none"),
 ]
 Shuffle = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Write samples in another order, for instance where they are sorted by class.",
         min=0,
         metavar="SEED",
-        help="Write samples in another order, for instance where they are sorted by class.",
-        show_default="off",
+        default="off",
     ),
 ]
-Resize = Annotated[
-    str | None,
-    typer.Option(metavar="HxW", help="Bring images to one size, in pixels.", show_default=False),
-]
-Encoded = Annotated[
-    bool, typer.Option("--encoded", help="Keep images as they are in their files.")
-]
+Resize = Annotated[str | None, option("Bring images to one size, in pixels.", metavar="HxW")]
+Encoded = Annotated[bool, option("Keep images as they are in their files.", "--encoded")]
 Ragged = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "A field whose samples differ in length, where the first ones do not show it; may be "
+        "repeated.",
         metavar="NAME",
-        help="A field whose samples differ in length, where the first ones do not show it; "
-        "may be repeated.",
-        show_default=False,
     ),
 ]
 PerSample = Annotated[
-    str, typer.Option(metavar="UNIT", help="Of text, a sample is a line, paragraph or file.")
+    str, option("Of text, a sample is a line, paragraph or file.", metavar="UNIT", default=True)
 ]
 Length = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Cut text into samples of N bytes or tokens.",
-        show_default=False,
-    ),
+    int | None, option("Cut text into samples of N bytes or tokens.", min=1, metavar="N")
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        help="From text to whole numbers.",
-        show_default="the bytes of the text",
+    option(
+        "From text to whole numbers.", metavar="MODULE:FUNCTION", default="the bytes of the text"
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a data set that DIR holds.")]
+Overwrite = Annotated[bool, option("Replace a data set that DIR holds.", "--overwrite")]
 
 
 def pack(  # noqa: PLR0913 - a command's options
@@ -228,40 +207,33 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
-    from hpctrain.cli.joined import joined  # noqa: PLC0415
+    from hpctrain.cli.joined import ranks  # noqa: PLC0415
     from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
-    from hpctrain.core.errors import DataError, MismatchError  # noqa: PLC0415
+    from hpctrain.data.format.layout import CLASSES  # noqa: PLC0415
     from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
-    from hpctrain.train.console import make_console  # noqa: PLC0415
 
-    comm = joined()
-    console = make_console(shown=comm.rank == 0)
-    try:
-        with ToolBar("packing", comm) as bar:
-            packed = pack_source(source, directory, config, comm=comm, start=bar.start)
-    except DataError as error:
-        if comm.size == 1:
-            raise
-        # Every rank has it: one of them tells it, and no rank ends the others.
-        raise MismatchError(str(error)) from error
-    _describe(console, directory, packed)
-
-
-def _describe(console: "Console", directory: Path, packed: "Packed") -> None:
-    from hpctrain.core.units import format_bytes  # noqa: PLC0415
-    from hpctrain.data.format.classes import CLASSES  # noqa: PLC0415
-
+    with ranks() as comm, ToolBar("packing", comm) as bar:
+        packed = pack_source(source, directory, config, comm=comm, start=bar.start)
     manifest = packed.manifest
-    shards = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
-    size = format_bytes(manifest.num_bytes)
-    for note in packed.notes:
-        console.print(note, soft_wrap=True)
-    console.print(
-        f"{directory}: {manifest.num_samples} samples in {shards}, {size}", soft_wrap=True
-    )
+    lines = [*packed.notes, summary(directory, manifest)]
     for name, field in manifest.fields.items():
-        shape = (*(["length"] if field.ragged else []), *field.shape)
-        extents = f"({', '.join(map(str, shape))})"
-        console.print(f"  {name:12} {field.dtype.lstrip('|<')} {extents}", soft_wrap=True)
+        shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
+        lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
     if manifest.classes:
-        console.print(f"  {len(manifest.classes)} classes, named in {CLASSES}")
+        lines.append(f"  {len(manifest.classes)} classes, named in {CLASSES}")
+    say(comm, lines)
+
+
+def say(comm: "Communicator | None", lines: "Iterable[str]") -> None:
+    """Print lines, once for all ranks."""
+    for line in lines if comm is None or comm.rank == 0 else ():
+        typer.echo(line)
+
+
+def summary(directory: Path, manifest: "Manifest") -> str:
+    """Tell in one line what was written."""
+    from hpctrain.core.units import format_bytes  # noqa: PLC0415
+
+    size, num_shards = format_bytes(manifest.num_bytes), len(manifest.shards)
+    shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"

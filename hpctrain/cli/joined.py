@@ -1,10 +1,15 @@
 """The world of commands whose ranks have unequal amounts of work."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.core.errors import DataError, MismatchError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpctrain.comm.communicator import Communicator
 
 
@@ -27,3 +32,24 @@ def joined() -> "Communicator":
         settings = replace(settings, timeout=math.inf)
     world.join(settings)
     return world.current().comm
+
+
+@contextmanager
+def ranks() -> "Iterator[Communicator | None]":
+    """Join the ranks that were started together; None for a process alone, which loads no MPI.
+
+    Raises:
+        MismatchError: a DataError left the block, on all ranks: one of them tells it, and no
+            rank ends the others.
+    """
+    from hpctrain.cluster.env import launched  # noqa: PLC0415
+
+    found = launched()
+    if found is None or found.size == 1:
+        yield None
+        return
+    comm = joined()
+    try:
+        yield comm
+    except DataError as error:
+        raise MismatchError(str(error)) from error

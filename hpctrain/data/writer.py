@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -181,12 +180,7 @@ class ShardWriter:
         """Return the writer."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Publish the data set, or after an exception remove what was written. Collective."""
         try:
             if error is not None:
@@ -264,7 +258,7 @@ class ShardWriter:
 
     def _release(self) -> None:
         if self._lock:
-            self._lock.release()
+            self._lock.close()
 
     def _new_part(self) -> ShardPart:
         draft = self.manifest

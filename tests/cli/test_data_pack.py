@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.data_pack import pack
+from hpctrain.cli.joined import joined
 from hpctrain.cli.tool_bar import ToolBar
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
@@ -27,19 +28,23 @@ app.command()(pack)
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
-    yield lambda *words: CliRunner().invoke(app, list(words))
-    hpctrain.shutdown()
+    return lambda *words: CliRunner().invoke(app, list(words))
 
 
 def test_it_tells_what_it_made(run):
     result = run("a.npz", "set")
-    assert current().settings.timeout == math.inf
     assert result.exit_code == 0
     assert result.output.splitlines()[0].startswith("set: 20 samples in 1 shard, ")
     assert [line.split(maxsplit=2) for line in result.output.splitlines()[1:]] == [
         ["x", "f8", "(3)"],
         ["y", "i8", "()"],
     ]
+
+
+def test_ranks_wait_for_each_other_as_long_as_they_live():
+    joined()
+    assert current().settings.timeout == math.inf
+    hpctrain.shutdown()
 
 
 def test_options_reach_the_data_set(run, tmp_path):

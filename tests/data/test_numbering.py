@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.atomic import crc32_of
-from hpctrain.data.format.numbering import number
+from hpctrain.data.format.part import number
 from hpctrain.data.writer import write_arrays
 
 

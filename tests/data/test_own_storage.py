@@ -8,9 +8,7 @@ import pytest
 
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.repair import RepairPlan, repair
 from hpctrain.data.tools.reshard import Shape, reshard
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
@@ -78,11 +76,3 @@ def test_it_is_not_whole_and_no_copy_takes_it(hostile, tmp_path):
     assert report.num_lost == 30
     with pytest.raises(DataError, match="cannot be read: values lie in"):
         reshard(hostile, tmp_path / "copy", Shape())
-
-
-@pytest.mark.parametrize("hostile", WAYS, indirect=True)
-def test_no_manifest_is_made_for_it(hostile):
-    (hostile / MANIFEST).unlink()
-    with pytest.raises(DataError, match="values lie in the file that names them, /data/x is"):
-        repair(hostile, RepairPlan(rebuild_manifest=True))
-    assert not (hostile / MANIFEST).exists()

@@ -10,10 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import hpctrain
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.pack import PackConfig, pack
-from hpctrain.runtime.world import current
 from tests.data.packing.conftest import read
 
 SIZES = pytest.mark.ranks(2, 3)
@@ -32,13 +30,6 @@ class Items:
 def rows():
     return ({"x": index} for index in range(101))
 """
-
-
-@pytest.fixture
-def comm():
-    hpctrain.init(ranks_per_node=2)
-    yield current().comm
-    hpctrain.shutdown()
 
 
 @pytest.fixture

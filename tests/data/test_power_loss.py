@@ -8,7 +8,7 @@ import pytest
 from hpctrain.core.atomic import PART
 from hpctrain.data.format.alone import LOCK
 from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.tools.repair import RepairPlan, repair
+from hpctrain.data.tools.repair import repair
 from hpctrain.data.writer import ShardWriter
 from tests.data.mixed_set import shard, write_mixed
 
@@ -47,5 +47,5 @@ def test_a_repaired_shard_is_on_disk(tmp_path, disk):
     write_mixed(tmp_path / "set")
     shutil.copytree(tmp_path / "set", tmp_path / "copy")
     shard(tmp_path / "set", 0)[0].unlink()
-    assert repair(tmp_path / "set", RepairPlan(source=tmp_path / "copy")).report.is_whole
+    assert repair(tmp_path / "set", tmp_path / "copy").report.is_whole
     assert not disk.lost("copy")

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.format.storage import PartFile
+from hpctrain.data.format.part import PartFile
 from tests.full_disk import largest_file
 
 

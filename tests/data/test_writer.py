@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.conftest import numbered
@@ -109,14 +109,6 @@ def test_every_dtype_and_layout_of_an_array_is_kept(tmp_path, array):
     assert np.array_equal(read, array[::-1])
 
 
-def test_a_new_data_set_replaces_the_old_one(directory):
-    old = names(directory)
-    write_arrays(directory, numbered(5), samples_per_shard=2)
-    assert numbers_in(directory) == [0, 1, 2, 3, 4]
-    assert len(names(directory)) == 4
-    assert set(names(directory)) & set(old) == {MANIFEST}
-
-
 def test_a_reader_of_the_old_data_set_does_not_see_the_new_one(directory):
     reader = ShardedDataset(directory)
     reader.take([0])
@@ -124,29 +116,6 @@ def test_a_reader_of_the_old_data_set_does_not_see_the_new_one(directory):
     assert reader.take([39])["number"].tolist() == [39]
     with pytest.raises(DataError, match="cannot read shard"):
         reader.take([99])
-
-
-def test_a_failing_program_leaves_the_old_data_set(directory):
-    old = names(directory)
-
-    def fail_half_way():
-        with ShardWriter(directory, FIELDS, samples_per_shard=3) as writer:
-            writer.append(numbered(10))
-            raise KeyError("program")
-
-    with pytest.raises(KeyError, match="program"):
-        fail_half_way()
-    assert names(directory) == old
-    assert numbers_in(directory) == list(range(100))
-
-
-def test_without_samples_there_is_no_data_set(tmp_path):
-    with (
-        pytest.raises(DataError, match="at least one sample"),
-        ShardWriter(tmp_path, FIELDS, samples_per_shard=3),
-    ):
-        pass
-    assert not names(tmp_path)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, 8192, 100_000, 900_000])

@@ -17,15 +17,13 @@ class WriterLock:
 
     Where a file system has no locks, such as Lustre mounted without ``flock``, writers are not
     kept apart, which a warning says.
+
+    Raises:
+        DataError: another writer holds it.
+        OSError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            DataError: another writer holds it.
-            OSError: the directory cannot be written.
-        """
         self._path = directory / LOCK
         # Whoever let go has removed the file, and may have done so after it was opened here.
         while not self._take():
@@ -59,7 +57,7 @@ class WriterLock:
                 return True
         return False
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go; harmless the second time."""
         if not self._file.closed:
             with suppress(OSError):

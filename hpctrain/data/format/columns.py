@@ -37,15 +37,7 @@ class Column(Protocol):
 
 
 def new_column(path: Path, name: str, field: Field, block_size: int, capacity: int) -> Column:
-    """Return what writes a field.
-
-    Args:
-        path: of the shard; temporary files go to the same directory.
-        name: of the field.
-        field: its shape, dtype and filter.
-        block_size: of the data set.
-        capacity: samples of the shard.
-    """
+    """Return what writes a field; temporary files go to the directory of the shard."""
     if field.compression and field.sample_bytes:
         return ChunkedColumn(name, field, block_size)
     if field.ragged:
@@ -57,7 +49,6 @@ class FixedColumn:
     """A contiguous dataset that has its full size from the start."""
 
     def __init__(self, name: str, field: Field, capacity: int) -> None:
-        """Take the size of the dataset; ``move`` makes it."""
         self.capacity: int | None = capacity
         self._name, self._field = name, field
         self._num_rows = 0
@@ -92,7 +83,6 @@ class SpooledColumn:
     capacity: int | None = None
 
     def __init__(self, name: str, field: Field, directory: Path) -> None:
-        """Make the temporary file."""
         self._name, self._field = name, field
         self._num_rows = 0
         self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed at the end

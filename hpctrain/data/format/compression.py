@@ -44,10 +44,7 @@ def filters() -> dict[str, Any]:
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
-    """Return how many rows of a field are compressed together.
-
-    Returns:
-        A multiple of ``block_size`` for a field that is not ragged; 1 at least.
+    """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least.
 
     Raises:
         DataError: a chunk would be larger than HDF5 can store.

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.core.atomic import publishing
 from hpctrain.data.format.layout import Manifest, ShardEntry, shard_of, shard_record
-from hpctrain.data.format.numbering import number
+from hpctrain.data.format.part import number
 
 _FORMAT = 1
 _FILE = re.compile(r"-r\d{5,}\.journal(\.part)?$")
@@ -19,14 +19,7 @@ class Journal:
     """The finished shards of one rank, in a file that is replaced with each of them."""
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Name the file; nothing is read or written yet.
-
-        Args:
-            directory: of the data set.
-            draft: split and fields of the data set.
-            rank: that writes.
-            terms: what must be the same for a writer to go on with the shards.
-        """
+        """Name the file; ``terms`` must be the same for a writer to go on with the shards."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -69,12 +62,7 @@ class Journal:
     def write(
         self, uuid: str, shards: Sequence[ShardEntry], published_as: Sequence[str] = ()
     ) -> None:
-        """Replace the journal.
-
-        Args:
-            uuid: of the data set.
-            shards: that are on disk.
-            published_as: the names that they are about to get; empty until then.
+        """Replace the journal; ``published_as`` are the names that shards are about to get.
 
         Raises:
             OSError: the file system refuses; the former journal is still there.

@@ -25,6 +25,8 @@ from hpctrain.core.errors import DataError
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
+CLASSES = "classes.txt"
+"""The name of label 0 in the first line, and so on."""
 COMPRESSIONS = (None, "zstd")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(
@@ -350,3 +352,29 @@ def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:
 def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
     """Return the name of a shard, the ``shard``-th of ``rank``, before it has a place in all."""
     return f"{split}-{uuid[:8]}-r{rank:05d}-{shard:05d}.h5{PART}"
+
+
+def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of the labels 0, 1, ...; of an old data set, those in the file."""
+    return manifest.classes or read_classes(directory)
+
+
+def read_classes(directory: Path) -> tuple[str, ...]:
+    """Return the names in the file; none where there is no such file."""
+    try:
+        text = (directory / CLASSES).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ()
+    # splitlines() would cut at characters that a name may hold.
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+
+
+def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
+    """Write the file, if there are classes.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if classes:
+        with publishing(directory / CLASSES) as part:
+            part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")

@@ -1,8 +1,12 @@
 """One HDF5 shard while it is written, and where its bytes lie afterwards."""
 
+import io
 import json
+import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,59 @@ from numpy.typing import NDArray
 from hpctrain import __version__
 from hpctrain.core.atomic import PART, crc32_of, sync
 from hpctrain.core.checksum import crc32
+from hpctrain.core.units import KIB
 from hpctrain.data.format.columns import new_column
 from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.own import own_dataset
 from hpctrain.data.format.rows import RaggedRows, Rows, count
-from hpctrain.data.format.storage import PartFile
 
-_PAGE_BYTES = 4096
+
+class PartFile(io.FileIO):
+    """A file that takes every byte; after a refusal it keeps none, and ``check`` tells why.
+
+    HDF5 keeps what it could not write, tries again when it closes and when the program ends, and
+    crashes there (seen with 2.0). So it never learns of a refusal.
+    """
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(path, mode)
+        self._error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise what the system, or a signal, has said since the file was opened."""
+        if self._error is not None:
+            raise self._error
+
+    def readinto(self, buffer: Any) -> int:
+        """Read; zeros where nothing was written."""
+        view = memoryview(buffer).cast("B")
+        count = super().readinto(view)
+        view[count:] = bytes(len(view) - count)
+        self.seek(len(view) - count, os.SEEK_CUR)
+        return len(view)
+
+    def write(self, data: Any) -> int:
+        """Write all of it, or keep the reason for ``check``."""
+        view = memoryview(data).cast("B")
+        start, done = self.tell(), 0
+        if self._error is None:
+            try:
+                while done < len(view):
+                    done += os.pwrite(self.fileno(), view[done:], start + done)
+            except BaseException as error:
+                self._error = error
+        self.seek(start + len(view))
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the size, or keep the reason for ``check``."""
+        size = self.tell() if size is None else size
+        if self._error is None:
+            try:
+                super().truncate(size)
+            except BaseException as error:
+                self._error = error
+        return size
 
 
 class ShardPart:
@@ -30,13 +80,7 @@ class ShardPart:
     """
 
     def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
-        """Create the file.
-
-        Args:
-            path: of the file to write.
-            draft: uuid, split, block size and fields of the data set, and the shards before.
-            capacity: samples that fit.
-        """
+        """Create the file; ``draft`` has the shards before it."""
         self.path = path
         self.num_samples = 0
         self._draft = draft
@@ -172,9 +216,8 @@ def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:
     """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
 
-    Returns:
-        The first byte, or None where only HDF5 can read them: chunked, compact, virtual,
-        filtered or external storage, another byte order, or no storage at all.
+    None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
+    another byte order, or no storage at all.
     """
     properties = dataset.id.get_create_plist()
     offset = dataset.id.get_offset()
@@ -193,7 +236,6 @@ class BlockCrcs:
     """Checksums of one field of a shard."""
 
     def __init__(self, block_size: int) -> None:
-        """Start with no samples; ``block_size`` samples share a crc32."""
         self._block_size = block_size
         self._num_samples = 0
         self._crcs: list[int] = []
@@ -219,3 +261,64 @@ class BlockCrcs:
     def table(self) -> NDArray[np.uint32]:
         """Return ``(num_blocks,)``, as ``/crc/<field>`` has it."""
         return np.array(self._crcs, "<u4")
+
+
+_PAGE_BYTES = 4096
+_HEAD_BYTES = 64 * KIB
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+"""The polynomial 1: crc32 keeps the coefficient of x^0 in the highest bit."""
+
+
+def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
+    """Write the place of a shard into its attributes, which lie in its first bytes.
+
+    The file is on disk when this returns the shard with its new crc32, for which the bytes behind
+    the attributes are not read.
+    """
+    before = _head(path)
+    with closing(PartFile(path, "r+b")) as storage:
+        with h5py.File(storage, "r+", libver=("earliest", "v110"), locking=False) as file:
+            file.attrs.modify("shard", index)
+            file.attrs.modify("first_index", first_index)
+        storage.check()
+    sync(path)
+    rest_bytes = shard.num_bytes - len(before)
+    rest = shard.crc32 ^ combine(crc32(before), 0, rest_bytes)
+    return replace(shard, crc32=combine(crc32(_head(path)), rest, rest_bytes))
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the crc32 of two runs of bytes, one after the other, from theirs.
+
+    Source: zlib's ``crc32_combine``: behind n bytes, the first crc32 is multiplied by x^(8n).
+    """
+    return _times(_shift(second_bytes), first) ^ second
+
+
+@lru_cache(maxsize=1024)
+def _shift(num_bytes: int) -> int:
+    """Return x^(8 * num_bytes), by repeated squaring."""
+    power, factor = _ONE, _ONE >> 8
+    while num_bytes:
+        if num_bytes & 1:
+            power = _times(factor, power)
+        factor = _times(factor, factor)
+        num_bytes >>= 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    """Multiply two polynomials over GF(2), modulo that of crc32."""
+    product, bit = 0, _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+        bit >>= 1
+    return product

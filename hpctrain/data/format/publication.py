@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import write_classes
 from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file
-from hpctrain.data.format.numbering import number
+from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file, write_classes
+from hpctrain.data.format.part import number
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -25,17 +24,13 @@ class Publication:
     """A manifest may name the shards of this rank: they must not be removed."""
 
     def __init__(self, directory: Path, comm: "Communicator", journal: Journal | None) -> None:
-        """Take what the writer has; ``journal`` learns the names of the shards."""
         self._directory, self._comm, self._journal = directory, comm, journal
 
     def publish(self, draft: Manifest) -> Manifest:
         """Replace the data set in the directory at once. Collective.
 
-        Args:
-            draft: holds the finished shards of this rank, under the names of parts.
-
-        Returns:
-            The manifest, the same on every rank: the shards of rank 0, then of rank 1, ...
+        ``draft`` holds the finished shards of this rank, under the names of parts. Returns the
+        manifest, the same on every rank: the shards of rank 0, then of rank 1, ...
 
         Raises:
             DataError: no rank has samples, the disk refuses, or rank 0 does not see a shard.
@@ -85,22 +80,22 @@ class Publication:
         return shards
 
     def _write(self, manifest: Manifest) -> None:
-        message, published = "", False
-        if self._comm.rank == 0:
-            try:
-                with explained(self._directory):
-                    self._check_seen(manifest)
-                    manifest.write(self._directory)
-                    write_classes(self._directory, manifest.classes)
-            except DataError as error:
-                message = str(error)
-            # The last step may fail after the manifest took its place: then the set is whole.
-            published = self.named = names_shards_of(self._directory, manifest.uuid)
-            if published:
-                self._sweep(manifest)
-        message, self.named = self._comm.broadcast_object((message, published))
-        if message:
-            raise DataError(message)
+        is_published = False
+        try:
+            with agreed(self._comm, DataError):
+                if self._comm.rank == 0:
+                    try:
+                        with explained(self._directory):
+                            self._check_seen(manifest)
+                            manifest.write(self._directory)
+                            write_classes(self._directory, manifest.classes)
+                    finally:
+                        # The last step may fail when the manifest has its place: all is whole.
+                        is_published = names_shards_of(self._directory, manifest.uuid)
+                        if is_published:
+                            self._sweep(manifest)
+        finally:
+            self.named = self._comm.broadcast_object(is_published)
 
     def _check_seen(self, manifest: Manifest) -> None:
         for shard in manifest.shards:

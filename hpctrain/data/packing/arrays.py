@@ -41,7 +41,6 @@ class Arrays(Indexed):
     num_samples: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.num_samples
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
@@ -60,7 +59,6 @@ class Joined(Indexed):
     parts: Sequence[Indexed]
 
     def __len__(self) -> int:
-        """Return the number of samples of all."""
         return sum(map(len, self.parts))
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
@@ -107,10 +105,8 @@ def joined(parts: Sequence[Indexed]) -> Indexed:
 def open_arrays(files: Sequence[str], wanted: WantedFields) -> Indexed:
     """Examine arrays.
 
-    Args:
-        files: each an ``.npz``, or an ``.npy``; then ``wanted.fields`` may name several ``.npy``
-            files in the same folder, without it the field is ``x``.
-        wanted: which arrays.
+    Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
+    it the field is ``x``.
 
     Raises:
         DataError: no arrays, of different lengths, or of types that a data set cannot hold.

@@ -29,13 +29,8 @@ def form_of_images(
 ) -> tuple[Form, tuple[str, ...]]:
     """Decide what images become: pixels where all have, or get, one size, else bytes.
 
-    Args:
-        contents: of some of their files, by name; only the heads are read.
-        wanted: what a user wants of them.
-        where: what holds them, for errors and notes.
-
-    Returns:
-        The form, and notes why it is not the usual one.
+    Of ``contents``, some files by name, only the heads are read. Returns the form, and notes why
+    it is not the usual one.
 
     Raises:
         DataError: one cannot be read.
@@ -58,16 +53,10 @@ def form_of_images(
 
 
 def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -> Array:
-    """Decode the content of a file.
+    """Decode the content of a file; a number may be any array in JSON.
 
-    Args:
-        content: of the file.
-        form: what it becomes; a number may be any array in JSON.
-        what: its name, for errors.
-        resize: height and width of images, by bilinear interpolation over all pixels.
-
-    Returns:
-        Of an image ``(height, width, 3)`` uint8, RGB; of bytes ``(num_bytes,)`` uint8.
+    An image becomes ``(height, width, 3)`` uint8, RGB, resized by bilinear interpolation over all
+    pixels; bytes become ``(num_bytes,)`` uint8.
 
     Raises:
         DataError: it is not of this form, or has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.

@@ -16,7 +16,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
 from hpctrain.data.packing.source import WantedFields, readable
-from hpctrain.data.packing.table import TEXT, UNREADABLE, Table, columns_of
+from hpctrain.data.packing.table import TEXT, UNREADABLE, Part, Table, columns_of
 
 _MAX_VALUE_BYTES = MIB
 _BLOCK_BYTES = MIB
@@ -35,11 +35,7 @@ class Block(NamedTuple):
     num_rows: int
 
     def table(self, **options: Any) -> Any:
-        """Convert the columns.
-
-        Args:
-            options: of ``pyarrow.csv.ConvertOptions``.
-        """
+        """Convert the columns; ``options`` are those of ``pyarrow.csv.ConvertOptions``."""
         table = read_csv(
             BytesIO(self.text),
             # One block: pyarrow drops the LF of a CR LF between two of them, in quotes too.
@@ -62,9 +58,9 @@ class Csv(Table):
     types: Any
     """Schema of the first file's first rows; the others are read as that."""
 
-    def record_batches(self, part: int) -> Iterator[Any]:
+    def record_batches(self, part: Part) -> Iterator[Any]:
         """Read a file as it streams by."""
-        for block in _blocks(self.files[part]):
+        for block in _blocks(part.path):
             table = block.table(column_types=self.types, include_columns=self.wanted)
             yield from table.to_batches()
 
@@ -88,7 +84,8 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Csv:
             kind = pa.binary() if dtype == TEXT else pa.from_numpy_dtype(np.dtype(dtype))
             for at in columns[name]:
                 types = types.set(types.get_field_index(at), pa.field(at, kind))
-    found = Csv(fields={}, files=files, columns=columns, dtypes=dtypes, types=types)
+    parts = list(map(Part, files))
+    found = Csv(fields={}, files=files, columns=columns, dtypes=dtypes, parts=parts, types=types)
     found.learn()
     found.notes = tuple(_notes(found, first))
     return found

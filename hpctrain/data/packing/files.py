@@ -1,19 +1,15 @@
 """Files to pack: found below a folder, known again after a kill, read without their packing."""
 
-import bz2
 import gzip
 import hashlib
-import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, cast
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.units import MIB
 
 _NUM_THREADS = 16
 _FILES_PER_TASK = 256
@@ -22,16 +18,12 @@ _FILES_PER_TASK = 256
 def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str]:
     """Find all files below a folder, in the order of their names, a folder's own files first.
 
-    Links are followed, but for those to a folder above: they lead round in circles. What begins
-    with a dot is left out.
-
-    Args:
-        folder: to look in.
-        left_out: gets the links to folders above.
+    Links are followed, but for those to a folder above, which lead round in circles: they go to
+    ``left_out``. What begins with a dot is left out.
 
     Raises:
-        DataError: a link leads to a folder that is below already, or nowhere where a folder may
-            have been, or something is neither a file nor a folder.
+        DataError: a link leads to a folder that is below already, or nowhere, or something is
+            neither a file nor a folder.
         OSError: a folder cannot be read.
     """
     root = str(folder)
@@ -49,16 +41,10 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
                 inside.append(entry.path)
                 continue
             # The listing tells what is no file, without a call for each of millions.
-            if not entry.is_file() and (at == root or not _was_a_file(entry)):
+            if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
         waiting += reversed([path for path in inside if _is_new(at, path, seen, left_out)])
-
-
-def _was_a_file(entry: os.DirEntry[str]) -> bool:
-    """Say whether a link that leads nowhere has the name of a file: it is its reader's to tell."""
-    leads_nowhere = entry.is_symlink() and not Path(entry.path).exists()
-    return leads_nowhere and bool(ending_of(entry.name))
 
 
 def _is_new(
@@ -133,48 +119,11 @@ def _digest(names: Sequence[str]) -> str:
 
 @contextmanager
 def unpacked(path: str) -> Iterator[IO[bytes]]:
-    """Open a file, which gzip, bzip2 or xz may have packed: its first bytes tell.
+    """Open a file, which gzip may have packed: its first bytes tell.
 
-    All of it that is read agrees with the checksums of its packing.
+    All of it that is read agrees with the checksums of gzip.
     """
     with Path(path).open("rb") as file:
-        head = file.read(6)
+        is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
-        found: Any = file
-        if head.startswith(b"\x1f\x8b"):
-            found = gzip.GzipFile(fileobj=file)
-        elif head.startswith(b"BZh"):
-            found = BufferedReader(_Streams(file, bz2.BZ2Decompressor))
-        elif head.startswith((b"\xfd7zXZ", b"\x5d\x00\x00\x80")):
-            found = BufferedReader(_Streams(file, lzma.LZMADecompressor))
-        with found:
-            yield found
-
-
-class _Streams(RawIOBase):
-    """Streams of bz2 or xz after each other: the library leaves out those it cannot read."""
-
-    def __init__(self, file: IO[bytes], make: Callable[[], Any]) -> None:
-        self._file, self._make = file, make
-        self._stream = make()
-
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read at most as many bytes as fit, none at the end of the file."""
-        while True:
-            packed = b""
-            if self._stream.eof:
-                packed = self._stream.unused_data.lstrip(b"\0")
-                while not packed:
-                    if not (piece := self._file.read(MIB)):
-                        return 0
-                    packed = piece.lstrip(b"\0")
-                self._stream = self._make()
-            elif self._stream.needs_input and not (packed := self._file.read(MIB)):
-                raise EOFError("its end is missing")
-            if found := self._stream.decompress(packed, len(buffer)):
-                buffer[: len(found)] = found
-                return len(found)
+        yield cast("IO[bytes]", gzip.GzipFile(fileobj=file)) if is_packed else file

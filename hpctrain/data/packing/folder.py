@@ -36,7 +36,6 @@ class Folder(Indexed):
     resize: Size | None
 
     def __len__(self) -> int:
-        """Return the number of files."""
         return len(self.files)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:

@@ -37,7 +37,6 @@ class Dataset:
         self.shape = self._dataset.shape
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Array | list[Array]:
-        """Read through HDF5 where samples follow each other, else from a map if it can."""
         with _readable(self._path):
             first, last = int(indices[0]), int(indices[-1])
             if last - first + 1 == len(indices):
@@ -84,10 +83,7 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Indexed:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
-    Args:
-        files: one, or several of the same fields.
-        wanted: paths of datasets, such as ``{"x": "/images"}``; without them all are packed, by
-            the last part of their path.
+    Without ``wanted.fields`` all datasets are packed, by the last part of their path.
 
     Raises:
         DataError: a file cannot be read, the datasets have different lengths, or one of them
@@ -108,7 +104,7 @@ def _examined(path: str, wanted: WantedFields) -> Arrays:
         num_samples = length_of(datasets, path, "/DATASET")
         note = (
             f"links of {path} are left out, each dataset is packed once, from the file that holds "
-            f"it: {'; '.join(links)}"
+            f"it: {', '.join(links)}"
         )
         return Arrays(
             fields={name: dataset.field for name, dataset in datasets.items()},
@@ -129,23 +125,11 @@ def _open_all(path: str, places: Mapping[str, str]) -> dict[str, Dataset]:
 def _listed(file: Any) -> tuple[list[str], list[str]]:
     """Return the paths of all datasets, each once, and the links to them or elsewhere."""
     found: dict[str, bool] = {}
-    links: list[str] = []
-
-    def add(name: str, item: Any) -> None:
-        found[name] = isinstance(item, h5py.Dataset)
-
-    def add_link(name: str, link: Any) -> None:
-        if isinstance(link, h5py.ExternalLink):
-            links.append(f"{name} -> {link.filename}:{link.path}")
-        elif isinstance(link, h5py.SoftLink):
-            links.append(f"{name} -> {link.path}")
-        elif name not in found:
-            first = next((one for one in found if file[one] == file[name]), "/")
-            links.append(f"{name}, another name of {first}")
-
-    file.visititems(add)
-    file.visititems_links(add_link)
-    return [name for name, is_dataset in found.items() if is_dataset], links
+    names: list[str] = []
+    file.visititems(lambda name, item: found.update({name: isinstance(item, h5py.Dataset)}))
+    file.visititems_links(lambda name, _: names.append(name))
+    datasets = [name for name, is_dataset in found.items() if is_dataset]
+    return datasets, [name for name in names if name not in found]
 
 
 def _readable(path: str) -> AbstractContextManager[None]:

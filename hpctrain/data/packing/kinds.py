@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.target import NAME
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays
 from hpctrain.data.packing.contents import IMAGE_ENDINGS
 from hpctrain.data.packing.files import check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
 from hpctrain.data.packing.hdf5 import open_hdf5
-from hpctrain.data.packing.python import NAME, open_python
+from hpctrain.data.packing.python import open_python
 from hpctrain.data.packing.source import Source, WantedFields, needed
 from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
@@ -26,7 +27,7 @@ def _open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
 
 
 def _open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
-    module = needed("hpctrain.data.packing.parquet", "a Parquet file")
+    module = needed("hpctrain.data.packing.table", "a Parquet file")
     return module.open_parquet(files, wanted)  # type: ignore[no-any-return]
 
 
@@ -48,11 +49,7 @@ _OF_IMAGES = ("ragged", "resize", "encoded")
 KINDS = {
     "arrays": SourceKind(open=open_arrays, endings=(".npy", ".npz")),
     "hdf5": SourceKind(open=open_hdf5, endings=(".h5", ".hdf5", ".hdf", ".he5")),
-    "tar": SourceKind(
-        open=open_tar,
-        endings=(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"),
-        options=_OF_IMAGES,
-    ),
+    "tar": SourceKind(open=open_tar, endings=(".tar", ".tar.gz", ".tgz"), options=_OF_IMAGES),
     "csv": SourceKind(open=_open_csv, endings=(".csv", ".tsv")),
     "parquet": SourceKind(open=_open_parquet, endings=(".parquet", ".pq")),
     TEXT: SourceKind(
@@ -67,13 +64,7 @@ _NUM_LOOKED_AT = 10_000
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
-    """Examine what is to be packed.
-
-    Args:
-        source: path of a file or a folder, a pattern with ``*``, ``module:function``, or a
-            Python object.
-        kind: one of ``KINDS``, as ``kind_of`` finds it.
-        wanted: what of it.
+    """Examine what is to be packed, of a kind that ``kind_of`` finds.
 
     Raises:
         DataError: there is no such source, or it cannot be read.

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import MIB
-from hpctrain.data.format.classes import CLASSES
-from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
 from hpctrain.data.packing.source import Indexed, Source, Streamed, WantedFields
@@ -136,7 +135,8 @@ def pack(
         classes=found.classes,
     ) as writer:
         _write(writer, found, config.shuffle, comm, start)
-    on_root(comm, partial(_write_classes, directory, found.classes), DataError)
+    if not found.classes:  # those of the set before
+        on_root(comm, partial((directory / CLASSES).unlink, missing_ok=True), DataError)
     return Packed(manifest=writer.manifest, notes=notes)
 
 
@@ -161,8 +161,7 @@ def _opened(
 ) -> tuple[Source, str | None]:
     """Examine a source on rank 0, or where it is an object of the program on each rank.
 
-    Returns:
-        The source, and what stays the same as long as a killed packing of it can go on.
+    Returns it, and what stays the same as long as a killed packing of it can go on.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
@@ -240,12 +239,3 @@ def _samples_per_shard(found: Source, config: PackConfig, size: int) -> int:
     if isinstance(found, Indexed):
         return min(whole_blocks, -(-len(found) // size))
     return whole_blocks
-
-
-def _write_classes(directory: Path, classes: tuple[str, ...]) -> None:
-    path = directory / CLASSES
-    if not classes:
-        path.unlink(missing_ok=True)
-        return
-    with publishing(path) as part:
-        part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")

@@ -1,8 +1,5 @@
 """Python objects: whatever yields dicts of arrays, and data sets with a length and an index."""
 
-import importlib
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core import target
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
+from hpctrain.core.target import make_importable
 from hpctrain.data.packing.sample_batches import (
     NUM_EXAMINED,
     Sample,
@@ -32,8 +31,6 @@ from hpctrain.data.packing.source import (
     chosen,
     raw,
 )
-
-NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(kw_only=True)
@@ -63,7 +60,6 @@ class IndexedItems(Items, Indexed):
     """An object with ``len()`` and ``[index]``, such as a data set of torch."""
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self.made)
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
@@ -88,12 +84,9 @@ class StreamedItems(Items, Streamed):
 
 
 def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedItems:
-    """Examine an object, a function that makes it, or its name.
+    """Examine an object, a function that makes it, or its name ``module:function``.
 
-    Args:
-        source: the object, or ``module:function``. An item is a dict of arrays, or a tuple, whose
-            parts are named 0, 1, ...
-        wanted: which parts of an item.
+    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
 
     Raises:
         DataError: there are no items, or they are not alike.
@@ -109,15 +102,14 @@ def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedIte
             f"be; give the function that makes it"
         )
     is_indexed = _is_indexed(made)
-    first = (
-        list(map(made.__getitem__, range(min(len(made), NUM_EXAMINED))))
-        if is_indexed
-        else (list(islice(made, NUM_EXAMINED)))
-    )
+    if is_indexed:
+        first = [made[index] for index in range(min(len(made), NUM_EXAMINED))]
+    else:
+        first = list(islice(made, NUM_EXAMINED))
     parts = list(_parts(first[0], f"item 0 of {name}")) if first else []
     items = (IndexedItems if is_indexed else StreamedItems)(
         fields={},
-        code=file_of(name) if is_named else (),
+        code=tuple(map(str, target.file_of(name))) if is_named else (),
         name=name,
         made=made if is_indexed else given,
         names=chosen(parts, wanted.fields, name),
@@ -128,40 +120,15 @@ def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedIte
     return items
 
 
-def resolve(target: str, where: str) -> Any:
+def resolve(name: str, where: str) -> Any:
     """Return what ``module:function`` names; the current folder is searched first.
-
-    Args:
-        target: the name.
-        where: what named it, for errors.
 
     Raises:
         DataError: there is no such module, or no such name in it.
     """
-    if not NAME.fullmatch(target):
-        raise DataError(f"{where} names a function as module:function, got {target!r}")
-    module_name, _, name = target.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that exists but misses an import of its own says so itself.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise DataError(f"{where} {target} cannot be imported: {error}") from error
-        raise DataError(
-            f"{where} {target}: there is no module {error.name}; go to its folder, or install it"
-        ) from None
-    if not hasattr(module, name):
-        raise DataError(f"{where} {target}: {module.__name__} has no {name}; check the name")
-    return getattr(module, name)
-
-
-def file_of(target: str) -> tuple[str, ...]:
-    """Return the file of a module that ``resolve`` has imported, where it has one."""
-    file = getattr(sys.modules[target.partition(":")[0]], "__file__", None)
-    return (file,) if file else ()
+    make_importable(Path.cwd())
+    way_out = "go to its folder, or install it"
+    return target.resolve(name, where, way_out=way_out, error_type=DataError)
 
 
 def _check_object(made: Any, name: str) -> None:

@@ -24,9 +24,7 @@ def fields_of(
     """Learn the fields from the first samples.
 
     A field is ragged if it is named so, or if the first dimension of these samples differs.
-
-    Returns:
-        The fields, and the mean bytes of a sample.
+    Returns the mean bytes of a sample too.
 
     Raises:
         DataError: there is no sample, or they differ in more than their length.
@@ -59,16 +57,10 @@ def fields_of(
 def picked(
     where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
 ) -> dict[str, T]:
-    """Return by field what is packed of the parts of a sample.
-
-    Args:
-        where: the sample, for errors.
-        parts: all it has.
-        names: field -> name of a part.
-        takes_all: whether it shall have no others.
+    """Return what each field gets of the parts of a sample; ``names`` are by field.
 
     Raises:
-        DataError: it lacks one, or has others.
+        DataError: it lacks one, or has others where ``takes_all``.
     """
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:

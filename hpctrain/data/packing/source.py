@@ -77,13 +77,10 @@ class Source(ABC):
     def share(
         self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
     ) -> Iterator[Batch]:
-        """Read the samples that ``rank`` of ``size`` packs: a contiguous part of them.
+        """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
-        Args:
-            rank: whose share.
-            size: number of ranks.
-            skip: samples of the share to leave out at its beginning.
-            seed: of the order of all samples; None for that of the source.
+        The first ``skip`` are left out; ``seed`` is of the order of all samples, None for that of
+        the source.
         """
 
 
@@ -91,8 +88,7 @@ class Indexed(Source):
     """A source whose samples can be read in any order."""
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def take(self, indices: NDArray[np.int64]) -> Batch:
@@ -200,11 +196,6 @@ def needed(module: str, what: str) -> ModuleType:
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
     """Return what each field holds: what is wanted, or all there is, by its own name.
-
-    Args:
-        available: names of the source.
-        wanted: field -> name of the source.
-        where: the source, for errors.
 
     Raises:
         DataError: a name does not exist, or two of them would become the same field.

@@ -1,39 +1,51 @@
-"""Columns of tables of pyarrow, read some rows at a time."""
+"""Columns of tables of pyarrow, read some rows at a time; of Parquet, each row group is a part."""
 
-import lzma
 import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from pyarrow.parquet import ParquetFile
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
+from hpctrain.data.packing.sample_batches import NUM_EXAMINED, fields_of
 from hpctrain.data.packing.source import (
     Array,
     Batch,
     Streamed,
     WantedFields,
     chosen,
-    field_of,
     raw,
+    readable,
 )
 
 TEXT = "text"
 """Type of a column of CSV that stays as it is written."""
 
-UNREADABLE = (pa.ArrowException, OSError, EOFError, KeyError, zlib.error, lzma.LZMAError)
+UNREADABLE = (pa.ArrowException, OSError, EOFError, KeyError, zlib.error)
 """What a damaged file leads to, in pyarrow and in what unpacks it."""
 
 _TYPE = re.compile(rf"{TEXT}|b1|[iu][1248]|f[248]")
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_ROWS_PER_BATCH = 4096
 _LARGEST_WHOLE = 2**53
 """Up to which floats of 8 bytes hold all whole numbers."""
+
+
+class Part(NamedTuple):
+    """Rows that are read by themselves."""
+
+    path: str
+    num_rows: int | None = None
+    """None where the file does not tell."""
+    group: int = 0
+    """Of a Parquet file."""
 
 
 @dataclass(kw_only=True)
@@ -43,14 +55,20 @@ class Table(Streamed):
     columns: Mapping[str, Sequence[str]]
     dtypes: Mapping[str, str]
     """Of the fields whose type was asked for."""
+    parts: Sequence[Part]
 
     @abstractmethod
-    def record_batches(self, part: int) -> Iterator[Any]:
+    def record_batches(self, part: Part) -> Iterator[Any]:
         """Read the record batches of a part, with the wanted columns."""
 
-    def path_of(self, part: int) -> str:
-        """Return the file of a part."""
-        return self.files[part]
+    @property
+    def num_parts(self) -> int:
+        """Files, or what they are made of."""
+        return len(self.parts)
+
+    def length_of(self, part: int) -> int | None:
+        """Return the number of rows, which Parquet knows."""
+        return self.parts[part].num_rows
 
     @property
     def wanted(self) -> list[str]:
@@ -63,9 +81,9 @@ class Table(Streamed):
         Raises:
             DataError: the file cannot be read, or a value is missing.
         """
-        path = self.path_of(part)
+        path = self.parts[part].path
         try:
-            for rows in self.record_batches(part):
+            for rows in self.record_batches(self.parts[part]):
                 if rows.num_rows:
                     yield {name: self._values(name, rows, path) for name in self.columns}
         except UNREADABLE as error:
@@ -82,18 +100,11 @@ class Table(Streamed):
             DataError: there are none, or a column holds what a data set cannot.
         """
         parts = (batch for part in range(self.num_parts) for batch in self.batches(part))
-        first = next(parts, None)
-        if first is None:
-            raise DataError(f"a data set needs at least one sample, {self.files[0]} has no rows")
-        fields, self.sample_bytes = {}, 0
-        for name, values in first.items():
-            what = f"column {','.join(self.columns[name])} of {self.files[0]}"
-            is_ragged = isinstance(values, list)
-            one = np.asarray(values[0]) if isinstance(values, list) else values
-            fields[name] = field_of(one.shape[1:], one.dtype, what, ragged=is_ragged)
-            mean_length = sum(map(len, values)) / len(values) if is_ragged else 1
-            self.sample_bytes += fields[name].sample_bytes * mean_length
-        self.fields = fields
+        first = next(parts, {})
+        ragged = [name for name, values in first.items() if isinstance(values, list)]
+        rows = islice(zip(*first.values(), strict=True), NUM_EXAMINED)
+        samples = [(self.files[0], dict(zip(first, row, strict=True))) for row in rows]
+        self.fields, self.sample_bytes = fields_of(samples, ragged, self.files[0])
 
     def _values(self, name: str, rows: Any, path: str) -> Array | list[Array]:
         found = []
@@ -107,11 +118,6 @@ def columns_of(
     names: Sequence[str], wanted: WantedFields, path: str
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the columns and the type of each field; ``a,b:f4`` puts two side by side.
-
-    Args:
-        names: of the columns that there are.
-        wanted: fields.
-        path: of the table, for errors.
 
     Raises:
         DataError: a column does not exist, or there are several of its name.
@@ -209,3 +215,32 @@ def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Ar
                 f"numbers of column {at} of {path}; give it a field of its own"
             )
     return table
+
+
+class Parquet(Table):
+    """Rows of Parquet files, whose row groups are parts."""
+
+    def record_batches(self, part: Part) -> Iterator[Any]:
+        """Read a row group."""
+        with ParquetFile(part.path) as file:
+            groups = [part.group]
+            yield from file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=self.wanted)
+
+
+def open_parquet(files: Sequence[str], wanted: WantedFields) -> Parquet:
+    """Examine Parquet files. Texts, bytes and lists become ragged fields.
+
+    Raises:
+        DataError: a file cannot be read, or a column is not there.
+    """
+    parts: list[Part] = []
+    names: list[str] = []
+    for path in files:
+        with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
+            names = names or file.schema_arrow.names
+            inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            parts += [Part(path, group.num_rows, index) for index, group in enumerate(inside)]
+    columns, dtypes = columns_of(names, wanted, files[0])
+    found = Parquet(fields={}, files=files, columns=columns, dtypes=dtypes, parts=parts)
+    found.learn()
+    return found

@@ -1,6 +1,5 @@
 """Archives of webdataset: files whose names differ in their ending are one sample."""
 
-import lzma
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ MAX_SAMPLE_BYTES = GIB
 _MAX_HEADER_BYTES = MIB
 """Of long names and other notes on a file, which tarfile reads into memory."""
 
-_UNREADABLE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError)
+_UNREADABLE = (tarfile.TarError, EOFError, zlib.error, OSError)
 _ALWAYS_NUMBERS = (".cls", ".id", ".index")
 _MAYBE_NUMBERS = (".txt", ".json")
 _NOTES = frozenset(

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.target import file_of
 from hpctrain.data.packing.arrays import Arrays, joined
-from hpctrain.data.packing.python import file_of, resolve
+from hpctrain.data.packing.python import resolve
 from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, batched, fields_of
 from hpctrain.data.packing.source import (
     Array,
@@ -108,7 +109,7 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> Indexed | Texts:
     ragged = [name] if wanted.length is None else []
     some = list(islice(every, NUM_EXAMINED))
     found.fields, found.sample_bytes = fields_of(some, ragged, files[0])
-    found.code = file_of(wanted.tokenizer) if wanted.tokenizer else ()
+    found.code = tuple(map(str, file_of(wanted.tokenizer))) if wanted.tokenizer else ()
     return found
 
 

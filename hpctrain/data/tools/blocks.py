@@ -7,10 +7,10 @@ asked only where the manifest knows no offset, as damaged metadata can lead it a
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import h5py
@@ -31,14 +31,9 @@ PIECE_BYTES = 4 * MIB
 
 
 class ShardBlocks:
-    """Reads blocks."""
+    """Reads blocks of one shard; an OSError where the file is missing or cannot be opened."""
 
     def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: it is missing or cannot be opened.
-        """
         self.manifest = manifest
         self.shard = manifest.shards[index]
         self.index = index
@@ -46,24 +41,19 @@ class ShardBlocks:
         self.first_sample = sum(shard.num_samples for shard in manifest.shards[:index])
         self.num_blocks = manifest.num_blocks(self.shard)
         self._hdf5: Any = None
-        self._offsets = cache(self._read_offsets)
-        self._bounds = cache(self._cut_bounds)
+        self.offsets = cache(self._read_offsets)
+        """Where each sample of a ragged field begins, ``(num_samples + 1,)``."""
+        self.bounds = cache(self._cut_bounds)
+        """Rows of ``/data/<name>`` at which blocks begin, and the last one's end."""
         self._descriptor = os.open(self.path, os.O_RDONLY)
         self.num_bytes = os.fstat(self._descriptor).st_size
 
     def __enter__(self) -> Self:
-        """Return the shard."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the file."""
-        self._offsets.cache_clear()
-        self._bounds.cache_clear()
+    def __exit__(self, *_: object) -> None:
+        self.offsets.cache_clear()
+        self.bounds.cache_clear()
         os.close(self._descriptor)
         if self._hdf5 is not None:
             self._hdf5.close()
@@ -83,22 +73,6 @@ class ShardBlocks:
         offset = self.shard.places[name].crc_offset
         return self._array(f"crc/{name}", offset, (self.num_blocks,), "<u4")
 
-    def offsets(self, name: str) -> NDArray[np.int64]:
-        """Return where each sample of a ragged field begins, ``(num_samples + 1,)``.
-
-        Raises:
-            UNREADABLE: it cannot be had, or is damaged.
-        """
-        return self._offsets(name)
-
-    def bounds(self, name: str) -> NDArray[np.int64]:
-        """Return the rows of ``/data/<name>`` at which blocks begin, and the last one's end.
-
-        Raises:
-            UNREADABLE: the index of a ragged field cannot be had, or is damaged.
-        """
-        return self._bounds(name)
-
     def row_bytes(self, name: str) -> int:
         """Return the bytes of a row of ``/data/<name>``: of a sample, or of a part of one."""
         return self.manifest.fields[name].sample_bytes
@@ -106,8 +80,7 @@ class ShardBlocks:
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Read the blocks ``[start, stop)`` of a field, decoded, without a check.
 
-        Returns:
-            ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
+        Gives ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
 
         Raises:
             UNREADABLE: they cannot be had.
@@ -123,22 +96,30 @@ class ShardBlocks:
             return np.ascontiguousarray(rows[first:last])
         return self._array("", offset + first * field.sample_bytes, shape, field.dtype)
 
-    def read_bytes(self, start: int, stop: int) -> memoryview:
-        """Read bytes of the file.
+    def crcs(self, name: str, run: range, rows: NDArray[Any]) -> list[int]:
+        """Return the crc32 of each block of a run of a field, whose rows ``read`` gave."""
+        edges = self.bounds(name)[run.start : run.stop + 1]
+        return [crc32(rows[a:b].data) for a, b in pairwise((edges - edges[0]).tolist())]
 
-        Raises:
-            OSError: the disk cannot read them, or the file ends before.
+    def file_crc32(self, advance: Callable[[int], None]) -> int | None:
+        """Return the crc32 of all bytes of the file; None where the disk cannot read some.
+
+        Tells ``advance`` how many bytes are done.
         """
-        whole = memoryview(bytearray(stop - start))
-        self.read_into(whole, start)
-        return whole
+        crc: int | None = 0
+        buffer = memoryview(bytearray(min(PIECE_BYTES, self.num_bytes)))
+        for start in range(0, self.num_bytes, PIECE_BYTES):
+            piece = buffer[: self.num_bytes - start]
+            try:
+                self._read_into(piece, start)
+            except OSError:
+                crc = None
+            else:
+                crc = None if crc is None else crc32(piece, crc)
+            advance(len(piece))
+        return crc
 
-    def read_into(self, target: memoryview, start: int) -> None:
-        """Fill ``target`` with the bytes of the file from ``start`` on.
-
-        Raises:
-            OSError: the disk cannot read them, or the file ends before.
-        """
+    def _read_into(self, target: memoryview, start: int) -> None:
         done = 0
         while done < len(target):
             count = os.preadv(self._descriptor, [target[done:]], start + done)
@@ -164,8 +145,9 @@ class ShardBlocks:
     ) -> NDArray[Any]:
         if offset is None:
             return np.ascontiguousarray(self._dataset(path, shape, dtype)[:])
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.frombuffer(self.read_bytes(offset, offset + num_bytes), dtype).reshape(shape)
+        rows = np.empty(shape, dtype)
+        self._read_into(rows.data.cast("B"), offset)
+        return rows
 
     def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
@@ -180,9 +162,8 @@ class ShardBlocks:
 def runs(edges: NDArray[np.int64], number: int = 0) -> Iterator[range]:
     """Cut blocks into runs of about ``PIECE_BYTES``, at least one block each.
 
-    Args:
-        edges: byte at which each block begins, and at which the last one ends.
-        number: of the first block.
+    ``edges`` are the bytes at which each block begins, and at which the last one ends;
+    ``number`` is that of the first block.
     """
     first, last = 0, len(edges) - 1
     while first < last:

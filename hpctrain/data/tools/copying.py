@@ -1,24 +1,20 @@
 """All samples of a data set in their order, for what writes them anew; bounded memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
-from itertools import pairwise
 from operator import add
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.format.rows import RaggedRows, Rows, count, cut
+from hpctrain.data.format.rows import RaggedRows, Rows, cut
 from hpctrain.data.tools.blocks import UNREADABLE, ShardBlocks, runs
 from hpctrain.data.tools.faults import name_blocks
-from hpctrain.data.tools.turns import in_turns
-from hpctrain.data.writer import ShardWriter
 
 
 def stream(
@@ -28,20 +24,10 @@ def stream(
     stop: int,
     *,
     fields: tuple[str, ...] = (),
-    check: bool = True,
 ) -> Iterator[tuple[int, Rows]]:
-    """Read the samples ``[start, stop)``, a few blocks at a time.
+    """Read the samples ``[start, stop)`` of some fields, by default all, a few blocks at a time.
 
-    Args:
-        directory: of the data set.
-        manifest: of the data set.
-        start: the first sample.
-        stop: behind the last one.
-        fields: which to read, by default all.
-        check: compare the blocks with their checksums.
-
-    Yields:
-        The number of a first sample, and the samples from there on.
+    Yields the number of a first sample, and the samples from there on.
 
     Raises:
         CorruptError: a block is damaged or cannot be read.
@@ -52,29 +38,8 @@ def stream(
         last = first + shard.num_samples
         if max(start, first) < min(stop, last):
             inside = range(max(start - first, 0), min(stop, last) - first)
-            yield from _of_shard(directory, manifest, index, inside, names, check=check)
+            yield from _of_shard(directory, manifest, index, inside, names)
         first = last
-
-
-def write_rows(
-    writer: ShardWriter,
-    rows: Iterator[tuple[int, Rows]],
-    comm: Communicator,
-    advance: Callable[[int], None],
-) -> None:
-    """Append the samples of a ``stream``. Collective.
-
-    Raises:
-        DataError: a rank cannot read or write; on every rank.
-    """
-
-    def write() -> Iterator[None]:
-        for _, some in rows:
-            writer.append(some)
-            advance(count(some))
-            yield
-
-    in_turns(comm, write())
 
 
 def _of_shard(
@@ -83,18 +48,16 @@ def _of_shard(
     index: int,
     inside: range,
     names: tuple[str, ...],
-    *,
-    check: bool,
 ) -> Iterator[tuple[int, Rows]]:
     size = manifest.block_size
     touched = range(inside.start // size, -(-inside.stop // size))
     try:
         with ShardBlocks(directory, manifest, index) as blocks:
-            tables = {name: _table(blocks, name) for name in names if check}
+            tables = {name: _table(blocks, name) for name in names}
             edges = reduce(add, (blocks.bounds(n) * blocks.row_bytes(n) for n in names))
             for run in runs(edges[touched.start : touched.stop + 1], touched.start):
                 touched = run
-                rows = {name: _rows(blocks, name, run, tables.get(name)) for name in names}
+                rows = {name: _rows(blocks, name, run, tables[name]) for name in names}
                 begin = run.start * size
                 start, stop = max(begin, inside.start), min(run.stop * size, inside.stop)
                 yield blocks.first_sample + start, cut(rows, start - begin, stop - begin)
@@ -117,15 +80,12 @@ def _table(blocks: ShardBlocks, name: str) -> NDArray[Any]:
 
 
 def _rows(
-    blocks: ShardBlocks, name: str, run: range, table: NDArray[Any] | None
+    blocks: ShardBlocks, name: str, run: range, table: NDArray[Any]
 ) -> NDArray[Any] | RaggedRows:
     values = blocks.read(name, run.start, run.stop)
-    if table is not None:
-        edges = blocks.bounds(name)[run.start : run.stop + 1]
-        cuts = (edges - edges[0]).tolist()
-        for block, (start, stop) in zip(run, pairwise(cuts), strict=True):
-            if crc32(values[start:stop].data) != table[block]:
-                raise DataError(f"block {block} of field {name} has the wrong crc32")
+    for block, crc in zip(run, blocks.crcs(name, run, values), strict=True):
+        if crc != table[block]:
+            raise DataError(f"block {block} of field {name} has the wrong crc32")
     if not blocks.manifest.fields[name].ragged:
         return values
     size = blocks.manifest.block_size

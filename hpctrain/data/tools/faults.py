@@ -95,18 +95,16 @@ class FaultReport:
         if self.is_whole:
             return [*lines, f"whole: {self._size()}"]
         if self.uuid is None:
-            rebuild = f"hpctrain data repair {self.directory} --rebuild-manifest"
-            return [
-                *lines,
-                f"not whole; if its shards are here, make the manifest anew: {rebuild}",
-            ]
+            repair = f"hpctrain data repair {self.directory} --from COPY"
+            return [*lines, f"not whole; take the manifest from another copy: {repair}"]
         lost = (
             f"not whole: {self.num_lost} of {self.num_samples} samples cannot be had, "
             f"{len(self.bad_shards)} of {self.num_shards} shards have a fault"
         )
         way_out = (
             f"take them from another copy: hpctrain data repair {self.directory} --from COPY; "
-            f"where there is none, --drop keeps the other samples"
+            f"where there is none, pack the source again, or train without them: "
+            f'on_corrupt="skip"'
         )
         return [*lines, lost, way_out]
 

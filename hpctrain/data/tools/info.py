@@ -1,6 +1,6 @@
 """Description of a data set by its manifest, and of one sample."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,8 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
 from hpctrain.data.format.compression import load_filters
-from hpctrain.data.format.layout import Manifest, ShardEntry
+from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
 
 _NUM_VALUES = 8
 """Shown of a sample."""
@@ -61,10 +60,6 @@ class Info:
     """Names of the labels 0, 1, ..., where ``classes.txt`` tells them."""
     fields: tuple[FieldInfo, ...]
     shards: tuple[ShardInfo, ...]
-
-    def record(self) -> dict[str, Any]:
-        """Return all of it as JSON has it."""
-        return asdict(self)
 
 
 def info(directory: Path | str) -> Info:

@@ -1,16 +1,16 @@
 """A data set written anew with other shards, blocks or compression; the same samples."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest
-from hpctrain.data.tools.copying import stream, write_rows
-from hpctrain.data.tools.turns import read_manifest, share
+from hpctrain.data.format.layout import Field, Manifest, classes_of
+from hpctrain.data.format.rows import count
+from hpctrain.data.tools.copying import stream
+from hpctrain.data.tools.turns import in_turns, read_manifest, share
 from hpctrain.data.tools.verify import Start
 from hpctrain.data.writer import ShardWriter
 
@@ -54,22 +54,13 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call goes on with the shards that are done.
 
-    Args:
-        directory: of the data set.
-        out: of the new one; must not hold one.
-        shape: how it is cut.
-        comm: ranks that share the work.
-        start: makes what follows the progress of this rank, in samples.
-
-    Returns:
-        The new manifest.
+    ``start`` makes what follows the progress of this rank, in samples.
 
     Raises:
         DataError: the data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), comm or SerialCommunicator()
     manifest = read_manifest(directory, comm)
-    refuse_data_set(out, comm)
     samples_per_shard = _samples_per_shard(manifest, shape)
     mine = share(manifest.num_samples, comm, samples_per_shard)
     advance = start(mine[1] - mine[0]) if start else lambda _: None
@@ -87,19 +78,15 @@ def reshard(
     with writer:
         advance(writer.num_written)
         first = mine[0] + writer.num_written
-        write_rows(writer, stream(directory, manifest, first, mine[1]), comm, advance)
+
+        def copy() -> Iterator[None]:
+            for _, rows in stream(directory, manifest, first, mine[1]):
+                writer.append(rows)
+                advance(count(rows))
+                yield
+
+        in_turns(comm, copy())
     return writer.manifest
-
-
-def refuse_data_set(out: Path, comm: Communicator) -> None:
-    """Refuse a directory with a data set. Collective.
-
-    Raises:
-        DataError: there is one; on every rank.
-    """
-    with agreed(comm, DataError):
-        if comm.rank == 0 and (out / MANIFEST).exists():
-            raise DataError(f"{out} holds a data set already; choose another directory")
 
 
 def _samples_per_shard(manifest: Manifest, shape: Shape) -> int:

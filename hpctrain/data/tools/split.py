@@ -1,8 +1,9 @@
 """The samples of a data set shared out at random to several data sets, such as train and test."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,82 @@ from numpy.typing import NDArray
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import classes_of
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.layout import PLAIN_NAME, Manifest, classes_of
 from hpctrain.data.format.rows import RaggedRows, Rows, count
+from hpctrain.data.order.order import global_order
 from hpctrain.data.tools.copying import stream
 from hpctrain.data.tools.faults import Range
-from hpctrain.data.tools.reshard import refuse_data_set
-from hpctrain.data.tools.shares import Group, Shares, sizes_of
 from hpctrain.data.tools.turns import in_turns, read_manifest, share
 from hpctrain.data.tools.verify import Start
 from hpctrain.data.writer import ShardWriter
+
+_TAG = 1 << 63
+"""Keeps these permutations apart from those of epochs, which count from 0."""
+
+Shares = Mapping[str, Fraction]
+"""Share of each part; they sum to 1."""
+
+
+def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
+    """Read shares such as ``train=0.9`` or ``test=1/10``.
+
+    Raises:
+        DataError: one cannot be read, a name comes twice, or they do not sum to 1.
+    """
+    shares: dict[str, Fraction] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            share = Fraction(value)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(0)
+        if not PLAIN_NAME.fullmatch(name) or share <= 0:
+            raise DataError(f"a part is a name and a share such as train=0.9, got {text!r}")
+        if name in shares:
+            raise DataError(f"each part has a name of its own, got {name} twice")
+        shares[name] = share
+    if sum(shares.values()) != 1:
+        raise DataError(
+            f"the shares of all parts sum to 1, {' + '.join(map(str, texts))} sum to "
+            f"{float(sum(shares.values())):g}"
+        )
+    return shares
+
+
+def sizes_of(num_samples: Sequence[int], shares: Shares) -> NDArray[np.int64]:
+    """Share out the samples of several groups, each by itself.
+
+    A part gets the whole number below its share of a group. What remains of the group goes, one
+    sample each, to those parts that lack most of their share of all groups so far. Gives
+    ``(num_groups, num_parts)``; a row sums to the samples of its group.
+    """
+    owed = [Fraction(0)] * len(shares)
+    sizes = []
+    for number in num_samples:
+        exact = [number * share for share in shares.values()]
+        owed = [before + more for before, more in zip(owed, exact, strict=True)]
+        given = [int(share) for share in exact]
+        left = number - sum(given)
+        lacking = sorted(range(len(given)), key=lambda part: given[part] - owed[part])
+        for part in lacking[:left]:
+            given[part] += 1
+        owed = [before - less for before, less in zip(owed, given, strict=True)]
+        sizes.append(given)
+    return np.array(sizes, np.int64).reshape(-1, len(shares))
+
+
+class Group:
+    """Samples that are shared out together: all of them, or those with one value of a field."""
+
+    def __init__(self, sizes: NDArray[np.int64], seed: int, number: int) -> None:
+        """Draw the parts, of so many samples each; ``seed`` is in [0, 2^64)."""
+        self._ends = np.cumsum(sizes)
+        self._order = global_order(int(self._ends[-1]), seed, _TAG + number)
+
+    def part_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the part of some samples, which are counted within the group."""
+        return np.searchsorted(self._ends, self._order.positions_of(samples), side="right")
+
 
 _MOST_VALUES = 1 << 16
 
@@ -38,21 +105,11 @@ def split(  # noqa: PLR0913 - one door, by name
 ) -> dict[str, Manifest]:
     """Write each part of a data set to a directory of its own, ``out/<part>``.
 
-    Every sample is in just one part, where all keep their order. Which one is a function of seed,
-    number and shares, and with ``by`` of the values of that field. Collective with ``comm``.
-
-    Args:
-        directory: of the data set.
-        out: of the parts; none of them may hold a data set.
-        shares: share of each part; they sum to 1.
-        comm: ranks that share the work.
-        seed: another one, other parts; in [0, 2^64).
-        by: an integer field with a number for each sample: the samples of each value are shared
-            out by themselves, so that parts have the same mixture of values.
-        start: makes what follows the progress of this rank, in samples.
-
-    Returns:
-        The manifest of each part.
+    Every sample is in just one part, where all keep their order. Which one is a function of
+    ``seed`` in [0, 2^64), number and shares, which sum to 1. With ``by``, an integer field with a
+    number for each sample, the samples of each value are shared out by themselves, so that parts
+    have the same mixture of values. Collective with ``comm``, whose ranks share the work;
+    ``start`` makes what follows the progress of this rank, in samples.
 
     Raises:
         DataError: a part would get no sample, the data set is damaged, or a part cannot be
@@ -60,8 +117,6 @@ def split(  # noqa: PLR0913 - one door, by name
     """
     directory, out, comm = Path(directory), Path(out), comm or SerialCommunicator()
     manifest = read_manifest(directory, comm)
-    for name in shares:
-        refuse_data_set(out / name, comm)
     mine = share(manifest.num_samples, comm, manifest.block_size)
     deal = _Deal(directory, manifest, mine, comm, by)
     deal.draw(shares, seed)

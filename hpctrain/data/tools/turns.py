@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 
 TURN_S = 2.0
 """How long a rank works until it hears of the others."""
+
+
+class _Alone:
+    """The communicator of a process alone, as far as tools need it; loads no torch."""
+
+    rank, size = 0, 1
+
+    def allgather_object(self, value: object) -> list[object]:
+        return [value]
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+
+def or_alone(comm: "Communicator | None") -> "Communicator":
+    """Return the ranks that work, or what stands for one that works alone."""
+    return comm or cast("Communicator", _Alone())
 
 
 def in_turns(comm: "Communicator", work: Iterator[None]) -> None:

@@ -5,13 +5,13 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.alone import LOCK
@@ -19,7 +19,7 @@ from hpctrain.data.format.compression import load_filters
 from hpctrain.data.format.layout import MANIFEST, SHARD_FILE, Manifest
 from hpctrain.data.tools.faults import Fault, FaultReport
 from hpctrain.data.tools.shard_check import Advance, check_shard
-from hpctrain.data.tools.turns import in_turns
+from hpctrain.data.tools.turns import in_turns, or_alone
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -37,40 +37,27 @@ def verify(
     *,
     threads: int | None = None,
     start: Start | None = None,
-    manifest: Manifest | None = None,
 ) -> FaultReport:
     """Compare each byte of a data set with its manifest.
 
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
     larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
-    Args:
-        directory: of the data set.
-        comm: ranks that share the work; None if one works alone.
-        threads: shards that this rank reads at once; by default its cores, at most 4.
-        start: makes what follows the progress of this rank.
-        manifest: compare with this one instead of the one in the directory; the same on every
-            rank.
-
-    Returns:
-        What is wrong; the same on every rank. A missing or unreadable file is a fault too.
+    A rank reads as many at once as it has cores, at most 4. What is wrong is the same on every
+    rank; a missing or unreadable file is a fault too.
 
     Raises:
         DataError: there is no such directory, or zstd is needed and not installed; on every rank.
     """
-    directory = Path(directory)
-    found = _manifest(directory, manifest)
-    if comm is not None:
-        found = comm.broadcast_object(found)
-    if isinstance(found, DataError):
-        raise DataError(str(found))
-    known, stray = found
-    if isinstance(known, Fault):
-        return FaultReport(directory=str(directory), faults=(known,), leftovers=stray)
-    _need_filters(known, comm)
+    directory, comm = Path(directory), or_alone(comm)
+    manifest, stray = on_root(comm, partial(_manifest, directory), DataError)
+    if isinstance(manifest, Fault):
+        return FaultReport(directory=str(directory), faults=(manifest,), leftovers=stray)
+    with agreed(comm, DataError):
+        load_filters(manifest.fields)
     threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    faults = _share(directory, known, comm, threads, start)
-    return replace(FaultReport.of(directory, known), faults=tuple(faults), leftovers=stray)
+    faults = _share(directory, manifest, comm, threads, start)
+    return replace(FaultReport.of(directory, manifest), faults=faults, leftovers=stray)
 
 
 def check_directory(directory: Path) -> None:
@@ -89,54 +76,38 @@ def check_directory(directory: Path) -> None:
         raise DataError(f"a data set is a directory, {directory} is none; give its path")
 
 
-def _manifest(
-    directory: Path, given: Manifest | None
-) -> tuple[Manifest | Fault, tuple[str, ...]] | DataError:
+def _manifest(directory: Path) -> tuple[Manifest | Fault, tuple[str, ...]]:
     """Return the manifest, or what is wrong with it, and the leftovers beside it."""
+    check_directory(directory)
     try:
-        check_directory(directory)
+        manifest = Manifest.read(directory)
     except DataError as error:
-        return error
-    manifest: Manifest | Fault
-    try:
-        manifest = given or Manifest.read(directory)
-    except DataError as error:
-        manifest = Fault(file=MANIFEST, what=f"cannot be used: {error}")
-    known = manifest if isinstance(manifest, Manifest) else None
-    return manifest, leftovers(directory, known)
-
-
-def _need_filters(manifest: Manifest, comm: "Communicator | None") -> None:
-    with nullcontext() if comm is None else agreed(comm, DataError):
-        load_filters(manifest.fields)
+        fault = Fault(file=MANIFEST, what=f"cannot be used: {error}")
+        return fault, leftovers(directory, None)
+    return manifest, leftovers(directory, manifest)
 
 
 def _share(
     directory: Path,
     manifest: Manifest,
-    comm: "Communicator | None",
+    comm: "Communicator",
     threads: int,
     start: Start | None,
-) -> list[Fault]:
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    mine = range(rank, len(manifest.shards), size)
+) -> tuple[Fault, ...]:
+    mine = range(comm.rank, len(manifest.shards), comm.size)
     advance = start(sum(manifest.shards[i].num_bytes for i in mine)) if start else lambda _: None
     faults: list[Fault] = []
     with ThreadPoolExecutor(threads) as pool:
 
         def check() -> Iterator[None]:
-            for found in pool.map(
-                partial(check_shard, directory, manifest, advance=advance), mine
-            ):
+            one = partial(check_shard, directory, manifest, advance=advance)
+            for found in pool.map(one, mine):
                 faults.extend(found)
                 yield
 
-        if comm is None:
-            list(check())
-            return faults
         in_turns(comm, check())
     together = [fault for found in comm.allgather_object(faults) for fault in found]
-    return sorted(together, key=lambda fault: fault.shard or 0)
+    return tuple(sorted(together, key=lambda fault: fault.shard or 0))
 
 
 _JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
@@ -145,10 +116,7 @@ _JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
     """Name what killed writers have left, and shards that no manifest names.
 
-    Args:
-        directory: of the data set.
-        manifest: of the data set; None where there is none, then only unfinished files count,
-            as the shards may be all that is left of it.
+    Without a manifest only unfinished files count, as the shards may be all that is left.
     """
     named = {shard.file for shard in manifest.shards} if manifest else set()
     with suppress(OSError):

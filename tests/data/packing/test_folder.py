@@ -2,23 +2,16 @@
 
 import os
 import socket
-import struct
-import zlib
-from io import BytesIO
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.classes import CLASSES, read_classes
+from hpctrain.data.format.layout import CLASSES, read_classes
 from hpctrain.data.tools.info import info
 from hpctrain.data.tools.reshard import Shape, reshard
-
-
-def picture(seed, height=6, width=4, mode="RGB"):
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
+from tests.data.packing.makers import picture
 
 
 def bind(path):
@@ -31,7 +24,7 @@ def photos(tmp_path):
     root = tmp_path / "photos"
     for index, name in enumerate(["dog/b.png", "dog/a.png", "cat/deep/c.png", "cat/d.PNG"]):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(index).save(root / name, "png")
+        picture(index, 6, 4).save(root / name, "png")
     return root
 
 
@@ -51,7 +44,7 @@ def test_images_of_one_size_are_pixels_and_folders_are_classes(photos, packed, t
 
 
 def test_images_of_different_sizes_stay_encoded_unless_they_are_resized(photos, packed):
-    picture(9, 8, 8, "L").save(photos / "dog/z.png")
+    picture(9, 8, 8).convert("L").save(photos / "dog/z.png")
     done, found = packed(photos)
     assert "--resize HxW" in done.notes[0]
     names = [*ORDER, "dog/z.png"]
@@ -68,22 +61,6 @@ def test_images_stay_encoded_when_asked(photos, packed):
     assert [bytes(data) for data in found["x"]] == [(photos / n).read_bytes() for n in ORDER]
 
 
-def test_an_image_that_is_not_examined_and_differs_is_named(tmp_path, packed):
-    for index in range(200):
-        picture(index).save(tmp_path / f"{index:03}.bmp")
-    _, found = packed(tmp_path)
-    assert len(found["image"]) == 200
-    picture(0, 2, 2).save(tmp_path / "001.bmp")
-    with pytest.raises(DataError, match=r"001.bmp has \(2, 2, 3\).*--resize HxW or --encoded"):
-        packed(tmp_path)
-
-
-def test_an_image_that_cannot_be_decoded_is_named(photos, packed):
-    (photos / "dog/a.png").write_bytes((photos / "dog/a.png").read_bytes()[:60])
-    with pytest.raises(DataError, match=r"a.png cannot be read as an image"):
-        packed(photos)
-
-
 def test_arrays_by_class(tmp_path, packed):
     root = tmp_path / "spectra"
     for name in "ab":
@@ -98,8 +75,6 @@ def test_arrays_by_class(tmp_path, packed):
     np.save(root / "b/2.npy", np.zeros((5, 3), "f4"))
     _, found = packed(root)
     assert [len(x) for x in found["array"]] == [2, 2, 2, 2, 2, 5]
-    with pytest.raises(DataError, match="for images"):
-        packed(root, resize=(2, 2))
 
 
 def test_a_set_without_classes_removes_the_names_of_the_one_before(photos, packed, tmp_path):
@@ -108,15 +83,6 @@ def test_a_set_without_classes_removes_the_names_of_the_one_before(photos, packe
     assert done.manifest.classes == ()
     assert list(found) == ["image"]
     assert not (tmp_path / "packed" / CLASSES).exists()
-
-
-def test_folders_that_are_not_clear_are_told(photos, packed):
-    picture(0).save(photos / "stray.png")
-    with pytest.raises(DataError, match=r"stray.png lies beside"):
-        packed(photos)
-    np.save(photos / "dog/a.npy", [1])
-    with pytest.raises(DataError, match="5 images and 1 arrays"):
-        packed(photos)
 
 
 def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
@@ -128,16 +94,6 @@ def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
         with pytest.raises(DataError, match=r"one line of text in UTF-8.*; rename it"):
             packed(photos)
         odd.rename(photos / "cat")
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
-def test_pixels_of_more_than_8_bits_are_never_cut_to_8(tmp_path, packed, dtype):
-    (tmp_path / "photos").mkdir()
-    Image.fromarray(np.full((4, 4), 1000, dtype)).save(tmp_path / "photos/a.tif")
-    with pytest.raises(DataError, match=r"in 8 bits, .*a.tif has more.*--encoded"):
-        packed(tmp_path / "photos")
-    done, _ = packed(tmp_path / "photos", encoded=True)
-    assert done.manifest.fields["image"].ragged
 
 
 def test_links_to_a_folder_above_are_left_out(photos, packed, tmp_path):
@@ -160,31 +116,25 @@ def test_a_folder_that_is_met_twice_is_told(photos, packed):
 
 def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packed):
     (photos / "cow").mkdir()
-    with pytest.raises(DataError, match=r"is one and has images, there is none below .*/cow; br"):
-        packed(photos)
-    (photos / "cow/notes.txt").write_text("no image")
     with pytest.raises(DataError, match=r"none below .*/cow; bring them back, or remove"):
         packed(photos)
     (photos / "cow").rename(photos / ".cow")
     assert packed(photos)[0].manifest.classes == ("cat", "dog")
 
 
-@pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more"])
+@pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more", "dog/z.png"])
 def test_a_link_to_a_folder_that_is_gone_is_told(photos, packed, name):
     (photos / name).symlink_to("/nowhere/cow")
     with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is not there; "):
         packed(photos)
 
 
-def test_files_that_are_no_images_are_counted_also_where_a_link_leads_nowhere(photos, packed):
-    (photos / "dog/a.json").symlink_to("/nowhere/a.json")
+def test_files_that_are_no_images_are_counted(photos, packed):
+    (photos / "dog/a.json").touch()
     assert "1 file below" in packed(photos)[0].notes[0]
     assert "photos is no image: left out" in packed(photos)[0].notes[0]
     (photos / "dog/b.json").touch()
     assert "2 files below" in packed(photos)[0].notes[0]
-    (photos / "dog/z.png").symlink_to("/nowhere/z.png")
-    with pytest.raises(DataError, match=r"cannot read .*z.png: No such file"):
-        packed(photos)
 
 
 @pytest.mark.parametrize("name", ["photos/dog/a.png", "photos/dog/a", "t.csv", "t.tar", "t.h5"])
@@ -210,27 +160,6 @@ def test_classes_that_are_names_of_splits_are_noted(photos, packed):
     (photos / "cat").rename(photos / "Val")
     (note,) = packed(photos)[0].notes
     assert "named like splits: Val, train; if they are splits, pack each by itself" in note
-
-
-def claiming(side):
-    """Return a PNG of some bytes that claims to have ``side`` by ``side`` pixels."""
-    out = BytesIO()
-    Image.new("1", (8, 8)).save(out, "png")
-    data = bytearray(out.getvalue())
-    data[16:24] = struct.pack(">II", side, side)
-    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
-    return bytes(data)
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize("side", [13_000, 20_000])
-def test_an_image_that_claims_to_be_large_meets_a_limit(tmp_path, packed, side):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/a.png").write_bytes(claiming(side))
-    with pytest.raises(DataError, match=r"at most 89478485 pixels, .*a.png has more .*--encoded"):
-        packed(tmp_path / "photos")
-    _, found = packed(tmp_path / "photos", encoded=True)
-    assert bytes(found["image"][0]) == (tmp_path / "photos/a.png").read_bytes()
 
 
 def test_the_names_of_classes_are_those_of_the_manifest(photos, packed, tmp_path):

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from hpctrain.core.errors import DataError
-
 ONE = "Erste Zeile\r\nzweite Zeile: äöü\n\n\n  \nZweiter Absatz\nEnde"
 TWO = "\nDritter Absatz"
 
@@ -24,8 +22,6 @@ def tokenizer(tmp_path, monkeypatch):
         "import numpy as np\n"
         "def numbers(text): return np.array([ord(c) for c in text], np.uint16)\n"
         "def words(text): return [len(word) for word in text.split()]\n"
-        "def wrong(text): return [0.5]\n"
-        "def none(text): return None\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,21 +68,3 @@ def test_tokens_by_line_or_of_one_length(books, packed, tokenizer):
     _, found = packed(books, tokenizer=f"{tokenizer}:words")
     assert found["tokens"][0].tolist() == [5, 5]
     assert found["tokens"][2].tolist() == []
-
-
-def test_what_cannot_be_packed_is_told(books, packed, tokenizer):
-    with pytest.raises(DataError, match="as many as 999 bytes"):
-        packed(books, length=999)
-    with pytest.raises(DataError, match="whole numbers in a row"):
-        packed(books, tokenizer=f"{tokenizer}:wrong")
-    with pytest.raises(DataError, match="none returned object"):
-        packed(books, tokenizer=f"{tokenizer}:none")
-    with pytest.raises(DataError, match="has no nothing"):
-        packed(books, tokenizer=f"{tokenizer}:nothing")
-    with pytest.raises(DataError, match="there is no module nowhere"):
-        packed(books, tokenizer="nowhere:f")
-    with pytest.raises(DataError, match="no 'words'"):
-        packed(books, fields={"x": "words"})
-    (books / "4.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=r"UTF-8, .*4.txt is not"):
-        packed(books, tokenizer=f"{tokenizer}:words")

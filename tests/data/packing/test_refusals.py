@@ -1,0 +1,309 @@
+"""What cannot be packed as it is, is refused: the error says why, and no data set appears."""
+
+import tarfile
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from hpctrain.core.errors import DataError
+from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.packing.pack import PackConfig, pack
+from tests.data.packing.makers import (
+    claiming,
+    hdf5,
+    image,
+    npy,
+    npz,
+    parquet,
+    png,
+    samples_tar,
+    sparse,
+    tar,
+    write,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+
+X = np.random.default_rng(0).random((30, 4, 3), dtype=np.float32)
+Y = np.arange(30) % 7
+
+
+def half(content):
+    return content[: len(content) // 2]
+
+
+def zeros_inside(content):
+    return content[:200] + bytes(50) + content[250:]
+
+
+def texts_of_two_dimensions(file, name):
+    file.create_dataset(name, (5, 2), h5py.string_dtype())
+
+
+ARRAYS = [
+    ({"a.npz": npz(x=X, y=Y[:7])}, {}, "same number of samples"),
+    ({"a.npz": npz(x=X, y=3)}, {}, "counts samples"),
+    ({"a.npz": npz(x=np.array(["a", "b"]))}, {}, "convert it first"),
+    ({"a.npz": npz(x=np.array([None, 1]))}, {}, "cannot be read as an array of numbers"),
+    ({"a.npz": npz()}, {}, "no array"),
+    ({"a.npz": npz(x=X[:0])}, {}, "at least one sample"),
+    ({"a.npz": npz(x=X)}, {"fields": {"label": "z"}}, "no 'z'"),
+    ({"1.npz": npz(x=X), "2.npz": npz(x=Y)}, {}, "same fields"),
+    (
+        {"a.npz": zeros_inside(npz(save=np.savez_compressed, x=X))},
+        {},
+        r"x of .*a.npz cannot be read",
+    ),
+    ({"a.npz": b"nothing"}, {}, r"a.npz cannot be read"),
+    ({"a.npy": npy(Y)}, {"fields": {"a": "y.npy"}}, "No such file"),
+]
+
+HDF5 = [
+    ({"a.h5": hdf5(x=X, short=Y[:3])}, {}, r"same number of samples.*'short': 3"),
+    ({"a.h5": hdf5(x=X)}, {"fields": {"y": "/labels"}}, "no 'labels'"),
+    ({"a.h5": hdf5(x=3)}, {}, "counts samples"),
+    ({"a.h5": hdf5(z=np.zeros(5, complex))}, {}, "convert it first"),
+    ({"a.h5": hdf5(t=texts_of_two_dimensions)}, {}, r"one dimension, .*:/t has \(5, 2\)"),
+    ({"a.h5": hdf5(x=X)[:100]}, {}, r"a.h5 cannot be read as an HDF5 file"),
+]
+
+QUOTE = r"the row of line {} of .*t.csv is not so .*close the quote"
+LOSSY = f"a,f,t\n300,0.5,x\n{2**53 + 1},1e5,y\n"
+LONG = "x" * 3 * 2**20
+CSV = [
+    ({"t.csv": "a,b\n1,2\n"}, {"shuffle": 0}, "leave out --shuffle"),
+    ({"t.csv": "a,b\n1,2\n"}, {"fields": {"x": "a,c"}}, "has a, b, but no 'c'"),
+    ({"t.csv": "a,b\n"}, {}, "has no rows"),
+    ({"t.csv": "a,a\n1,2\n"}, {"fields": {"x": "a"}}, "has 2 named a"),
+    ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number a row, column t"),
+    ({"0.tsv": "a\n1\n", "1.tsv": "a\nx\n"}, {}, r"1.tsv cannot be read"),
+    ({"t.csv": 'a,b\n1,"x\n2,y\n'}, {}, QUOTE.format(2)),
+    ({"t.csv": 'a,b\n1,"x"\n2,"y""\n'}, {}, QUOTE.format(3)),
+    ({"t.csv": 'a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z'}, {}, QUOTE.format(5)),
+    ({"t.csv": 'a\n"x\ny\n'}, {}, QUOTE.format(2)),
+    ({"t.csv": 'a,"b\n1,2\n'}, {}, QUOTE.format(1)),
+    ({"t.csv": 'a,b\n1,2\n1,"'}, {}, QUOTE.format(3)),
+    ({"t.csv": "a,b\n" + "1,z\n" * 300_000 + '1,"\n1,z\n'}, {}, QUOTE.format(300_002)),
+    ({"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'}, {}, r"at most 1.0 MiB: the row of line 3 of .*t.csv"),
+    ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv is not so"),
+    *(
+        ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"of line 3 of .*t.csv, which cannot be read")
+        for row in ("1,2,", ",,,,", "1")
+    ),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a:i1"}}, "value '300'|holds 300"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "value '0.5'|holds 0.5"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "f:f2"}}, "holds 100000.0, which f2 cannot hold"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "numbers have a type such as f4"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "changes whole numbers of column a"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a:f16"}}, "but no 'a:f16'"),
+]
+
+PARQUET = [
+    ({"t.parquet": b"nothing"}, {}, "cannot be read as a table"),
+    ({"t.parquet": parquet(odd=[1, None])}, {}, "column odd .*lacks 1 of 2"),
+    ({"t.parquet": parquet(odd=pa.array([1], pa.timestamp("s")))}, {}, "column odd .*timestamp"),
+    ({"t.parquet": parquet(odd=[[1], [None]])}, {}, "column odd .*with gaps"),
+    (
+        {"0.parquet": parquet(a=[1]), "1.parquet": parquet(b=[1])},
+        {},
+        r"1.parquet cannot be read as the table it was at first",
+    ),
+]
+
+NUMBERS = {f"{index:04}": {"txt": b"%d" % index} for index in range(99)}
+BIG = b"%d" % (2**64 - 1)
+NOTE = {"type": tarfile.GNUTYPE_LONGNAME, "size": 2**26}
+WHOLE = samples_tar({f"{index:04}": {"bin": bytes(500)} for index in range(99)})
+ENDED = tar(("a.cls", b"1"), ("b.cls", b"2"))
+TAR = [
+    ({"0.tar": tar()}, {}, "has none"),
+    ({"0.tar": tar(("a.cls", b"1"))}, {"fields": {"x": "cls:f4"}}, ":bytes alone"),
+    (
+        {"0.tar": samples_tar({"a": {"txt": b"1", "cls": b"1"}, "odd": {"txt": b"1"}})},
+        {},
+        r"0.tar:.*folder/odd lacks cls",
+    ),
+    (
+        {"0.tar": samples_tar({"a": {"cls": b"1"}, "odd": {"cls": b"dog"}})},
+        {},
+        r"odd.cls cannot be read as a number.*:bytes behind an ending",
+    ),
+    *(
+        ({"0.tar": samples_tar(NUMBERS | {at: {"txt": b"1", "cls": b"3"}})}, {}, f"{at} has cls")
+        for at in ("0001", "0090")
+    ),
+    # Inside a content, inside a header, behind a header, and between two samples.
+    *(
+        ({"0.tar": WHOLE[:size]}, {}, r"0.tar cannot be read as an archive")
+        for size in (40_000, 40_960 + 100, 512, 1024 * 70, len(WHOLE) - 10_240)
+    ),
+    *(
+        (
+            {"0.tar": ENDED + bytes(between) + ENDED},
+            {},
+            rf"more from byte {len(ENDED) + between} on.*-zeros -xf",
+        )
+        for between in (0, 512, 10_240)
+    ),
+    (
+        {"0.tar": ENDED[:1024] + bytes(512) + ENDED[1024:]},
+        {},
+        r"before byte 1536 and more from byte 1536 on",
+    ),
+    (
+        {"0.tar": tar(("same.cls", b"1"), ("same.cls", b"2"))},
+        {},
+        r"0.tar:/same has two .cls; give each sample a name",
+    ),
+    (
+        {"0.tar": tar(("a.cls", b"1"), ("a.txt", b"1"), ("b.txt", b"1"), ("a.txt", b"1"))},
+        {"fields": {"x": "txt"}},
+        r"a .txt of .*0.tar:/a comes after those of others; wr",
+    ),
+    (
+        {"0.tar": tar(("a.id", b"1"), ("b.id", BIG))},
+        {},
+        r"those of field id of .*0.tar are of 64 bits .*as bytes",
+    ),
+    ({"0.tar": sparse(6 * 10**9)}, {}, r"at most 1.0 GiB together, .*a claims 5.6 GiB"),
+    *(
+        (
+            {"0.tar": tar(("0.txt", b"5"), ("2.txt", {"type": kind, "linkname": "0.txt"}))},
+            {},
+            r"2.txt of .*0.tar is a link to 0.txt; .*--hard-deref",
+        )
+        for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE)
+    ),
+    (
+        {"0.tar": tar(("a.png", claiming(13_000)))},
+        {},
+        r"at most 89478485 pixels, .*a.png has more \(13000x13000",
+    ),
+]
+
+TWO = {"cat/a.png": png(0), "dog/b.png": png(1)}
+FOLDERS = [
+    (TWO | {"stray.png": png(2)}, {}, r"stray.png lies beside"),
+    (TWO | {"dog/a.npy": npy([1])}, {}, "2 images and 1 arrays"),
+    (TWO | {"dog/b.png": half(png(1))}, {}, r"b.png cannot be read as an image"),
+    (TWO | {"cow/notes.txt": ""}, {}, r"is one and has images, there is none below .*/cow; br"),
+    ({"a/1.npy": npy(X)}, {"resize": (2, 2)}, "for images"),
+    (
+        {f"{i:03}.png": png(i, 4, 2 if i == 1 else 4) for i in range(200)},
+        {},
+        r"001.png has \(4, 2, 3\).*--resize HxW or --encoded",
+    ),
+    *(
+        (
+            {"a.tif": image(Image.fromarray(np.full((4, 4), 1000, dtype)), "tiff")},
+            {},
+            r"in 8 bits, .*a.tif has more.*--encoded",
+        )
+        for dtype in (np.uint16, np.int32, np.float32)
+    ),
+    *(
+        ({"a.png": claiming(side)}, {}, r"at most 89478485 pixels, .*a.png has more .*--encoded")
+        for side in (13_000, 20_000)
+    ),
+    ({"1.tar": tar(), "1.csv": ""}, {}, "1 of csv, 1 of tar"),
+    ({"1.md": ""}, {}, "none of them"),
+    ({"1.md": ""}, {"kind": "arrays"}, r"files that end in .npy, .npz, .*folder has none"),
+]
+
+TOKENS = """
+def words(text): return [len(word) for word in text.split()]
+def wrong(text): return [0.5]
+def none(text): return None
+"""
+TEXT = {"1.txt": "some words\n", "refused_tokens.py": TOKENS}
+TEXTS = [
+    (TEXT, {"length": 999}, "as many as 999 bytes"),
+    (TEXT, {"tokenizer": "refused_tokens:wrong"}, "whole numbers in a row"),
+    (TEXT, {"tokenizer": "refused_tokens:none"}, "none returned object"),
+    (TEXT, {"tokenizer": "refused_tokens:nothing"}, "has no nothing"),
+    (TEXT, {"tokenizer": "nowhere:f"}, "there is no module nowhere"),
+    (TEXT, {"fields": {"x": "words"}}, "no 'words'"),
+    (TEXT | {"1.txt": b"\xff\xfe"}, {"tokenizer": "refused_tokens:words"}, r"UTF-8, .*1.txt is"),
+]
+
+OPTIONS = [
+    ({"a.npy": npy(Y)}, config, words)
+    for config, words in [
+        ({"kind": "zip"}, "one of arrays, hdf5"),
+        ({"resize": (2, 2)}, "--resize is for tar, folder, this source is arrays"),
+        ({"tokenizer": "a:b"}, "--tokenizer is for text"),
+        ({"kind": "folder"}, "must be a folder"),
+        ({"split": "a/b"}, "a split is a word"),
+        ({"fields": {"a b": "a.npy"}}, "name of a Python variable"),
+        ({"compression": "gzip"}, "zstd"),
+        ({"block_size": 0}, "block_size must be positive, got 0"),
+        ({"length": -1}, "length must be positive"),
+        ({"per": "word"}, "got 'word'"),
+        ({"per": "file", "length": 3}, "not both"),
+        ({"resize": (0, 3)}, "--resize 0x3"),
+        ({"resize": (3, 3), "encoded": True}, "and --encoded"),
+    ]
+]
+
+FILES = [*ARRAYS, *HDF5, *CSV, *PARQUET, *TAR, *FOLDERS, *TEXTS, *OPTIONS]
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "words"), [pytest.param(*case, id=case[-1]) for case in FILES]
+)
+def test_files_that_cannot_be_packed_are_refused(tmp_path, monkeypatch, files, config, words):
+    write(tmp_path / "folder", files)
+    monkeypatch.chdir(tmp_path / "folder")
+    # One file is packed by itself, several as a pattern or a folder of one kind.
+    names = [name for name in files if not name.endswith(".py")]
+    endings = {name.rpartition(".")[2] for name in names}
+    is_folder = len(endings) > 1 or endings & {"png", "tif", "md"} or "/" in names[0]
+    source = tmp_path / "folder"
+    if not is_folder:
+        source = source / (names[0] if len(names) == 1 else f"*.{endings.pop()}")
+    with pytest.raises(DataError, match=words):
+        pack(source, tmp_path / "set", PackConfig(**config))
+    assert not (tmp_path / "set" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ([], "at least one sample"),
+        ([3], "a sample is a dict"),
+        ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and has y besides"),
+        ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
+        ([{"x": 1}, {"x": [1]}], "no length"),
+        ([{"x": object()}], "convert it first"),
+        ([{"x": [[1, 2], [3]]}], "x of item 0 of list is not: .*convert it first"),
+        ({"x": [1, 2, 3]}, "dict gives one dict; yield a dict for each sample"),
+        (lambda: {"x": [1, 2, 3]}, "gives one dict"),
+        (lambda: None, "gives one NoneType"),
+        (iter([{"x": 1}]), "give the function that makes it"),
+        ([{"x": [0]}] * 70 + [{"x": [0, 0]}], r"item 70 of list has \(2,\).*--ragged x"),
+        ("nowhere:rows", "there is no module nowhere"),
+        ("tests.data.packing.makers:nothing", "has no nothing"),
+        ("nothing", "there is no nothing"),
+        ("*.bin", r"there is no \*.bin"),
+        (__file__, "does not say what it is"),
+    ],
+)
+def test_what_else_cannot_be_packed_is_refused(tmp_path, source, words):
+    with pytest.raises(DataError, match=words):
+        pack(source, tmp_path / "set")
+    assert not (tmp_path / "set" / MANIFEST).exists()
+
+
+def test_a_name_of_a_function_has_a_form(tmp_path):
+    with pytest.raises(DataError, match='as "module:function", got "my rows"'):
+        pack("my rows", tmp_path / "set", PackConfig(kind="python"))
+
+
+def test_notes_on_a_file_that_claim_to_be_large_meet_a_limit(tmp_path):
+    note = tar(("././@LongLink", NOTE))[:512] + bytes(2**26) + bytes(10_240)
+    write(tmp_path, {"0.tar": note})
+    with pytest.raises(DataError, match=r"a header claims 64.0 MiB"):
+        pack(tmp_path / "0.tar", tmp_path / "set")

@@ -1,0 +1,178 @@
+"""The same samples, in the same order, come out of a source of any kind."""
+
+import csv
+import io
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from tests.data.packing.makers import hdf5, npy, npz, parquet, samples_tar, write
+
+N = 60
+X = np.random.default_rng(0).random((N, 3), dtype=np.float32)
+Y = np.arange(N)
+TEXTS = ["é" * index for index in range(N)]
+
+CODE = """
+import numpy as np
+X = np.random.default_rng(0).random((60, 3), dtype=np.float32)
+
+def rows():
+    for i in range(60):
+        yield {"x": X[i], "y": i, "t": "é" * i}
+
+class Items:
+    def __len__(self): return 60
+    def __getitem__(self, i): return X[i], i, "é" * i
+
+LIST = [{"x": x, "y": i, "t": "é" * i} for i, x in enumerate(X)]
+"""
+IN_TUPLES = {"fields": {"x": "0", "y": "1", "t": "2"}}
+
+
+def chunked(values, **options):
+    return lambda file, name: file.create_dataset(name, data=values, chunks=True, **options)
+
+
+def narrow(file, name):
+    """12 bits of each 16: the bytes in the file are not those of numpy's type."""
+    kind = h5py.h5t.STD_I16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    at = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((N,)))
+    at.write(h5py.h5s.ALL, h5py.h5s.ALL, Y.astype("i2"))
+
+
+def rows_of_bytes(file, name):
+    rows = file.create_dataset(name, N, h5py.vlen_dtype(np.uint8))
+    for index, text in enumerate(TEXTS):
+        rows[index] = np.frombuffer(text.encode(), np.uint8)
+
+
+def table(first=0, last=N, between=","):
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=between)
+    writer.writerow(["a", "b", "c", "y", "t"])
+    for index in range(first, last):
+        writer.writerow([*map(str, X[index]), index, TEXTS[index]])
+    return out.getvalue()
+
+
+def columns(first, last):
+    some = slice(first, last)
+    rows = pa.array(list(X[some]), pa.list_(pa.float32(), 3))
+    return parquet(x=rows, y=Y[some], t=TEXTS[some])
+
+
+def archive(first, last, mode="w"):
+    def files(index):
+        text = TEXTS[index].encode()
+        return {"x.npy": npy(X[index]), "cls": str(index).encode(), "bin": text}
+
+    return samples_tar({f"{index:04}": files(index) for index in range(first, last)}, mode)
+
+
+IN_TARS = {"fields": {"x": "x.npy", "y": ".cls", "t": "bin"}}
+IN_TABLES = {"fields": {"x": "a,b,c:f4", "y": "y", "t": "t"}}
+PARTS = [slice(0, 25), slice(25, 26), slice(26, N)]
+
+# Files, which of them is the source, options, and whether it can be packed in another order.
+SOURCES = {
+    "npz": ({"a.npz": npz(x=X, y=Y)}, "a.npz", {}, True),
+    "npz, packed": ({"a.npz": npz(save=np.savez_compressed, x=X, y=Y)}, "a.npz", {}, True),
+    "npz, of other layouts": (
+        {"a.npz": npz(x=np.asfortranarray(X), y=Y.astype(">i8"))},
+        "a.npz",
+        {},
+        True,
+    ),
+    "npz, several": (
+        {f"{i}.npz": npz(x=X[part], y=Y[part]) for i, part in enumerate(PARTS)},
+        "*.npz",
+        {},
+        True,
+    ),
+    "npy": (
+        {"images.npy": npy(X), "labels.npy": npy(Y)},
+        "images.npy",
+        {"fields": {"x": "images.npy", "y": "labels.npy"}},
+        True,
+    ),
+    "hdf5": ({"a.h5": hdf5(**{"in/x": X, "y": Y, "t": TEXTS})}, "a.h5", {}, True),
+    "hdf5, of other layouts": (
+        {"a.h5": hdf5(x=chunked(X, compression="gzip", dtype=">f4"), y=narrow, t=rows_of_bytes)},
+        "a.h5",
+        {"fields": {"x": "/x", "y": "y", "t": "t"}},
+        True,
+    ),
+    "tar": (
+        {"0.tar": archive(0, 30), "1.tar.gz": archive(30, N, "w:gz")},
+        ".",
+        IN_TARS,
+        False,
+    ),
+    "csv": ({"t.csv": table()}, "t.csv", IN_TABLES, False),
+    "tsv, several": (
+        {"0.tsv": table(0, 20, "\t"), "1.tsv": table(20, N, "\t")},
+        "*.tsv",
+        IN_TABLES,
+        False,
+    ),
+    "parquet": ({"0.parquet": columns(0, 7), "1.pq": columns(7, N)}, ".", {}, False),
+    "folder": ({f"{index:02}.npy": npy(x) for index, x in enumerate(X)}, ".", {}, True),
+    "function": ({"source_code.py": CODE}, "source_code:rows", {}, False),
+    "class": ({"source_code.py": CODE}, "source_code:Items", IN_TUPLES, True),
+    "list": ({"source_code.py": CODE}, "source_code:LIST", {}, True),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_all_samples_are_packed_in_their_order_or_a_random_one(
+    tmp_path, monkeypatch, packed, name
+):
+    files, source, config, is_indexed = SOURCES[name]
+    write(tmp_path / "source", files)
+    monkeypatch.chdir(tmp_path / "source")
+    for shuffle in (None, 1) if is_indexed else (None,):
+        done, found = packed(source, shuffle=shuffle, **config)
+        x = found["array" if name == "folder" else "x"]
+        order = [int(np.flatnonzero((one == X).all(1))[0]) for one in x]
+        assert sorted(order) == list(range(N))
+        assert (order == list(range(N))) == (shuffle is None)
+        assert x[0].dtype == np.float32
+        assert "y" not in found or np.array_equal(found["y"], order)
+        assert "t" not in found or [bytes(t).decode() for t in found["t"]] == [
+            TEXTS[index] for index in order
+        ]
+        assert done.manifest.num_samples == N
+
+
+def test_objects_of_the_program_itself(packed):
+    tensors = torch.utils.data.TensorDataset(torch.arange(8.0).view(4, 2), torch.arange(4))
+    _, found = packed(tensors, fields={"x": "0"})
+    assert np.array_equal(found["x"], np.arange(8.0).reshape(4, 2))
+    _, found = packed(lambda: ({"x": [i]} for i in range(3)))
+    assert np.array_equal(found["x"], [[0], [1], [2]])
+    rows = [{"x": np.zeros(3)}] * 70 + [{"x": np.zeros(5)}]
+    _, found = packed(rows, ragged=("x",))
+    assert [len(x) for x in found["x"]] == [3] * 70 + [5]
+
+
+def test_an_error_of_the_users_own_code_stays_what_it_is(packed):
+    def fails():
+        yield {"x": 1}
+        raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match="my own"):
+        packed(fails)
+
+
+def test_what_is_no_array_of_samples_is_left_out_where_fields_are_named(tmp_path, packed):
+    write(tmp_path, {"a.npz": npz(x=X, y=Y, meta=np.array("text"), short=Y[:3])})
+    _, found = packed(tmp_path / "a.npz", fields={"label": "y"})
+    assert list(found) == ["label"]
+    write(tmp_path, {"x.npy": npy(X)})
+    assert list(packed(tmp_path / "x.npy")[1]) == ["x"]
