@@ -13,7 +13,6 @@ from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.batch import Batch
 from hpctrain.data.loading.batches import ReadDepth, Reading, prefetched
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
-from hpctrain.data.loading.loader_arguments import check_choice, check_micro_shards, check_numbers
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.steps import Cut, Skipped, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
@@ -27,6 +26,12 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 _LOG = logging.getLogger(__name__)
+
+_CHOICES = {
+    "tail": ("short", "drop", "wrap"),
+    "ragged": ("packed", "padded"),
+    "on_corrupt": ("raise", "skip"),
+}
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -103,25 +108,12 @@ class Loader:
         """Check the arguments."""
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
-        check_numbers(
-            {name: getattr(self, name) for name in ("global_batch", "threads", "prefetch")},
-            workers=self.workers,
-            worker_timeout_s=self.worker_timeout_s,
-            rank=self.rank,
-            size=self.size,
-        )
-        check_choice("tail", self.tail, "short", "drop", "wrap")
-        check_choice("ragged", self.ragged, "packed", "padded")
-        check_choice("on_corrupt", self.on_corrupt, "raise", "skip")
-        skips = self.on_corrupt == "skip"
-        check_micro_shards(self.micro_shards, size=self.size, tail=self.tail, skips=skips)
+        self._check()
         if not len(self):
             raise DataError(
                 f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
                 f"of {self.global_batch}; use tail='short', a smaller batch or other data"
             )
-        if skips and self.size > 1 and self.comm is None:
-            raise DataError('on_corrupt="skip" needs comm: all ranks must skip the same samples')
         if self.pin_memory and not torch.cuda.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
             self.pin_memory = False
@@ -137,26 +129,20 @@ class Loader:
         """Damaged samples that are left out, the same number on every rank."""
         return len(self._skipped)
 
-    @property
-    def window_shape(self) -> WindowShape | None:
-        """What a window order mixes; None for any other order."""
-        return self._ordering.shape
-
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, the same on every rank; a pass in progress ends there."""
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: the same on every rank, whatever their number."""
-        position = Position(
+        return Position(
             uuid=self.dataset.uuid,
             seed=self.seed,
             epoch=self.epoch,
             consumed=self.consumed,
             ordering=self._ordering,
             skipped=tuple(self._skipped.ranges),
-        )
-        return position.record()
+        ).record()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a loader was, with any number of ranks and any global batch.
@@ -221,6 +207,34 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    def _check(self) -> None:
+        for name in ("global_batch", "threads", "prefetch"):
+            number = getattr(self, name)
+            _require(number >= 1, f"{name} must be positive, got {number}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, f"{name} is one of {', '.join(choices)}, got {value!r}")
+        workers, limit_s = self.workers, self.worker_timeout_s
+        _require(workers >= 0, f"workers is a number of processes or 0, got {workers}")
+        _require(limit_s > 0, f"worker_timeout_s is positive, inf for no limit, got {limit_s}")
+        rank, size, shards = self.rank, self.size, self.micro_shards
+        _require(0 <= rank < size, f"rank must be in [0, size), got rank {rank} of {size}")
+        _require(
+            shards is None or shards >= size,
+            f"every rank needs a micro-shard, got micro_shards = {shards} on {size} ranks; "
+            f"take more, or fewer ranks",
+        )
+        skips = self.on_corrupt == "skip"
+        _require(
+            shards is None or not (self.tail == "wrap" or skips),
+            "micro_shards are fixed parts of a global batch, which samples that are left out or "
+            "repeated would move; use on_corrupt='raise' and tail='short' or 'drop'",
+        )
+        _require(
+            not skips or size == 1 or self.comm is not None,
+            'on_corrupt="skip" needs comm: all ranks must skip the same samples',
+        )
 
     def _batches(self) -> Generator[Batch | Exception]:
         """Read on from where we are; give the batch of each step, or what prevents it.
@@ -304,12 +318,8 @@ class Loader:
 
     def _in_common(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return self.state_dict() | {
-            "global_batch": self.global_batch,
-            "tail": self.tail,
-            "micro_shards": self.micro_shards,
-            "on_corrupt": self.on_corrupt,
-        }
+        names = ("global_batch", "tail", "micro_shards", "on_corrupt")
+        return self.state_dict() | {name: getattr(self, name) for name in names}
 
     def _check_pass(self, current: object) -> None:
         if self._pass is not current:
@@ -317,3 +327,8 @@ class Loader:
                 "a pass over a loader ends when another one begins, and with set_epoch and "
                 "load_state_dict; call iter() again, or use a loader for each pass"
             )
+
+
+def _require(is_kept: bool, rule: str) -> None:  # noqa: FBT001 - reads as the rule itself
+    if not is_kept:
+        raise DataError(rule)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.order.feistel import key_of
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Indices, Values
+from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Columns, Indices
 
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.loading.batches import ReadDepth
-from hpctrain.data.loading.steps import share
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.ragged import Ragged
 from tests.data.memory import InMemory, numbers
@@ -96,15 +95,6 @@ def test_micro_shards_do_not_depend_on_the_number_of_ranks(n, shards, batch, ord
         for found, (first, last) in zip(batches, itertools.pairwise(cuts), strict=True):
             assert found.number.tolist() == list(itertools.chain(*every[step][first:last]))
         assert {loader.step_samples for loader in loaders} == {min(batch, n - step * batch)}
-
-
-@settings(max_examples=50)
-@given(start=st.integers(0, 10**12), total=st.integers(0, 10**12), size=st.integers(1, 2000))
-def test_shares_join_to_the_whole(start, total, size):
-    shares = [share(start, start + total, rank, size) for rank in range(min(size, 50))]
-    assert shares[0].start == start
-    assert all(a.stop == b.start for a, b in itertools.pairwise(shares))
-    assert share(start, start + total, size - 1, size).stop == start + total
 
 
 @settings(max_examples=50)

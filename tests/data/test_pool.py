@@ -78,7 +78,7 @@ def make_transform(fifo=None):
 def pool(tmp_path_factory):
     fifo = tmp_path_factory.mktemp("pool") / "fifo"
     os.mkfifo(fifo)
-    with DecodePool(make_numbers(), make_transform(fifo), 2) as made:
+    with contextlib.closing(DecodePool(make_numbers(), make_transform(fifo), 2)) as made:
         yield made
 
 
@@ -132,7 +132,7 @@ def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
 def test_an_error_comes_back_with_its_traceback(pool):
     with pytest.raises(ValueError, match="bad luck") as caught:
         ask(pool, 900)
-    assert "in transform" in str(caught.value.__cause__)
+    assert "in transform" in caught.value.__notes__[0]
     assert ask(pool, 1)["text"] == "text"
 
 
@@ -163,8 +163,6 @@ def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
     lock = threading.Lock()
     with pytest.raises(DataError, match=r"must pickle, but: .*lock.*workers=0"):
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
-    with pytest.raises(DataError, match="at least 1 worker, got 0"):
-        DecodePool(make_numbers(), None, 0)
 
 
 def test_what_a_worker_cannot_load_is_told_by_every_batch():
@@ -175,7 +173,7 @@ def test_what_a_worker_cannot_load_is_told_by_every_batch():
         def __reduce__(self):
             return exec, ("raise RuntimeError('not here')",)
 
-    with DecodePool(make_numbers(), Unloadable(), 2) as pool:
+    with contextlib.closing(DecodePool(make_numbers(), Unloadable(), 2)) as pool:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="not here"):
                 ask(pool, 1)

@@ -57,15 +57,10 @@ class OpenShard:
         io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
-        """Open the file.
+        """Open the file of shard ``index``, which lies in ``directory``.
 
-        Args:
-            directory: where it lies.
-            manifest: of the data set.
-            index: number of the shard.
-            io: ``map`` it into memory, ``read`` what is wanted, or ``auto``: map it where it
-                lies in memory.
-            chunks: keeps decoded chunks of several shards.
+        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that lies in memory. ``chunks``
+        keeps decoded chunks of several shards.
 
         Raises:
             CorruptError: the file is missing, or not the one that the manifest describes.
@@ -102,16 +97,10 @@ class OpenShard:
         file = self.file
         file.all_checked = bool(file.checked.all())
 
-    def gather(
-        self, name: str, rows: Array, out: NDArray[Any], places: Array | None = None
-    ) -> None:
-        """Copy samples of a field, numbered from the start of this shard.
+    def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
+        """Copy samples of a field that is not ragged, numbered from the start of this shard.
 
-        Args:
-            name: of a field that is not ragged.
-            rows: ``(num_samples,)``.
-            out: contiguous, ``(at least num_samples, *shape)``.
-            places: sample ``rows[i]`` goes to ``out[places[i]]``; by default to ``out[i]``.
+        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``.
 
         Raises:
             CorruptError: the file cannot be read.
@@ -123,24 +112,15 @@ class OpenShard:
         index = self.file.indices[name]
         return index[rows + 1] - index[rows]
 
-    def gather_ragged(
-        self, name: str, rows: Array, out: NDArray[Any], starts: Array | None = None
-    ) -> None:
+    def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
         """Copy samples of a ragged field, numbered from the start of this shard.
 
-        Args:
-            name: of the field.
-            rows: ``(num_samples,)``.
-            out: contiguous, ``(at least the sum of the lengths, *shape)``.
-            starts: sample ``rows[i]`` begins at ``out[starts[i]]``; by default behind the one
-                before.
+        Sample ``rows[i]`` begins at ``out[starts[i]]``.
 
         Raises:
             CorruptError: the file cannot be read.
         """
         lengths = self.lengths(name, rows)
-        if starts is None:
-            starts = np.cumsum(lengths) - lengths
 
         def copy(file: ShardFile) -> None:
             file.values[name].copy(file.indices[name][rows], lengths, out, starts)
@@ -150,9 +130,6 @@ class OpenShard:
     def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
         """Let threads bring samples into memory; see ``read_ahead``."""
         read_ahead(threads, self.file, rows, check=check)
-
-    def close(self) -> None:
-        """Nothing is left to be done: the file is closed when nobody uses it any more."""
 
     def _read(self, rows: Array, copy: Callable[[ShardFile], None]) -> None:
         file = self.file

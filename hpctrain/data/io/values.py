@@ -40,13 +40,6 @@ class Values(Protocol):
         """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``."""
 
 
-class ValueSource(Protocol):
-    """Where whole chunks of a field come from."""
-
-    def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the rows [start, stop), contiguous in memory."""
-
-
 class MappedValues:
     """An array that is the file itself, or was read from it at once."""
 

@@ -14,8 +14,8 @@ from hpctrain.core.units import MIB
 from hpctrain.data.batch import Batch, padded, pinned
 from hpctrain.data.loading.steps import Skipped, StepPart, Steps
 from hpctrain.data.order.draws import ThreadDraws
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Samples, Values
+from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Columns, Samples
 from hpctrain.data.transform import Transform, apply
 from hpctrain.data.workers.pool import DecodePool
 
@@ -46,15 +46,10 @@ class ReadDepth(NamedTuple):
         is_copy: bool = False,
         has_transform: bool = False,
     ) -> "ReadDepth":
-        """Choose.
+        """Choose, for parts of ``batch_bytes``, of which ``prefetch`` are wanted ahead.
 
-        Args:
-            batch_bytes: of this rank's part of a step.
-            threads: that may read.
-            prefetch: batches that are wanted ahead.
-            workers: processes that read instead, 0 for none.
-            is_copy: whether reading is no more than a copy from memory to memory.
-            has_transform: whether each batch has work of its own, worth a thread.
+        ``is_copy`` says that reading is no more than a copy from memory to memory,
+        ``has_transform`` that each batch has work of its own, worth a thread.
         """
         if workers:
             # A thread waits for a worker; each worker has its next batch waiting.

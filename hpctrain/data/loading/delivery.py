@@ -1,6 +1,5 @@
 """Delivery of batches: what failed on one rank fails on all of them, at the same step."""
 
-import pickle
 from typing import Any
 
 import torch
@@ -8,7 +7,8 @@ import torch
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.errors import DataError
+from hpctrain.data.workers.shm_message import portable
 
 
 def failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
@@ -26,7 +26,7 @@ def failures(error: Exception | None, comm: Communicator | None) -> dict[int, Ex
     comm.allreduce_(flag, op=Op.MAX).wait()
     if not flag.item():
         return {}
-    found = comm.allgather_object(None if error is None else _portable(error))
+    found = comm.allgather_object(None if error is None else portable(error))
     result = {rank: other for rank, other in enumerate(found) if other is not None}
     if error is not None:
         result[comm.rank] = error  # with its traceback
@@ -55,17 +55,3 @@ def require_same(what: dict[str, Any], comm: Communicator | None) -> None:
             f"all ranks must load the same samples, got {by_rank(texts)}; give every loader the "
             f"same data set and arguments, and load the same state"
         )
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - of our own
-    except Exception:  # whatever a class of the user does when it is pickled
-        copy = None
-    if type(copy) is type(error):
-        return error
-    text = f"{type(error).__name__}: {error}"
-    # What is damaged may be left out, which all ranks must do or none.
-    if isinstance(error, CorruptError):
-        return CorruptError(text, error.start, error.stop)
-    return DataError(text)

@@ -5,7 +5,6 @@ Reading alone is faster in the loader's threads: a process costs a copy more.
 
 import math
 import os
-import pickle
 import queue
 import threading
 import weakref
@@ -13,8 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from multiprocessing import reduction
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -62,7 +60,7 @@ class DecodePool:
         Args:
             dataset: what to read; each worker opens it for itself.
             transform: makes the batch from what ``dataset.take`` returns; None for that itself.
-            num_workers: processes, each with one thread of torch.
+            num_workers: processes, at least 1, each with one thread of torch.
             timeout_s: how long a worker may take for a batch, or to load; ``inf`` for ever. One
                 that takes longer is ended.
             any_ranks: refuse a transform whose random numbers depend on the number of ranks: one
@@ -71,10 +69,6 @@ class DecodePool:
         Raises:
             DataError: data set or transform cannot be pickled, or no process can be started.
         """
-        if num_workers < 1:
-            raise DataError(f"a decode pool has at least 1 worker, got {num_workers}")
-        if not timeout_s > 0:
-            raise DataError(f"the limit of a decode worker is positive, got {timeout_s} s")
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._tasks: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
@@ -89,17 +83,10 @@ class DecodePool:
             ).start()
 
     def submit(self, indices: ArrayLike, epoch: int, seed: int) -> "Future[Columns]":
-        """Let a worker take and transform samples.
+        """Let a worker take and transform samples; random numbers begin with (seed, epoch, them).
 
-        Args:
-            indices: ``(num_samples,)``, as for ``take``.
-            epoch: with ``seed`` and the samples, where random numbers of the transform begin.
-            seed: of the run.
-
-        Returns:
-            Holds the batch, or raises what ``take`` or the transform raised, with its traceback
-            as the cause, or a DataError that names the worker that died or was ended, and where
-            it stood.
+        The result is the batch, or what ``take`` or the transform raised, with its traceback in a
+        note, or a DataError that names the worker that died or was ended, and where it stood.
 
         Raises:
             DataError: the pool was closed.
@@ -115,26 +102,6 @@ class DecodePool:
         """End all workers; what is not there yet fails. Harmless the second time."""
         with self._closing:
             self._end()
-
-    def __enter__(self) -> Self:
-        """Return the pool."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
-
-class RemoteTraceback(Exception):  # noqa: N818 - a cause that is never raised
-    """The traceback of an error in a worker, as the cause of that error here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class _Request(NamedTuple):
@@ -210,15 +177,14 @@ class _Driver:
     def told(self, error: BaseException) -> BaseException:
         """Return the error, or what the end of a connection means for the whole pool."""
         if isinstance(error, (EOFError, ConnectionError)):
-            self.processes.error = self.processes.error or self.processes.death_of(self._number)
-            return self.processes.error
+            return self.processes.error or self.processes.fail(
+                self.processes.death_of(self._number)
+            )
         return error
 
     def _answer(self, limit_s: float, work: Callable[[], str]) -> Any:
         if not self._worker.poll(None if limit_s == math.inf else limit_s):
-            error = self.processes.abort(self._number, limit_s, work())
-            self.processes.error = self.processes.error or error
-            raise self.processes.error
+            raise self.processes.fail(self.processes.abort(self._number, limit_s, work()))
         return self._worker.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
@@ -235,7 +201,7 @@ def _drive(driver: _Driver, task: bytes, tasks: "queue.SimpleQueue[_Request | No
     try:
         driver.load(task)
     except BaseException as error:  # raised by every batch
-        driver.processes.error = driver.processes.error or driver.told(error)
+        driver.processes.fail(driver.told(error))
     while (request := tasks.get()) is not None:
         if not request.future.set_running_or_notify_cancel():
             continue
@@ -255,11 +221,8 @@ def _some(names: Iterable[object]) -> str:
     return f"{', '.join(shown[:_NAMED])}{rest}"
 
 
-def _remote(copy: bytes | None, text: str) -> BaseException:
-    """Make the error of a worker again."""
-    story = f"a decode worker failed with an error that does not pickle:\n{text}"
-    error = DataError(story) if copy is None else pickle.loads(copy)  # noqa: S301 - of our child
-    error.__cause__ = RemoteTraceback(text)
+def _remote(error: Exception, text: str) -> Exception:
+    error.add_note(f"(in a decode worker)\n{text}")
     return error
 
 

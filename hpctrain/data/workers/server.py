@@ -21,7 +21,7 @@ import torch
 
 from hpctrain.data.order.draws import begin_generators
 from hpctrain.data.workers.notes import Notes
-from hpctrain.data.workers.shm_message import Outbox
+from hpctrain.data.workers.shm_message import Outbox, portable
 
 GRACE_S = 1.0
 """How long a worker may go on after the rank has closed the pool, or is dead."""
@@ -32,10 +32,8 @@ STACK_S = 2.0
 def serve(workers: list[int], notes: list[int], control: int) -> None:
     """Fork the workers, tell the rank which ones die, and end them all when the rank is gone.
 
-    Args:
-        workers: a socket to the rank for each worker.
-        notes: memory for the ``Notes`` of each worker.
-        control: a socket to the rank for the server itself; the number of a worker ends that one.
+    The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
+    and a socket for the server itself, which ends the worker whose number comes.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(kind, signal.SIG_IGN)  # meant for the rank, which ends us by its sockets
@@ -111,7 +109,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     try:
         task = pickle.loads(rank.recv_bytes())  # noqa: S301 - of the rank that started us
     except Exception as error:  # what a user's module raises at its import
-        rank.send(failure(error))
+        rank.send(_failure(error))
         return
     rank.send("ready")
     while True:
@@ -124,7 +122,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
             parcel, descriptor = outbox.pack(value, offered)
             del value
         except Exception as error:  # the rank raises it
-            rank.send(failure(error))
+            rank.send(_failure(error))
             continue
         finally:
             notes.end_samples()
@@ -134,12 +132,5 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
             os.close(descriptor)
 
 
-def failure(error: BaseException) -> tuple[bytes | None, str]:
-    """Return an exception, None where it does not pickle, and the traceback."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        copy = pickle.dumps(error)
-        pickle.loads(copy)  # noqa: S301 - many exceptions pickle and cannot be made again
-    except Exception:  # whatever a foreign class raises
-        return None, text
-    return copy, text
+def _failure(error: Exception) -> tuple[Exception, str]:
+    return portable(error), "".join(traceback.format_exception(error))
