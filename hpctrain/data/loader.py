@@ -2,24 +2,25 @@
 
 import logging
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.batch import Batch
-from hpctrain.data.loading.batches import ReadDepth, Reading, prefetched
+from hpctrain.data.batch import Batch, padded, pinned
+from hpctrain.data.loading.batches import ReadDepth, cut_apart, prefetched
 from hpctrain.data.loading.delivery import failures, raise_first, require_same
 from hpctrain.data.loading.position import Position
-from hpctrain.data.loading.steps import Cut, Skipped, Steps, Tail, num_steps
+from hpctrain.data.loading.steps import Cut, Skipped, StepPart, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
-from hpctrain.data.samples import Indices, Samples
-from hpctrain.data.transform import Transform
+from hpctrain.data.samples import Columns, Indices, Samples
+from hpctrain.data.transform import Transform, apply
 from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
 
 if TYPE_CHECKING:
@@ -280,20 +281,47 @@ class Loader:
                 any_ranks=self.micro_shards is not None,
             )
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        reading = Reading(
-            dataset=self.dataset,
-            steps=Steps(order, cut, depth.together, depth.depth),
-            skipped=self._skipped,
-            seed=self.seed,
-            epoch=self.epoch,
-            transform=self.transform,
-            pool=self._pool,
-            is_padded=self.ragged == "padded",
-            is_pinned=self.pin_memory,
-            draws=self._draws,
-        )
-        numbers = range(len(reading.steps))
-        return prefetched(reading.read, numbers, threads=depth.threads, depth=depth.depth)
+        steps = Steps(order, cut, depth.together, depth.depth)
+        read = partial(self._read, steps, self._pool)
+        return prefetched(read, range(len(steps)), threads=depth.threads, depth=depth.depth)
+
+    def _read(self, steps: Steps, pool: DecodePool | None, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it. For threads."""
+        part = steps.part(number)
+        if not self.dataset.in_memory:
+            with suppress(Exception):  # told at the step that cannot be read
+                if (soon := steps.soon(number)).size:
+                    self.dataset.will_need(soon)
+        if len(self._skipped):
+            part = part.without(self._skipped)
+        if len(part.sizes) == 1:
+            return [self._alone(part, pool)]
+        # An error belongs to one step: then they are read one by one.
+        assert self.transform is None  # it would have a thread for each step
+        with suppress(Exception):
+            columns = cut_apart(self.dataset.take(part.indices), part.sizes)
+            batches = zip(columns, part.sizes, part.num_repeated, strict=True)
+            return [self._finished(*batch) for batch in batches]
+        return [self._alone(single, pool) for single in part.singles()]
+
+    def _alone(self, part: StepPart, pool: DecodePool | None) -> Batch | Exception:
+        try:
+            if pool is None:
+                columns = self.dataset.take(part.indices)
+                with self._draws.watched() if self.transform else nullcontext():
+                    fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
+            else:
+                fields = pool.take(part.indices, self.epoch, self.seed)
+            return self._finished(fields, part.sizes[0], part.num_repeated[0])
+        except Exception as error:  # raised when its step is delivered
+            return error
+
+    def _finished(self, fields: Columns, size: int, num_repeated: int) -> Batch:
+        if self.ragged == "padded":
+            fields = padded(fields)
+        if self.pin_memory:
+            fields = pinned(fields)
+        return Batch(fields, size, num_repeated)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.

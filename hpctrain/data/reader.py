@@ -17,7 +17,7 @@ from hpctrain.data.batch import Picked
 from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.gathering import Part, gather, gather_ragged, split
+from hpctrain.data.io.gathering import Part, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
@@ -189,8 +189,9 @@ class ShardedDataset:
             if found:
                 joined, rows = found
                 joined.take(name, rows, out)
-            else:
-                gather(name, parts or (), out)
+            elif out.size:
+                for shard, rows, places in parts or ():
+                    shard.gather(name, rows, out, places)
             batch[name] = torch.from_numpy(out)
         return batch
 

@@ -28,28 +28,13 @@ class Counts(Protocol):
 
 
 class _Divided(DataLoader[Any]):
-    """A loader made anew with what is the same on every rank, for one that takes its share."""
+    """A loader as it was made, but for what divides its batches."""
 
     def __init__(
         self, loader: "DataLoader[Any]", optimizer: Counts | None, size: int, **own: Any
     ) -> None:
+        vars(self).update(vars(loader), _iterator=None, **own)
         self._tell = _Teller(optimizer, loader.batch_size, size)
-        # Batches come in order, as their counts do.
-        same = {name: getattr(loader, name) for name in _SAME}
-        super().__init__(loader.dataset, **same | own)
-
-
-_SAME = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
 
 
 class SharedLoader(_Divided):
@@ -66,10 +51,6 @@ class SharedLoader(_Divided):
     ) -> None:
         self._order = _Shares(loader.batch_sampler, rank, size, name)
         super().__init__(loader, optimizer, size, batch_sampler=self._order)
-        # What a program may ask for: the batch of all ranks, and the sampler that it has made.
-        vars(self).update(
-            batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=loader.sampler
-        )
 
     def __iter__(self) -> Any:
         """Begin an epoch. Collective, and so is every 64th step of it."""
@@ -162,10 +143,10 @@ class StreamLoader(_Divided):
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
         self._is_compared = False
-        own: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        collate: Callable[..., Any] = loader.collate_fn
         if loader.batch_size is not None:
-            own["collate_fn"] = _CollateShare(loader.collate_fn, rank, size)
-        super().__init__(loader, optimizer, size, **own)
+            collate = _CollateShare(collate, rank, size)
+        super().__init__(loader, optimizer, size, collate_fn=collate)
 
     def __len__(self) -> int:
         """Return the number of steps, where the data set has a length."""

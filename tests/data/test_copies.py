@@ -1,4 +1,4 @@
-"""Pieces of a file and rows of an array arrive at their places, whatever their order and size."""
+"""Pieces of a file and rows of an array arrive at their places; blocks that differ are named."""
 
 import os
 import random
@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.io import values
+from hpctrain.core.checksum import crc32
+from hpctrain.data.io import plain_blocks, values
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Buffers
 from hpctrain.data.io.mapped import Space
+from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
 from hpctrain.data.io.values import take_rows
 
 
@@ -118,9 +120,10 @@ NUM_ROWS = 300
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_fetched():
+def little_at_once():
     patch = pytest.MonkeyPatch()
     patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
+    patch.setattr(plain_blocks, "READ_BYTES", 64)  # and runs of neighbours are cut
     yield
     patch.undo()
 
@@ -139,3 +142,37 @@ def test_rows_are_copied_to_their_places(shape, dtype, num_wanted, seed):
     out = np.full((num_wanted, *shape), 9).astype(dtype)
     take_rows(source, rows, out)
     assert np.array_equal(out, source[rows])
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30), data=st.data())
+def test_blocks_that_differ_or_cannot_be_read_are_named(sizes, data):
+    edges = np.cumsum([0, *sizes])
+    values = np.random.default_rng(0).integers(0, 256, edges[-1], np.uint8)
+    crcs = np.array([crc32(values[a:b].tobytes()) for a, b in pairwise(edges)])
+    filled = [block for block, size in enumerate(sizes) if size]
+    flipped = set(data.draw(st.lists(st.sampled_from(filled)))) if filled else set()
+    for block in flipped:
+        values[edges[block]] ^= 1
+    num_bytes = data.draw(st.integers(0, int(edges[-1])))
+    file = os.memfd_create("blocks")
+    os.pwrite(file, values[:num_bytes].tobytes(), 7)
+    asked = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True).map(sorted))
+    blocks = np.array(asked, np.int64)
+    missing = {block for block in asked if sizes[block] and edges[block + 1] > num_bytes}
+    found = PlainBlocks(edges, crcs, from_file(file, 7)).wrong(blocks)
+    os.close(file)
+    assert found == sorted((flipped | missing) & {*asked})
+
+
+def test_neighbours_are_read_together_and_not_more_than_is_good():
+    asked = []
+
+    def read(begin, end):
+        asked.append((begin, end))
+        return memoryview(bytes(end - begin))
+
+    edges = np.arange(0, 330, 16)
+    crcs = np.full(20, crc32(bytes(16)))
+    assert not PlainBlocks(edges, crcs, read).wrong(np.array([0, 1, 3, 4, 5, 6, 7, 8, 12]))
+    assert asked == [(0, 32), (48, 112), (112, 144), (192, 208)]

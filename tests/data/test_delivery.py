@@ -3,7 +3,6 @@
 import itertools
 import logging
 
-import numpy as np
 import pytest
 
 from hpctrain.comm.mpi import MpiCommunicator
@@ -208,12 +207,6 @@ def test_damage_that_was_not_asked_for_ends_the_pass():
     loader = Loader(Wrong(20), global_batch=5, on_corrupt="skip")
     with pytest.raises(CorruptError, match="elsewhere"):
         next(iter(loader))
-
-
-@pytest.mark.ranks(2, 3)
-def test_rank_and_size_are_those_of_the_communicator(world, comm):
-    found = [n for b in Loader(InMemory(50), global_batch=9, comm=comm) for n in b.number.tolist()]
-    assert sorted(np.concatenate(world.allgather(found))) == list(range(50))
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -106,13 +106,6 @@ def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | No
             yield home, wanted[places] - starts[home], places
 
 
-def gather(name: str, parts: Sequence[Part], out: NDArray[Any]) -> None:
-    """Copy the samples of a field to ``out``, ``(num_samples, *shape)``."""
-    if out.size:
-        for shard, rows, places in parts:
-            shard.gather(name, rows, out, places)
-
-
 def gather_ragged(
     name: str, parts: Sequence[Part], shape: Sequence[int], dtype: np.dtype[Any], empty: Empty
 ) -> Ragged:

@@ -16,7 +16,7 @@ from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.io.gathering import Buffers
 from hpctrain.data.io.joined_map import JoinedMap
 from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.read_ahead import THREADS
+from hpctrain.data.io.read_ahead import THREADS, read_ahead
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
 
@@ -87,7 +87,7 @@ class Handles:
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
-                self.shard(home).will_need(rows, self._threads, check=check)
+                read_ahead(self._threads, self.shard(home).file, rows, check=check)
 
     def _join(self) -> JoinedMap | None:
         """Join all shards to one array, once all are open and if they can be joined."""

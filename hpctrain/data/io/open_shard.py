@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -16,7 +15,7 @@ from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.read_ahead import read_ahead, wait_for
+from hpctrain.data.io.read_ahead import wait_for
 from hpctrain.data.io.shardfile import IO, ShardFile
 from hpctrain.data.io.values import Array
 
@@ -127,26 +126,20 @@ class OpenShard:
 
         self._read(rows, copy)
 
-    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
-        """Let threads bring samples into memory; see ``read_ahead``."""
-        read_ahead(threads, self.file, rows, check=check)
-
     def _read(self, rows: Array, copy: Callable[[ShardFile], None]) -> None:
         file = self.file
         try:
             copy(file)
         except UNREADABLE:
-            self._read_again(file, rows, copy)
+            self._read_again(self._reopened(file), rows, copy)
 
     def _read_again(self, file: ShardFile, rows: Array, copy: Callable[[ShardFile], None]) -> None:
-        file = self._reopened(file)
         try:
             copy(file)
         except UNREADABLE as error:
             for block in np.unique(rows // self._manifest.block_size).tolist():
                 self._check_block(block)
-            reason = reason_of(error)
-            raise _lost(self._directory, self._manifest, self._index, reason) from error
+            raise self._lost(error) from error
 
     def _check_block(self, block: int) -> None:
         file = self.file
@@ -172,8 +165,10 @@ class OpenShard:
         try:
             return ShardFile(path, self._manifest, self._index, io=self._io, chunks=self._chunks)
         except UNREADABLE as error:
-            why = reason_of(error)
-            raise _lost(self._directory, self._manifest, self._index, why) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> CorruptError:
+        return _lost(self._directory, self._manifest, self._index, reason_of(error))
 
     def _reopened(self, old: ShardFile) -> ShardFile:
         with self._lock:
