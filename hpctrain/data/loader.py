@@ -6,14 +6,16 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
+from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.batch import Batch, padded, pinned
 from hpctrain.data.loading.batches import ReadDepth, cut_apart, prefetched
-from hpctrain.data.loading.delivery import failures, raise_first, require_same
 from hpctrain.data.loading.position import Position
 from hpctrain.data.loading.steps import Cut, Skipped, StepPart, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
@@ -22,9 +24,7 @@ from hpctrain.data.order.window import WindowShape
 from hpctrain.data.samples import Columns, Indices, Samples
 from hpctrain.data.transform import Transform, apply
 from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
+from hpctrain.data.workers.shm_message import portable
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Loader:
     """Rank of this process; that of ``comm``, if it is given."""
     size: int = 1
     """Number of ranks; that of ``comm``, if it is given."""
-    comm: "Communicator | None" = None
+    comm: Communicator | None = None
     """The ranks that load together. With it iterating is collective, and ranks fail together."""
     seed: int = 0
     """Of the order of every epoch; the same on every rank."""
@@ -163,7 +163,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of this rank, one for each step; collective with ``comm``."""
-        require_same(self._in_common(), self.comm)
+        _require_same(self._in_common(), self.comm)
         current = self._pass = object()
         left_out = True
         while left_out:
@@ -173,7 +173,7 @@ class Loader:
                 for batch in batches:
                     self._check_pass(current)
                     error = batch if isinstance(batch, Exception) else None
-                    if left_out := self._leave_out(failures(error, self.comm)):
+                    if left_out := self._leave_out(_failures(error, self.comm)):
                         break
                     assert isinstance(batch, Batch)
                     end = min(self.consumed + self.global_batch, len(self.dataset))
@@ -333,7 +333,7 @@ class Loader:
         damage = [error for error in errors.values() if isinstance(error, CorruptError)]
         news = [error for error in damage if not self._skipped.covers(error.start, error.stop)]
         if self.on_corrupt == "raise" or len(damage) < len(errors) or not news:
-            raise_first(errors, self.comm)
+            _raise_first(errors, self.comm)
         for error in news:
             if self._skipped.covers(error.start, error.stop):
                 continue  # two ranks have met the same
@@ -360,3 +360,45 @@ class Loader:
 def _require(is_kept: bool, rule: str) -> None:  # noqa: FBT001 - reads as the rule itself
     if not is_kept:
         raise DataError(rule)
+
+
+def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
+    """Return what went wrong with the same step, by rank; nothing, on all ranks, if all is well.
+
+    Collective over ``comm``, the ranks that take this step together, if there is one.
+    """
+    if comm is None:
+        return {} if error is None else {0: error}
+    flag = torch.tensor(0 if error is None else 1, dtype=torch.int32)
+    comm.allreduce_(flag, op=Op.MAX).wait()
+    if not flag.item():
+        return {}
+    found = comm.allgather_object(None if error is None else portable(error))
+    result = {rank: other for rank, other in enumerate(found) if other is not None}
+    if error is not None:
+        result[comm.rank] = error  # with its traceback
+    return result
+
+
+def _raise_first(errors: dict[int, Exception], comm: Communicator | None) -> None:
+    """Raise the error of the lowest rank that has one."""
+    rank, error = min(errors.items(), key=lambda item: item[0])
+    if comm is not None and comm.size > 1 and rank != comm.rank:
+        error.add_note(f"(raised on rank {rank})")
+    raise error
+
+
+def _require_same(what: dict[str, Any], comm: Communicator | None) -> None:
+    """Return if all ranks say the same. Collective over ``comm``, if there is one.
+
+    Raises:
+        DataError: they do not; on every rank.
+    """
+    if comm is None:
+        return
+    texts = comm.allgather_object(str(what))
+    if len(set(texts)) > 1:
+        raise DataError(
+            f"all ranks must load the same samples, got {by_rank(texts)}; give every loader the "
+            f"same data set and arguments, and load the same state"
+        )

@@ -3,19 +3,15 @@
 import os
 import random
 from itertools import pairwise
-from mmap import PAGESIZE
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.checksum import crc32
 from hpctrain.data.io import plain_blocks, values
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.gathering import Buffers
-from hpctrain.data.io.mapped import Space
 from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
 from hpctrain.data.io.values import take_rows
 
@@ -67,22 +63,6 @@ def test_the_end_of_a_file_is_told(file):
     assert values.read_at(file[0], 9_990, 10).tobytes() == file[1][-10:]
 
 
-def test_a_file_in_a_space_is_its_bytes(file):
-    descriptor, data = file
-    space = Space((PAGESIZE + 4000,), "|u1")
-    space.map_file(PAGESIZE, descriptor, 0, 4000)
-    array = space.array()
-    del space
-    assert array[PAGESIZE:].tobytes() == data[:4000]
-    with pytest.raises(ValueError, match="read-only"):
-        array[-1] = 1
-
-
-def test_more_addresses_than_there_are_is_an_error():
-    with pytest.raises(OSError, match="memory"):
-        Space((1 << 60,), "|u1")
-
-
 def test_a_chunk_is_decoded_once_while_it_fits():
     cache, decoded = ChunkCache(max_bytes=800), []
 
@@ -95,25 +75,6 @@ def test_a_chunk_is_decoded_once_while_it_fits():
 
     assert [get(home) for home in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
     assert decoded == [1, 2, 3, 2]
-
-
-@pytest.mark.parametrize("rows", [100, 8000])  # small pages, and large ones
-def test_buffers_come_back_when_nobody_has_them(rows):
-    buffers, dtype = Buffers(), np.dtype("f8")
-    first = buffers.empty((rows, 100), dtype)
-    address = first.ctypes.data
-    second = buffers.empty((rows, 100), dtype)
-    assert second.ctypes.data != address
-    part = first[3, 4:]
-    del first
-    third = buffers.empty((rows, 100), dtype)
-    assert third.ctypes.data not in (address, second.ctypes.data)
-    tensor = torch.from_numpy(part)[5:]
-    del part
-    fourth = buffers.empty((rows, 100), dtype)
-    assert fourth.ctypes.data not in (address, second.ctypes.data, third.ctypes.data)
-    del tensor
-    assert buffers.empty((rows - rows // 100, 100), dtype).ctypes.data == address
 
 
 NUM_ROWS = 300
@@ -163,16 +124,3 @@ def test_blocks_that_differ_or_cannot_be_read_are_named(sizes, data):
     found = PlainBlocks(edges, crcs, from_file(file, 7)).wrong(blocks)
     os.close(file)
     assert found == sorted((flipped | missing) & {*asked})
-
-
-def test_neighbours_are_read_together_and_not_more_than_is_good():
-    asked = []
-
-    def read(begin, end):
-        asked.append((begin, end))
-        return memoryview(bytes(end - begin))
-
-    edges = np.arange(0, 330, 16)
-    crcs = np.full(20, crc32(bytes(16)))
-    assert not PlainBlocks(edges, crcs, read).wrong(np.array([0, 1, 3, 4, 5, 6, 7, 8, 12]))
-    assert asked == [(0, 32), (48, 112), (112, 144), (192, 208)]

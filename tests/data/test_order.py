@@ -12,7 +12,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.units import KIB
 from hpctrain.data.order.feistel import Feistel, splitmix64_
 from hpctrain.data.order.order import SMALL, FisherYates, Sequential, Shuffled, global_order
-from hpctrain.data.order.window import WindowOrder, WindowShape, rank_lanes
+from hpctrain.data.order.window import WindowOrder, WindowShape
 
 words = st.integers(0, 2**64 - 1)
 shapes = st.builds(
@@ -189,28 +189,6 @@ def test_every_block_is_in_one_lane_which_reads_it_in_every_epoch(n, epoch, shap
         sizes.append(len(found))
     assert sorted(every) == list(range(-(-n // shape.block)))
     assert max(sizes) - min(sizes) <= 1
-
-
-@settings(max_examples=50)
-@given(n=st.integers(1, 600), shape=shapes, size=st.integers(1, 9), data=st.data())
-def test_blocks_are_asked_for_before_they_are_read_and_not_twice(n, shape, size, data):
-    order = windowed(n, shape)
-    rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
-    lanes = rank_lanes(rank, rank + 1, size=size, lanes=shape.lanes)
-    positions = np.arange(start, n)
-    mine = positions[np.isin(order.lanes_of(positions), lanes)]
-    begun = order.turns_begun(start)
-    asked = [*order.blocks(lanes, begun), *order.rest_blocks(lanes)]
-    done, together = begun.stop, data.draw(st.integers(1, 4))
-    blocks = order.samples_at(mine) // shape.block
-    for position, block in zip(mine.tolist(), blocks.tolist(), strict=True):
-        turns = range(done, max(done, order.turns_needed(position, together)))
-        asked += order.blocks(lanes, turns).tolist()
-        done = turns.stop
-        assert block in asked
-        # What bounds memory: in a lane, at most two windows of turns are in use at a time.
-        assert len(order.turns_begun(position)) <= 4 * shape.window or not turns.stop
-    assert len(set(asked)) == len(asked)
 
 
 @pytest.mark.parametrize("global_batch", [1, 2, 31, 256, 1000, 1031, 4096, 65536])

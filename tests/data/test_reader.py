@@ -15,7 +15,6 @@ import torch
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.io.open_shard import OpenShard
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
@@ -166,17 +165,6 @@ def test_more_shards_than_descriptors_can_be_read(tmp_path, monkeypatch):
     for _ in range(2):
         assert is_whole(dataset.take(np.arange(100)))
     assert len(descriptors()) <= before + 10
-
-
-def test_another_opener_opens_the_shards(directory):
-    opened = []
-
-    def opener(*place, **options):
-        opened.append(place[2])
-        return OpenShard(*place, **options)
-
-    assert is_whole(ShardedDataset(directory).with_opener(opener).take(np.arange(100)))
-    assert opened == [0, 1, 2]
 
 
 def test_a_lock_of_another_program_does_not_matter(directory, reading):

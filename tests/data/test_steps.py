@@ -38,6 +38,8 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, toge
         soon = steps.soon(number)
         asked += np.unique(soon // block).tolist()
         part = steps.part(number)
+        # What bounds memory: in a lane, at most two windows of turns are in use at a time.
+        assert len(order.turns_begun(min(n - 1, start + number * together * batch))) <= 4 * window
         if size == 1:
             assert {*(part.indices // block).tolist()} <= {*asked}
     assert len(set(asked)) == len(asked)

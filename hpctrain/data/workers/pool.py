@@ -55,14 +55,9 @@ class DecodePool:
     ) -> None:
         """Start the processes and return; they load while this process goes on.
 
-        Args:
-            dataset: what to read; each worker opens it for itself.
-            transform: makes the batch from what ``dataset.take`` returns; None for that itself.
-            num_workers: processes, at least 1, each with one thread of torch.
-            timeout_s: how long a worker may take for a batch, or to load; ``inf`` for ever. One
-                that takes longer is ended.
-            any_ranks: refuse a transform whose random numbers depend on the number of ranks: one
-                of whole batches that draws from a global generator.
+        A worker may take ``timeout_s`` for a batch, or to load; ``inf`` for ever. ``any_ranks``
+        refuses a transform whose random numbers depend on the number of ranks: one of whole
+        batches that draws from a global generator.
 
         Raises:
             DataError: data set or transform cannot be pickled, or no process can be started.
