@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Values
+from hpctrain.data.ragged import Ragged, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +57,12 @@ class Picked(Sequence[dict[str, Tensor]]):
         """Return the number of samples."""
         return self._num_samples
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
-    @overload
-    def __getitem__(self, index: slice) -> "list[dict[str, Tensor]]": ...
-    def __getitem__(self, index: int | slice) -> Any:
-        """Return one sample, or several."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, or a list of several."""
         number = range(len(self))[index]
+        if isinstance(number, range):
+            return [self[one] for one in number]
         return {name: values[number] for name, values in self.fields.items()}
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the samples."""
-        return (self[number] for number in range(len(self)))
 
 
 def padded(fields: Mapping[str, Values]) -> dict[str, Values]:

@@ -2,31 +2,37 @@
 
 import logging
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
+from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.batch import Batch
-from hpctrain.data.loading.batches import ReadDepth, Reading, prefetched
-from hpctrain.data.loading.delivery import failures, raise_first, require_same
-from hpctrain.data.loading.loader_arguments import check_choice, check_micro_shards, check_numbers
+from hpctrain.data.batch import Batch, padded, pinned
+from hpctrain.data.loading.batches import ReadDepth, cut_apart, prefetched
 from hpctrain.data.loading.position import Position
-from hpctrain.data.loading.steps import Cut, Skipped, Steps, Tail, num_steps
+from hpctrain.data.loading.steps import Cut, Skipped, StepPart, Steps, Tail, num_steps
 from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
-from hpctrain.data.samples import Indices, Samples
-from hpctrain.data.transform import Transform
+from hpctrain.data.samples import Columns, Indices, Samples
+from hpctrain.data.transform import Transform, apply
 from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
+from hpctrain.data.workers.shm_message import portable
 
 _LOG = logging.getLogger(__name__)
+
+_CHOICES = {
+    "tail": ("short", "drop", "wrap"),
+    "ragged": ("packed", "padded"),
+    "on_corrupt": ("raise", "skip"),
+}
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -51,7 +57,7 @@ class Loader:
     """Rank of this process; that of ``comm``, if it is given."""
     size: int = 1
     """Number of ranks; that of ``comm``, if it is given."""
-    comm: "Communicator | None" = None
+    comm: Communicator | None = None
     """The ranks that load together. With it iterating is collective, and ranks fail together."""
     seed: int = 0
     """Of the order of every epoch; the same on every rank."""
@@ -103,25 +109,12 @@ class Loader:
         """Check the arguments."""
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
-        check_numbers(
-            {name: getattr(self, name) for name in ("global_batch", "threads", "prefetch")},
-            workers=self.workers,
-            worker_timeout_s=self.worker_timeout_s,
-            rank=self.rank,
-            size=self.size,
-        )
-        check_choice("tail", self.tail, "short", "drop", "wrap")
-        check_choice("ragged", self.ragged, "packed", "padded")
-        check_choice("on_corrupt", self.on_corrupt, "raise", "skip")
-        skips = self.on_corrupt == "skip"
-        check_micro_shards(self.micro_shards, size=self.size, tail=self.tail, skips=skips)
+        self._check()
         if not len(self):
             raise DataError(
                 f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
                 f"of {self.global_batch}; use tail='short', a smaller batch or other data"
             )
-        if skips and self.size > 1 and self.comm is None:
-            raise DataError('on_corrupt="skip" needs comm: all ranks must skip the same samples')
         if self.pin_memory and not torch.cuda.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
             self.pin_memory = False
@@ -137,26 +130,20 @@ class Loader:
         """Damaged samples that are left out, the same number on every rank."""
         return len(self._skipped)
 
-    @property
-    def window_shape(self) -> WindowShape | None:
-        """What a window order mixes; None for any other order."""
-        return self._ordering.shape
-
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, the same on every rank; a pass in progress ends there."""
         self.epoch, self.consumed, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: the same on every rank, whatever their number."""
-        position = Position(
+        return Position(
             uuid=self.dataset.uuid,
             seed=self.seed,
             epoch=self.epoch,
             consumed=self.consumed,
             ordering=self._ordering,
             skipped=tuple(self._skipped.ranges),
-        )
-        return position.record()
+        ).record()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a loader was, with any number of ranks and any global batch.
@@ -176,7 +163,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of this rank, one for each step; collective with ``comm``."""
-        require_same(self._in_common(), self.comm)
+        _require_same(self._in_common(), self.comm)
         current = self._pass = object()
         left_out = True
         while left_out:
@@ -186,7 +173,7 @@ class Loader:
                 for batch in batches:
                     self._check_pass(current)
                     error = batch if isinstance(batch, Exception) else None
-                    if left_out := self._leave_out(failures(error, self.comm)):
+                    if left_out := self._leave_out(_failures(error, self.comm)):
                         break
                     assert isinstance(batch, Batch)
                     end = min(self.consumed + self.global_batch, len(self.dataset))
@@ -221,6 +208,34 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    def _check(self) -> None:
+        for name in ("global_batch", "threads", "prefetch"):
+            number = getattr(self, name)
+            _require(number >= 1, f"{name} must be positive, got {number}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, f"{name} is one of {', '.join(choices)}, got {value!r}")
+        workers, limit_s = self.workers, self.worker_timeout_s
+        _require(workers >= 0, f"workers is a number of processes or 0, got {workers}")
+        _require(limit_s > 0, f"worker_timeout_s is positive, inf for no limit, got {limit_s}")
+        rank, size, shards = self.rank, self.size, self.micro_shards
+        _require(0 <= rank < size, f"rank must be in [0, size), got rank {rank} of {size}")
+        _require(
+            shards is None or shards >= size,
+            f"every rank needs a micro-shard, got micro_shards = {shards} on {size} ranks; "
+            f"take more, or fewer ranks",
+        )
+        skips = self.on_corrupt == "skip"
+        _require(
+            shards is None or not (self.tail == "wrap" or skips),
+            "micro_shards are fixed parts of a global batch, which samples that are left out or "
+            "repeated would move; use on_corrupt='raise' and tail='short' or 'drop'",
+        )
+        _require(
+            not skips or size == 1 or self.comm is not None,
+            'on_corrupt="skip" needs comm: all ranks must skip the same samples',
+        )
 
     def _batches(self) -> Generator[Batch | Exception]:
         """Read on from where we are; give the batch of each step, or what prevents it.
@@ -266,20 +281,47 @@ class Loader:
                 any_ranks=self.micro_shards is not None,
             )
         order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        reading = Reading(
-            dataset=self.dataset,
-            steps=Steps(order, cut, depth.together, depth.depth),
-            skipped=self._skipped,
-            seed=self.seed,
-            epoch=self.epoch,
-            transform=self.transform,
-            pool=self._pool,
-            is_padded=self.ragged == "padded",
-            is_pinned=self.pin_memory,
-            draws=self._draws,
-        )
-        numbers = range(len(reading.steps))
-        return prefetched(reading.read, numbers, threads=depth.threads, depth=depth.depth)
+        steps = Steps(order, cut, depth.together, depth.depth)
+        read = partial(self._read, steps, self._pool)
+        return prefetched(read, range(len(steps)), threads=depth.threads, depth=depth.depth)
+
+    def _read(self, steps: Steps, pool: DecodePool | None, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it. For threads."""
+        part = steps.part(number)
+        if not self.dataset.in_memory:
+            with suppress(Exception):  # told at the step that cannot be read
+                if (soon := steps.soon(number)).size:
+                    self.dataset.will_need(soon)
+        if len(self._skipped):
+            part = part.without(self._skipped)
+        if len(part.sizes) == 1:
+            return [self._alone(part, pool)]
+        # An error belongs to one step: then they are read one by one.
+        assert self.transform is None  # it would have a thread for each step
+        with suppress(Exception):
+            columns = cut_apart(self.dataset.take(part.indices), part.sizes)
+            batches = zip(columns, part.sizes, part.num_repeated, strict=True)
+            return [self._finished(*batch) for batch in batches]
+        return [self._alone(single, pool) for single in part.singles()]
+
+    def _alone(self, part: StepPart, pool: DecodePool | None) -> Batch | Exception:
+        try:
+            if pool is None:
+                columns = self.dataset.take(part.indices)
+                with self._draws.watched() if self.transform else nullcontext():
+                    fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
+            else:
+                fields = pool.take(part.indices, self.epoch, self.seed)
+            return self._finished(fields, part.sizes[0], part.num_repeated[0])
+        except Exception as error:  # raised when its step is delivered
+            return error
+
+    def _finished(self, fields: Columns, size: int, num_repeated: int) -> Batch:
+        if self.ragged == "padded":
+            fields = padded(fields)
+        if self.pin_memory:
+            fields = pinned(fields)
+        return Batch(fields, size, num_repeated)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.
@@ -291,7 +333,7 @@ class Loader:
         damage = [error for error in errors.values() if isinstance(error, CorruptError)]
         news = [error for error in damage if not self._skipped.covers(error.start, error.stop)]
         if self.on_corrupt == "raise" or len(damage) < len(errors) or not news:
-            raise_first(errors, self.comm)
+            _raise_first(errors, self.comm)
         for error in news:
             if self._skipped.covers(error.start, error.stop):
                 continue  # two ranks have met the same
@@ -304,12 +346,8 @@ class Loader:
 
     def _in_common(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
-        return self.state_dict() | {
-            "global_batch": self.global_batch,
-            "tail": self.tail,
-            "micro_shards": self.micro_shards,
-            "on_corrupt": self.on_corrupt,
-        }
+        names = ("global_batch", "tail", "micro_shards", "on_corrupt")
+        return self.state_dict() | {name: getattr(self, name) for name in names}
 
     def _check_pass(self, current: object) -> None:
         if self._pass is not current:
@@ -317,3 +355,50 @@ class Loader:
                 "a pass over a loader ends when another one begins, and with set_epoch and "
                 "load_state_dict; call iter() again, or use a loader for each pass"
             )
+
+
+def _require(is_kept: bool, rule: str) -> None:  # noqa: FBT001 - reads as the rule itself
+    if not is_kept:
+        raise DataError(rule)
+
+
+def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, Exception]:
+    """Return what went wrong with the same step, by rank; nothing, on all ranks, if all is well.
+
+    Collective over ``comm``, the ranks that take this step together, if there is one.
+    """
+    if comm is None:
+        return {} if error is None else {0: error}
+    flag = torch.tensor(0 if error is None else 1, dtype=torch.int32)
+    comm.allreduce_(flag, op=Op.MAX).wait()
+    if not flag.item():
+        return {}
+    found = comm.allgather_object(None if error is None else portable(error))
+    result = {rank: other for rank, other in enumerate(found) if other is not None}
+    if error is not None:
+        result[comm.rank] = error  # with its traceback
+    return result
+
+
+def _raise_first(errors: dict[int, Exception], comm: Communicator | None) -> None:
+    """Raise the error of the lowest rank that has one."""
+    rank, error = min(errors.items(), key=lambda item: item[0])
+    if comm is not None and comm.size > 1 and rank != comm.rank:
+        error.add_note(f"(raised on rank {rank})")
+    raise error
+
+
+def _require_same(what: dict[str, Any], comm: Communicator | None) -> None:
+    """Return if all ranks say the same. Collective over ``comm``, if there is one.
+
+    Raises:
+        DataError: they do not; on every rank.
+    """
+    if comm is None:
+        return
+    texts = comm.allgather_object(str(what))
+    if len(set(texts)) > 1:
+        raise DataError(
+            f"all ranks must load the same samples, got {by_rank(texts)}; give every loader the "
+            f"same data set and arguments, and load the same state"
+        )

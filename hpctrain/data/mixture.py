@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.order.order import Order, global_order
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Indices, Samples, Values, file_of
+from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Columns, Indices, Samples, file_of
 
 PERIOD = 1 << 16
 """Length of the pattern of sources that repeats; weights are rounded to so many parts."""
@@ -37,6 +37,9 @@ class Mixture:
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
     """
+
+    block_size = 1
+    """Neighbours have nothing to do with each other."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class Mixture:
         )
         self.sources: list[Samples] = [source for source, _ in pairs]
         self._check(pairs, length)
+        self.fields = self.sources[0].fields
         self._seed = seed
         self._length = sum(map(len, self.sources)) if length is None else length
         self._counts = _whole(np.array([weight for _, weight in pairs], float))
@@ -68,28 +72,14 @@ class Mixture:
         for number in range(len(pairs)):
             here = self._pattern == number
             self._before[here] = np.arange(np.count_nonzero(here))
+        sizes = [source.sample_bytes for source in self.sources]
+        self.sample_bytes = float(np.dot(sizes, self._counts)) / PERIOD
         self.uuid = self._make_uuid()
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """What a sample of every source consists of."""
-        return self.sources[0].fields
-
-    @property
-    def block_size(self) -> int:
-        """Neighbours have nothing to do with each other."""
-        return 1
 
     @property
     def in_memory(self) -> bool:
         """Whether all of it lies in memory."""
         return all(source.in_memory for source in self.sources)
-
-    @property
-    def sample_bytes(self) -> float:
-        """Mean bytes of a sample."""
-        sizes = [source.sample_bytes for source in self.sources]
-        return float(np.dot(sizes, self._counts)) / PERIOD
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -100,10 +90,7 @@ class Mixture:
         return _Onward(epoch * self._length)
 
     def take(self, indices: Indices) -> Columns:
-        """Gather samples.
-
-        Args:
-            indices: ``(num_samples,)``, from 0 without an end.
+        """Gather samples, numbered from 0 without an end.
 
         Raises:
             CorruptError: a sample of a source is damaged; tells one index of the mixture.
@@ -165,10 +152,11 @@ class Mixture:
         for source in self.sources:
             if not len(source):
                 raise DataError(f"a mixture is made of data sets with samples, {source} has none")
-            if not _same(source.fields, self.fields):
+            first = self.sources[0].fields
+            if _seen(source.fields) != _seen(first):
                 raise DataError(
                     f"data sets of a mixture have the same fields, got "
-                    f"{dict(self.fields)} and {dict(source.fields)}"
+                    f"{dict(first)} and {dict(source.fields)}"
                 )
 
     def _make_uuid(self) -> str:
@@ -201,12 +189,9 @@ def _order(n: int, seed: int, epoch: int) -> Order:
     return global_order(n, seed, epoch)
 
 
-def _same(fields: Mapping[str, Field], others: Mapping[str, Field]) -> bool:
-    """Compare what a model sees of fields, not how they lie on disk."""
-    return list(fields) == list(others) and all(
-        (field.shape, field.dtype, field.ragged) == (other.shape, other.dtype, other.ragged)
-        for field, other in zip(fields.values(), others.values(), strict=True)
-    )
+def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:
+    """Return what a model sees of fields, not how they lie on disk."""
+    return [(name, field.shape, field.dtype, field.ragged) for name, field in fields.items()]
 
 
 def _whole(weights: NDArray[np.float64]) -> Indices:

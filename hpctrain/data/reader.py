@@ -17,7 +17,7 @@ from hpctrain.data.batch import Picked
 from hpctrain.data.format.compression import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.gathering import Part, gather, gather_ragged, split
+from hpctrain.data.io.gathering import Part, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
@@ -101,7 +101,10 @@ class ShardedDataset:
         """
         found = on_root(comm, lambda: Manifest.read(Path(path)), DataError)
         dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
-        dataset._check_together(comm)
+        # At least one each, so that a rank without the mount finds out.
+        num_shards = len(found.shards)
+        with agreed(comm, DataError):
+            dataset._check_files(range(comm.rank % num_shards, num_shards, comm.size))
         return dataset
 
     @property
@@ -128,9 +131,11 @@ class ShardedDataset:
     @property
     def sample_bytes(self) -> float:
         """Bytes of a sample, of all fields together, on average."""
-        return sum(
-            field.sample_bytes * self._num_rows(name) for name, field in self.fields.items()
-        ) / max(1, len(self))
+        total = 0
+        for name, field in self.fields.items():
+            rows = [shard.places[name].num_rows or 0 for shard in self.manifest.shards]
+            total += field.sample_bytes * (sum(rows) if field.ragged else len(self))
+        return total / max(1, len(self))
 
     @property
     def in_memory(self) -> bool:
@@ -184,8 +189,9 @@ class ShardedDataset:
             if found:
                 joined, rows = found
                 joined.take(name, rows, out)
-            else:
-                gather(name, parts or (), out)
+            elif out.size:
+                for shard, rows, places in parts or ():
+                    shard.gather(name, rows, out, places)
             batch[name] = torch.from_numpy(out)
         return batch
 
@@ -211,7 +217,8 @@ class ShardedDataset:
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"there are {len(self)} samples, got index {index}")
-        return Picked(self.take([index % len(self)]), 1)[0]
+        found: dict[str, Tensor] = Picked(self.take([index % len(self)]), 1)[0]
+        return found
 
     def __getitems__(self, indices: Sequence[int]) -> Picked:
         """Return many samples, for ``DataLoader``; see ``torch_dataloader.collate``."""
@@ -260,18 +267,6 @@ class ShardedDataset:
             else:
                 shard.check_blocks(rows, again=self._verify == "always")
 
-    def _num_rows(self, name: str) -> int:
-        if not self.fields[name].ragged:
-            return len(self)
-        return sum(shard.places[name].num_rows or 0 for shard in self.manifest.shards)
-
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
             check_file(self.path, self.manifest, index)
-
-    def _check_together(self, comm: "Communicator") -> None:
-        num_shards = len(self.manifest.shards)
-        # At least one each, so that a rank without the mount finds out.
-        mine = range(comm.rank % num_shards, num_shards, comm.size)
-        with agreed(comm, DataError):
-            self._check_files(mine)

@@ -5,13 +5,11 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hpctrain.data.format.layout import Field
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.ragged import Values
 
 Indices = NDArray[np.int64]
-Values = Tensor | Ragged
 Columns = dict[str, Values]
 """Samples by field: a tensor whose first dimension counts them, or ``Ragged``."""
 

@@ -27,7 +27,17 @@ class Counts(Protocol):
         """Say how many samples this rank's loss is the mean of."""
 
 
-class SharedLoader(DataLoader[Any]):
+class _Divided(DataLoader[Any]):
+    """A loader as it was made, but for what divides its batches."""
+
+    def __init__(
+        self, loader: "DataLoader[Any]", optimizer: Counts | None, size: int, **own: Any
+    ) -> None:
+        vars(self).update(vars(loader), _iterator=None, **own)
+        self._tell = _Teller(optimizer, loader.batch_size, size)
+
+
+class SharedLoader(_Divided):
     """The batches of a loader whose data set has a length, each divided among the ranks."""
 
     def __init__(
@@ -39,18 +49,8 @@ class SharedLoader(DataLoader[Any]):
         *,
         name: str,
     ) -> None:
-        self._tell = _Teller(optimizer, loader.batch_size, size)
         self._order = _Shares(loader.batch_sampler, rank, size, name)
-        super().__init__(
-            loader.dataset,
-            batch_sampler=self._order,
-            collate_fn=loader.collate_fn,
-            **_settings(loader),
-        )
-        # What a program may ask for: the batch of all ranks, and the sampler that it has made.
-        vars(self).update(
-            batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=loader.sampler
-        )
+        super().__init__(loader, optimizer, size, batch_sampler=self._order)
 
     def __iter__(self) -> Any:
         """Begin an epoch. Collective, and so is every 64th step of it."""
@@ -126,7 +126,7 @@ class _Shares(Sampler[list[Any]]):
                 return
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(_Divided):
     """The batches of a loader whose data set is iterated, each divided among the ranks.
 
     Without a batch size the data set makes the batches, which are dealt in turn.
@@ -143,17 +143,10 @@ class StreamLoader(DataLoader[Any]):
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
         self._is_compared = False
-        self._tell = _Teller(optimizer, loader.batch_size, size)
         collate: Callable[..., Any] = loader.collate_fn
         if loader.batch_size is not None:
             collate = _CollateShare(collate, rank, size)
-        super().__init__(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            collate_fn=collate,
-            **_settings(loader),
-        )
+        super().__init__(loader, optimizer, size, collate_fn=collate)
 
     def __len__(self) -> int:
         """Return the number of steps, where the data set has a length."""
@@ -243,17 +236,3 @@ class _Teller:
                 f"{num_samples} samples where batch_size is {self._batch_size}; take "
                 f"drop_last=True, or leave the argument out and step after {passes} passes"
             )
-
-
-def _settings(loader: "DataLoader[Any]") -> dict[str, Any]:
-    """Return what is the same on every rank; batches come in order, as their counts do."""
-    return {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }

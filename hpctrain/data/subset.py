@@ -3,14 +3,12 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field
 from hpctrain.data.samples import Columns, Indices, Samples, file_of
 
 
@@ -31,6 +29,8 @@ class Subset:
             DataError: there are none, or they are out of range or no whole numbers.
         """
         self.dataset = dataset
+        self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
+        self.block_size = dataset.block_size  # if the indices ascend without gaps
         self._range = indices if isinstance(indices, range) and indices.step > 0 else None
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
@@ -42,7 +42,8 @@ class Subset:
         self._length = len(self._range) if self._range else self._indices.size
         if not self._length or self._indices.ndim != 1:
             raise DataError("a subset has at least 1 sample, its indices have one dimension")
-        low, high = self._ends()
+        ends = (self._range[0], self._range[-1]) if self._range else self._indices
+        low, high = int(np.min(ends)), int(np.max(ends))
         if low < 0 or high >= len(dataset):
             raise DataError(
                 f"a subset chooses from [0, {len(dataset)}), got indices from {low} to {high}"
@@ -52,24 +53,9 @@ class Subset:
         self.uuid = chosen.hexdigest()[:32]
 
     @property
-    def fields(self) -> Mapping[str, Field]:
-        """What a sample consists of."""
-        return self.dataset.fields
-
-    @property
-    def block_size(self) -> int:
-        """Neighbouring samples that are read as one, if the indices ascend without gaps."""
-        return self.dataset.block_size
-
-    @property
     def in_memory(self) -> bool:
         """Whether all of it lies in memory."""
         return self.dataset.in_memory
-
-    @property
-    def sample_bytes(self) -> float:
-        """Mean bytes of a sample of the whole data set."""
-        return self.dataset.sample_bytes
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -101,11 +87,6 @@ class Subset:
     def file_of(self, index: int) -> str | None:
         """Return the file that holds a sample."""
         return file_of(self.dataset, int(self._chosen(np.array([index]))[0]))
-
-    def _ends(self) -> tuple[int, int]:
-        if self._range:
-            return self._range[0], self._range[-1]
-        return int(self._indices.min()), int(self._indices.max())
 
     def _chosen(self, wanted: Indices) -> Indices:
         if self._range:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.order.feistel import key_of
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Indices, Values
+from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Columns, Indices
 
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
@@ -55,14 +55,9 @@ class PerSample:
         seed: int,
         on_sample: OnSample | None = None,
     ) -> dict[str, Values]:
-        """Transform the samples ``indices`` of the data set.
+        """Transform samples, whose random numbers begin with seed, epoch and number.
 
-        Args:
-            columns: their values.
-            indices: ``(num_samples,)``.
-            epoch: with ``seed`` and the sample, where its random numbers begin.
-            seed: of the run.
-            on_sample: told of each sample before it is transformed.
+        ``on_sample`` is told of each sample before.
         """
         if not self.random and on_sample is None:
             return self(columns)

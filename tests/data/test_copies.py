@@ -1,20 +1,18 @@
-"""Pieces of a file and rows of an array arrive at their places, whatever their order and size."""
+"""Pieces of a file and rows of an array arrive at their places; blocks that differ are named."""
 
 import os
 import random
 from itertools import pairwise
-from mmap import PAGESIZE
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.io import values
+from hpctrain.core.checksum import crc32
+from hpctrain.data.io import plain_blocks, values
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.gathering import Buffers
-from hpctrain.data.io.mapped import Space
+from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
 from hpctrain.data.io.values import take_rows
 
 
@@ -65,22 +63,6 @@ def test_the_end_of_a_file_is_told(file):
     assert values.read_at(file[0], 9_990, 10).tobytes() == file[1][-10:]
 
 
-def test_a_file_in_a_space_is_its_bytes(file):
-    descriptor, data = file
-    space = Space((PAGESIZE + 4000,), "|u1")
-    space.map_file(PAGESIZE, descriptor, 0, 4000)
-    array = space.array()
-    del space
-    assert array[PAGESIZE:].tobytes() == data[:4000]
-    with pytest.raises(ValueError, match="read-only"):
-        array[-1] = 1
-
-
-def test_more_addresses_than_there_are_is_an_error():
-    with pytest.raises(OSError, match="memory"):
-        Space((1 << 60,), "|u1")
-
-
 def test_a_chunk_is_decoded_once_while_it_fits():
     cache, decoded = ChunkCache(max_bytes=800), []
 
@@ -95,32 +77,14 @@ def test_a_chunk_is_decoded_once_while_it_fits():
     assert decoded == [1, 2, 3, 2]
 
 
-@pytest.mark.parametrize("rows", [100, 8000])  # small pages, and large ones
-def test_buffers_come_back_when_nobody_has_them(rows):
-    buffers, dtype = Buffers(), np.dtype("f8")
-    first = buffers.empty((rows, 100), dtype)
-    address = first.ctypes.data
-    second = buffers.empty((rows, 100), dtype)
-    assert second.ctypes.data != address
-    part = first[3, 4:]
-    del first
-    third = buffers.empty((rows, 100), dtype)
-    assert third.ctypes.data not in (address, second.ctypes.data)
-    tensor = torch.from_numpy(part)[5:]
-    del part
-    fourth = buffers.empty((rows, 100), dtype)
-    assert fourth.ctypes.data not in (address, second.ctypes.data, third.ctypes.data)
-    del tensor
-    assert buffers.empty((rows - rows // 100, 100), dtype).ctypes.data == address
-
-
 NUM_ROWS = 300
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_fetched():
+def little_at_once():
     patch = pytest.MonkeyPatch()
     patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
+    patch.setattr(plain_blocks, "READ_BYTES", 64)  # and runs of neighbours are cut
     yield
     patch.undo()
 
@@ -139,3 +103,24 @@ def test_rows_are_copied_to_their_places(shape, dtype, num_wanted, seed):
     out = np.full((num_wanted, *shape), 9).astype(dtype)
     take_rows(source, rows, out)
     assert np.array_equal(out, source[rows])
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30), data=st.data())
+def test_blocks_that_differ_or_cannot_be_read_are_named(sizes, data):
+    edges = np.cumsum([0, *sizes])
+    values = np.random.default_rng(0).integers(0, 256, edges[-1], np.uint8)
+    crcs = np.array([crc32(values[a:b].tobytes()) for a, b in pairwise(edges)])
+    filled = [block for block, size in enumerate(sizes) if size]
+    flipped = set(data.draw(st.lists(st.sampled_from(filled)))) if filled else set()
+    for block in flipped:
+        values[edges[block]] ^= 1
+    num_bytes = data.draw(st.integers(0, int(edges[-1])))
+    file = os.memfd_create("blocks")
+    os.pwrite(file, values[:num_bytes].tobytes(), 7)
+    asked = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True).map(sorted))
+    blocks = np.array(asked, np.int64)
+    missing = {block for block in asked if sizes[block] and edges[block + 1] > num_bytes}
+    found = PlainBlocks(edges, crcs, from_file(file, 7)).wrong(blocks)
+    os.close(file)
+    assert found == sorted((flipped | missing) & {*asked})

@@ -68,9 +68,10 @@ def test_who_trains_may_draw_while_another_thread_waits_for_batches():
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", [*DRAWS, "own"])
 def test_in_processes_a_sample_has_its_numbers_whatever_is_transformed_with_it(name):
-    task = _Task(InMemory(31), each(DRAWS[name]))
+    own = PerSample(lambda s, generator: {**s, "noise": generator.random()}, random=True)
+    task = _Task(InMemory(31), own if name == "own" else each(DRAWS[name]))
     many = task(np.array([7, 3, 5]), 1, 2)["noise"]
     assert len(set(many.tolist())) == 3
     assert task(np.array([3]), 1, 2)["noise"].item() == many[1]

@@ -146,13 +146,18 @@ def test_a_good_copy_put_in_place_of_a_damaged_file_is_taken(directory, io):
     assert numbers(dataset, [0]) == [0]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 100, 12_000, -1])
-def test_a_truncated_shard_is_named_when_the_set_is_opened(directory, num_bytes):
+@pytest.mark.parametrize("num_bytes", [0, 100, 12_000, -1, None])
+def test_a_shard_that_is_truncated_or_missing_is_named_when_the_set_is_opened(
+    directory, num_bytes
+):
     path, shard = file_of(directory, 1)
-    os.truncate(path, num_bytes % shard.num_bytes)
-    with pytest.raises(
-        CorruptError, match=rf"{path.name}: it has {shard.num_bytes} bytes"
-    ) as told:
+    words = rf"{path.name}: it has {shard.num_bytes} bytes"
+    if num_bytes is None:
+        path.unlink()
+        words = rf"cannot read shard .*{path.name}: No such file"
+    else:
+        os.truncate(path, num_bytes % shard.num_bytes)
+    with pytest.raises(CorruptError, match=words) as told:
         ShardedDataset(directory)
     assert (told.value.start, told.value.stop) == (40, 80)
 
@@ -171,13 +176,6 @@ def test_a_shard_truncated_later_is_named_when_it_is_read(directory, io, verify,
     assert (told.value.start, told.value.stop) == (40, 80)
 
 
-def test_a_missing_shard_is_named_when_the_set_is_opened(directory):
-    path, _ = file_of(directory, 2)
-    path.unlink()
-    with pytest.raises(CorruptError, match=rf"cannot read shard .*{path.name}: No such file"):
-        ShardedDataset(directory)
-
-
 def test_a_shard_removed_while_open_is_still_read(directory, io):
     dataset = ShardedDataset(directory, io=io)
     dataset.take([40])
@@ -192,27 +190,16 @@ def take_three_times(dataset):
         dataset.take([0])
 
 
-def other_shard(directory, tmp_path):
-    """Return the first shard of another data set, of the same size."""
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_shard_of_another_data_set_of_the_same_size_is_found(directory, tmp_path, io, is_open):
     other = {name: array[::-1] for name, array in numbered(100).items()}
     write_arrays(tmp_path / "other", other, samples_per_shard=40, block_size=7)
-    theirs, _ = file_of(tmp_path / "other")
-    assert theirs.stat().st_size == file_of(directory)[1].num_bytes
-    return theirs
-
-
-def test_a_shard_of_another_data_set_is_found(directory, tmp_path, io):
-    path, _ = file_of(directory)
-    other_shard(directory, tmp_path).rename(path)
-    with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
-        ShardedDataset(directory, io=io).take([0])
-
-
-def test_a_shard_overwritten_while_open_is_found(directory, tmp_path, io):
+    theirs, (path, shard) = file_of(tmp_path / "other")[0], file_of(directory)
+    assert theirs.stat().st_size == shard.num_bytes
     dataset = ShardedDataset(directory, io=io)
-    dataset.take(range(100))
-    path, _ = file_of(directory)
-    path.write_bytes(other_shard(directory, tmp_path).read_bytes())
+    if is_open:
+        dataset.take(range(100))
+    path.write_bytes(theirs.read_bytes())
     with pytest.raises(CorruptError, match=f"{path.name}: it is not the file that its manifest"):
         take_three_times(dataset)
 

@@ -24,12 +24,15 @@ def sets(count, size=40):
 
 @settings(max_examples=8)
 @given(weights=WEIGHTS, start=st.integers(0, 10**15), length=st.integers(1, 3000))
-def test_every_run_holds_the_sources_in_their_proportions(weights, start, length):
+def test_every_run_holds_the_sources_in_their_proportions_each_in_turn(weights, start, length):
     mixture = Mixture(zip(sets(len(weights)), weights, strict=True))
-    numbers, _ = mixture.locate(np.arange(start, start + length))
+    numbers, draws = mixture.locate(np.arange(start, start + length))
     counts = np.bincount(numbers, minlength=len(weights))
     shares = np.array(weights) / sum(weights)
     assert np.abs(counts - shares * length).max() < 2 + length / PERIOD
+    for number in range(len(weights)):
+        mine = draws[numbers == number]
+        assert np.array_equal(mine, np.arange(mine[0], mine[0] + len(mine)) if len(mine) else [])
 
 
 @settings(max_examples=8)
@@ -51,17 +54,6 @@ def test_an_epoch_of_three_equal_sources_has_a_third_of_each():
         assert np.bincount(numbers).tolist() == [length // 3] * 3
 
 
-@settings(max_examples=8)
-@given(weights=WEIGHTS, periods=st.integers(0, 3))
-def test_a_source_gives_its_samples_one_after_another(weights, periods):
-    mixture = Mixture(zip(sets(len(weights)), weights, strict=True))
-    start = periods * PERIOD + 65_000
-    numbers, draws = mixture.locate(np.arange(start, start + 2000))
-    for number in range(len(weights)):
-        mine = draws[numbers == number]
-        assert np.array_equal(mine, np.arange(mine[0], mine[0] + len(mine)) if len(mine) else [])
-
-
 @settings(max_examples=50)
 @given(size=st.integers(1, 4), batch=st.integers(1, 50))
 def test_every_source_goes_through_whole_epochs(size, batch):
@@ -75,26 +67,26 @@ def test_every_source_goes_through_whole_epochs(size, batch):
         assert seen == dict.fromkeys(range(len(source)), times)
 
 
-def test_epochs_of_a_mixture_go_on_where_the_last_one_ended():
-    long = numbers(Loader(Mixture(zip(sets(3), (1, 2, 3), strict=True), 120), global_batch=20))
-    loader = Loader(Mixture(zip(sets(3), (1, 2, 3), strict=True), 60), global_batch=20)
-    assert numbers(loader) + numbers(loader) == long
+def test_epochs_of_a_mixture_go_on_where_the_last_one_ended_and_it_resumes_where_it_stopped():
+    def loader(length):
+        mixture = Mixture(zip(sets(3), (1, 2, 3), strict=True), length, seed=4)
+        return Loader(mixture, global_batch=20)
 
-
-def test_a_mixture_resumes_where_it_stopped():
-    def loader():
-        return Loader(Mixture({InMemory(30): 3, InMemory(50): 1}, seed=4), global_batch=7)
-
-    whole, stopped = numbers(loader()), loader()
+    long, short, stopped = numbers(loader(120)), loader(60), loader(120)
+    assert numbers(short) + numbers(short) == long
     batches = iter(stopped)
     found = [next(batches).number.tolist() for _ in range(4)]
-    other = loader()
+    other = loader(120)
     other.load_state_dict(stopped.state_dict())
-    assert found + numbers(other) == whole
+    assert found + numbers(other) == long
 
 
-def test_samples_keep_their_own_values():
+def test_samples_keep_their_own_values_and_what_is_needed_soon_is_told_to_its_source():
     mixture = Mixture(zip(sets(3), (1, 2, 3), strict=True))
+    mixture.will_need(np.arange(10))
+    mixture.take(np.arange(10))
+    for source in mixture.sources:
+        assert np.array_equal(*source.asked, *source.taken)
     batch = mixture.take(np.array([5, 3, 900, 4, 4]))
     assert isinstance(batch["tokens"], Ragged)
     for index, number in enumerate(batch["number"].tolist()):
@@ -111,15 +103,6 @@ def test_damage_in_one_source_is_left_out():
     with pytest.raises(CorruptError) as error:
         Mixture({a: 1}).take(np.arange(30))
     assert error.value.stop == error.value.start + 1
-
-
-def test_what_is_needed_soon_is_told_to_its_source():
-    a, b = sets(2)
-    mixture = Mixture({a: 1, b: 1})
-    mixture.will_need(np.arange(10))
-    mixture.take(np.arange(10))
-    for source in (a, b):
-        assert np.array_equal(*source.asked, *source.taken)
 
 
 def test_what_comes_where_is_kept_for_ever():

@@ -113,7 +113,9 @@ def test_nothing_else_is_swept(tmp_path):
     assert sweep(tmp_path / "nowhere") == []
 
 
-def test_the_last_one_who_lets_go_removes_it(tmp_path):
+def test_the_last_one_who_lets_go_removes_it_and_what_cannot_be_locked_leaves_nothing(
+    tmp_path, monkeypatch
+):
     first = NodeFolder.create(tmp_path, "test")
     second = NodeFolder.join(first.path)
     first.close()
@@ -123,8 +125,6 @@ def test_the_last_one_who_lets_go_removes_it(tmp_path):
     del second
     assert not list(tmp_path.iterdir())
 
-
-def test_what_cannot_be_locked_leaves_nothing(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("no locks")
 

@@ -1,26 +1,46 @@
-"""An order is a bijection, the same everywhere and for ever."""
+"""An order is a bijection, the same everywhere and for ever; a window order reads whole blocks."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.units import KIB
 from hpctrain.data.order.feistel import Feistel, splitmix64_
 from hpctrain.data.order.order import SMALL, FisherYates, Sequential, Shuffled, global_order
+from hpctrain.data.order.window import WindowOrder, WindowShape
 
 words = st.integers(0, 2**64 - 1)
+shapes = st.builds(
+    WindowShape, block=st.integers(1, 20), window=st.integers(1, 9), lanes=st.integers(1, 40)
+)
+kinds = st.one_of(
+    st.sampled_from([Shuffled, FisherYates]),
+    shapes.map(lambda shape: partial(WindowOrder, shape=shape)),
+)
 
 
-@given(n=st.integers(1, 3000), seed=words, epoch=words)
-@pytest.mark.parametrize("kind", [Shuffled, FisherYates])
-def test_every_sample_has_one_position(kind, n, seed, epoch):
+def windowed(n, shape, seed=1, epoch=2):
+    return WindowOrder(n, seed, epoch, shape)
+
+
+@settings(max_examples=150)
+@given(kind=kinds, n=st.integers(1, 3000), seed=words, epoch=words)
+@example(partial(WindowOrder, shape=WindowShape(block=5, window=1, lanes=1)), 1, 0, 0)
+@example(partial(WindowOrder, shape=WindowShape(block=1, window=9, lanes=40)), 39, 0, 0)
+def test_every_sample_has_one_position_which_is_computed_without_the_others(kind, n, seed, epoch):
     order, positions = kind(n, seed, epoch), np.arange(n)
     samples = order.samples_at(positions)
     assert np.array_equal(np.sort(samples), positions)
-    assert np.array_equal(order.positions_of(samples), positions)
+    for some in ([0], [n - 1, n // 2, n // 2], [], [[0, n // 3], [n // 5, 0]]):
+        index = np.array(some, np.int64)
+        assert np.array_equal(order.samples_at(index), samples[index])
+    if not isinstance(order, WindowOrder):
+        assert np.array_equal(order.positions_of(samples), positions)
 
 
 @pytest.mark.parametrize("n", [1, 2, SMALL, SMALL + 1, 2**17, 1_281_167])
@@ -29,42 +49,61 @@ def test_order_is_a_bijection_of_real_sizes(n):
     assert np.array_equal(np.sort(samples), np.arange(n))
 
 
-@given(n=st.integers(SMALL + 1, 2**62 - 1), seed=words, data=st.data())
-def test_inverse_leads_back_at_any_size(n, seed, data):
-    order = global_order(n, seed, epoch=0)
-    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1)))
-    samples = order.samples_at(positions)
-    assert samples.min() >= 0
-    assert samples.max() < n
-    assert np.array_equal(order.positions_of(samples), positions)
+@given(n=st.integers(SMALL + 1, 2**62 - 1), seed=words, shape=shapes, data=st.data())
+def test_positions_of_any_size_have_samples_of_their_own(n, seed, shape, data):
+    start = data.draw(st.integers(0, n - 1))
+    positions = np.arange(start, min(start + 5000, n))
+    shuffled = global_order(n, seed, epoch=0)
+    for order in (shuffled, windowed(n, shape, seed)):
+        samples = order.samples_at(positions)
+        assert samples.min() >= 0
+        assert samples.max() < n
+        assert len(np.unique(samples)) == len(samples)
+    assert np.array_equal(shuffled.positions_of(shuffled.samples_at(positions)), positions)
 
 
-def test_a_position_is_computed_without_the_others():
-    order, positions = global_order(10**6, 3, 4), np.arange(10**6)
-    samples = order.samples_at(positions)
-    for some in ([0], [999_999, 5, 5], [], [[1, 2], [3, 4]]):
-        index = np.array(some, np.int64)
-        assert np.array_equal(order.samples_at(index), samples[index])
+ORDERS = {
+    "global": global_order,
+    "window": partial(WindowOrder, shape=WindowShape(block=4, window=8, lanes=16)),
+}
 
 
-def test_seed_and_epoch_and_nothing_else_change_the_order():
+@pytest.mark.parametrize("name", ORDERS)
+def test_seed_and_epoch_and_nothing_else_change_the_order(name):
     def first(seed, epoch, n=10**6):
-        return global_order(n, seed, epoch).samples_at(np.arange(100)).tolist()
+        return tuple(ORDERS[name](n, seed, epoch).samples_at(np.arange(100)).tolist())
 
     assert first(1, 2) == first(1, 2)
-    assert len({tuple(first(seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
+    assert len({first(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
 
 
-@pytest.mark.parametrize(
-    ("n", "expected"),
-    [
-        (8, [4, 0, 6, 3, 2, 7, 5, 1]),
-        (100_000, [74293, 77381, 93680, 82537, 4909, 57545, 51874, 52393]),
-    ],
-)
-def test_order_of_a_release_is_kept_for_ever(n, expected):
+GOLDEN = [
+    (8, None, "4 0 6 3 2 7 5 1"),
+    (100_000, None, "74293 77381 93680 82537 4909 57545 51874 52393"),
+    (
+        60,
+        (4, 2, 3),
+        """32 48 52 34 40 58 26 13 57 25 42 23 1 15 20 3 14 21 35 12 59 0 49 22 33 41 54 2 43 53
+        24 51 56 27 50 55 38 28 17 7 10 18 4 30 46 6 9 45 37 8 19 5 11 44 36 31 16 39 29 47""",
+    ),
+    (
+        10**12,
+        (16, 32, 256),
+        """859690830583 89841506892 242293605319 382786023057 99712687875 678739553190
+        94925926504 322568101062""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("n", "shape", "expected"), GOLDEN)
+def test_order_of_a_release_is_kept_for_ever(n, shape, expected):
     # A checkpoint says where in the order a run stopped: another order would repeat samples.
-    assert global_order(n, seed=1, epoch=2).samples_at(np.arange(8)).tolist() == expected
+    wanted = list(map(int, expected.split()))
+    order = global_order(n, seed=1, epoch=2)
+    if shape is not None:
+        block, window, lanes = shape
+        order = windowed(n, WindowShape(block=block, window=window, lanes=lanes))
+    assert order.samples_at(np.arange(len(wanted))).tolist() == wanted
 
 
 def test_all_permutations_of_few_samples_are_equally_likely():
@@ -104,12 +143,19 @@ def test_a_network_is_one_to_one_below_any_limit(size, key, tweak, data):
     assert np.array_equal(Feistel(size, key).backward(mapped, limits, tweaks), values)
 
 
-def test_class_sorted_samples_are_mixed_as_by_a_drawn_permutation():
+@pytest.mark.parametrize("sample_bytes", [None, 3_000, 60_000])
+def test_class_sorted_samples_are_mixed_nearly_as_by_a_drawn_permutation(sample_bytes):
     n, num_classes, batch = 1_281_167, 1000, 256
-    samples = global_order(n, seed=0, epoch=0).samples_at(np.arange(200 * batch))
-    labels = samples * num_classes // n
-    distinct = np.mean([len(np.unique(some)) for some in labels.reshape(-1, batch)])
-    assert abs(distinct - 226) < 2
+    order = global_order(n, seed=0, epoch=0)
+    if sample_bytes is not None:
+        order = windowed(n, WindowShape.of(batch, sample_bytes, 16))
+    # Also at the end of the epoch, where blocks that do not go round the lanes could gather.
+    positions = np.concatenate([np.arange(100 * batch), np.arange(n - 100 * batch, n)])
+    labels = (order.samples_at(positions) * num_classes // n).reshape(-1, batch)
+    distinct = [len(np.unique(some)) for some in labels]
+    for half in (distinct[:100], distinct[100:]):
+        assert 223 < np.mean(half) < 229
+    assert min(distinct) > 190
 
 
 def test_sequential_order_is_the_identity():
@@ -117,9 +163,47 @@ def test_sequential_order_is_the_identity():
     assert np.array_equal(Sequential().samples_at(positions), positions)
 
 
+@pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(
     ("n", "seed", "epoch"), [(0, 0, 0), (2**62, 0, 0), (5, -1, 0), (5, 2**64, 0), (5, 0, -1)]
 )
-def test_arguments_out_of_range_are_told(n, seed, epoch):
+def test_arguments_out_of_range_are_told(name, n, seed, epoch):
     with pytest.raises(DataError, match=f"got n={n}, seed={seed}, epoch={epoch}"):
-        global_order(n, seed, epoch)
+        ORDERS[name](n, seed, epoch)
+
+
+@settings(max_examples=50)
+@given(n=st.integers(1, 600), epoch=words, shape=shapes)
+def test_every_block_is_in_one_lane_which_reads_it_in_every_epoch(n, epoch, shape):
+    order, positions = windowed(n, shape, 7, epoch), np.arange(n)
+    turns = range(n // shape.block // shape.lanes)
+    blocks, lanes = order.samples_at(positions) // shape.block, order.lanes_of(positions)
+    every, sizes = [], []
+    for lane in range(shape.lanes):
+        own = range(lane, lane + 1)
+        found = sorted([*order.blocks(own, turns), *order.rest_blocks(own)])
+        other = windowed(n, shape, 7, 0)
+        assert sorted([*other.blocks(own, turns), *other.rest_blocks(own)]) == found
+        assert set(blocks[lanes == lane].tolist()) == set(found)
+        every += found
+        sizes.append(len(found))
+    assert sorted(every) == list(range(-(-n // shape.block)))
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("global_batch", [1, 2, 31, 256, 1000, 1031, 4096, 65536])
+@pytest.mark.parametrize(("sample_bytes", "block_size"), [(4, 16), (3072, 16), (99_999, 64)])
+def test_the_default_shape_mixes_many_blocks_of_whole_reads(
+    global_batch, sample_bytes, block_size
+):
+    shape = WindowShape.of(global_batch, sample_bytes, block_size)
+    assert shape.lanes * shape.window >= 32 * max(global_batch, 256)
+    assert shape.block % block_size == 0
+    assert shape.block * sample_bytes >= 64 * KIB
+    assert min(global_batch, 512) <= shape.lanes <= 1024
+
+
+@pytest.mark.parametrize("wrong", ["block", "window", "lanes"])
+def test_a_shape_of_nothing_is_told(wrong):
+    with pytest.raises(DataError, match="positive"):
+        WindowShape(**{"block": 1, "window": 1, "lanes": 1, wrong: 0})

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,7 @@ import torch
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.ragged import Ragged
-from hpctrain.data.transform import PerSample
-from hpctrain.data.workers.pool import DecodePool, _pickled, _Task
+from hpctrain.data.workers.pool import DecodePool
 from hpctrain.launch import mpiexec
 from tests.runtime.victims import is_alive, wait_until
 
@@ -49,6 +48,8 @@ def make_transform(fifo=None):
                 raise ValueError("bad luck")
             if unlucky == 901:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if unlucky == 903:
+                raise EOFError("no more")
             if unlucky == 902:
 
                 class LocalError(Exception):
@@ -78,12 +79,19 @@ def make_transform(fifo=None):
 def pool(tmp_path_factory):
     fifo = tmp_path_factory.mktemp("pool") / "fifo"
     os.mkfifo(fifo)
-    with DecodePool(make_numbers(), make_transform(fifo), 2) as made:
+    with contextlib.closing(DecodePool(make_numbers(), make_transform(fifo), 2)) as made:
         yield made
 
 
+THREADS = ThreadPoolExecutor(64)
+
+
+def submit(pool, indices):
+    return THREADS.submit(pool.take, indices, 0, 0)
+
+
 def ask(pool, *indices, epoch=0, seed=0):
-    return pool.submit(indices, epoch, seed).result(LIMIT_S)
+    return pool.take(indices, epoch, seed)
 
 
 def test_everything_comes_back_as_it_was_made(pool):
@@ -96,15 +104,12 @@ def test_everything_comes_back_as_it_was_made(pool):
     assert torch.equal(found["ragged"].offsets, expected["ragged"].offsets)
     assert found["text"] == "text"
     assert found["pid"] != os.getpid()
+    assert found["server_threads"] == 1  # a process that forks has none of libraries
     found["number"] += 1  # the caller's own
 
 
-def test_the_process_that_forks_workers_has_no_threads_of_libraries(pool):
-    assert ask(pool, 1)["server_threads"] == 2  # its own two, the second one after the forks
-
-
 def test_batches_stay_as_they_are_while_others_come(pool):
-    futures = [pool.submit(range(start, start + 8), 0, 0) for start in range(100, 500, 8)]
+    futures = [submit(pool, range(start, start + 8)) for start in range(100, 500, 8)]
     batches = [future.result(LIMIT_S) for future in futures]
     for _ in range(20):
         ask(pool, *range(500, 508))
@@ -114,7 +119,7 @@ def test_batches_stay_as_they_are_while_others_come(pool):
 
 
 def test_workers_work_at_the_same_time(pool):
-    futures = [pool.submit([number], 0, 0) for number in (800, 801)]
+    futures = [submit(pool, [number]) for number in (800, 801)]
     assert len({future.result(LIMIT_S)["pid"] for future in futures}) == 2
 
 
@@ -129,42 +134,27 @@ def test_random_numbers_depend_on_samples_epoch_and_seed_only(pool):
     assert len({first, *others}) == 4
 
 
-def test_an_error_comes_back_with_its_traceback(pool):
-    with pytest.raises(ValueError, match="bad luck") as caught:
-        ask(pool, 900)
-    assert "in transform" in str(caught.value.__cause__)
+@pytest.mark.parametrize(
+    ("samples", "kind", "words"),
+    [
+        ((900,), ValueError, r"(?s)bad luck.*Traceback.*in transform"),
+        ((902,), DataError, r"(?s)LocalError: not to be made again.*Traceback.*in transform"),
+        ((903,), EOFError, "(?s)no more.*in transform"),  # not the end of a worker
+        ((12, 13), CorruptError, "number 13 is damaged"),
+    ],
+)
+def test_an_error_comes_back_with_its_traceback(pool, samples, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        ask(pool, *samples)
+    if kind is CorruptError:
+        assert (caught.value.start, caught.value.stop) == (13, 14)
     assert ask(pool, 1)["text"] == "text"
-
-
-def test_an_error_that_does_not_pickle_comes_back_as_text(pool):
-    with pytest.raises(DataError, match=r"(?s)Traceback.*LocalError: not to be made again"):
-        ask(pool, 902)
-
-
-def test_damaged_samples_are_named_across_processes(pool):
-    with pytest.raises(CorruptError, match="number 13 is damaged") as caught:
-        ask(pool, 12, 13)
-    assert (caught.value.start, caught.value.stop) == (13, 14)
-
-
-def test_a_function_of_samples_gets_the_generator_of_the_sample():
-    def jitter(sample, generator):
-        return {"value": sample["number"] + generator.random()}
-
-    transform = PerSample(jitter, random=True)
-    indices = np.array([5, 3])
-    expected = transform.at(make_numbers().take(indices), indices, 4, 2)
-    task = pickle.loads(_pickled(_Task(make_numbers(), transform)))
-    found = task(indices, 4, 2)
-    assert torch.equal(found["value"], expected["value"])
 
 
 def test_a_transform_that_does_not_pickle_is_refused_at_the_start():
     lock = threading.Lock()
     with pytest.raises(DataError, match=r"must pickle, but: .*lock.*workers=0"):
         DecodePool(make_numbers(), lambda columns: lock and columns, 1)
-    with pytest.raises(DataError, match="at least 1 worker, got 0"):
-        DecodePool(make_numbers(), None, 0)
 
 
 def test_what_a_worker_cannot_load_is_told_by_every_batch():
@@ -175,7 +165,7 @@ def test_what_a_worker_cannot_load_is_told_by_every_batch():
         def __reduce__(self):
             return exec, ("raise RuntimeError('not here')",)
 
-    with DecodePool(make_numbers(), Unloadable(), 2) as pool:
+    with contextlib.closing(DecodePool(make_numbers(), Unloadable(), 2)) as pool:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="not here"):
                 ask(pool, 1)
@@ -184,7 +174,7 @@ def test_what_a_worker_cannot_load_is_told_by_every_batch():
 def test_a_killed_worker_is_an_error_that_names_it_and_close_ends_the_others():
     pool = DecodePool(make_numbers(), make_transform(), 2)
     pids = {ask(pool, 1)["pid"] for _ in range(8)}
-    failed = [pool.submit([901 if n == 5 else n], 0, 0) for n in range(20)]
+    failed = [submit(pool, [901 if n == 5 else n]) for n in range(20)]
     story = r"decode worker [01] of 2 \(process \d+\) was killed by SIGKILL"
     with pytest.raises(DataError, match=story):
         failed[5].result(LIMIT_S)
@@ -194,8 +184,8 @@ def test_a_killed_worker_is_an_error_that_names_it_and_close_ends_the_others():
     pool.close()
     pool.close()
     assert not any(map(is_alive, pids))
-    with pytest.raises(DataError, match="was closed"):
-        pool.submit([1], 0, 0)
+    with pytest.raises(DataError, match="was killed by SIGKILL"):  # the first error
+        ask(pool, 1)
 
 
 def test_close_ends_work_that_is_not_done():
@@ -204,7 +194,7 @@ def test_close_ends_work_that_is_not_done():
         return columns
 
     pool = DecodePool(make_numbers(), sleep, 1)
-    futures = [pool.submit([n], 0, 0) for n in range(3)]
+    futures = [submit(pool, [n]) for n in range(3)]
     time.sleep(0.1)
     pool.close()
     for future in futures:
@@ -214,12 +204,12 @@ def test_close_ends_work_that_is_not_done():
 
 RANK = """
 import os, sys
-from hpctrain.data.workers.pool import DecodePool, _pickled, _Task
+from hpctrain.data.workers.pool import DecodePool
 class Pids:
     def take(self, indices):
         return {"pid": os.getpid(), "server": os.getppid()}
 pool = DecodePool(Pids(), None, 2)
-found = [pool.submit([n], 0, 0).result() for n in range(8)]
+found = [pool.take([n], 0, 0) for n in range(8)]
 print(*{pid for one in found for pid in one.values()}, flush=True)
 sys.stdin.read()
 """

@@ -1,5 +1,6 @@
 """``shard``: the ranks see together what one process with the same loader sees."""
 
+import multiprocessing
 from itertools import chain
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 
 import hpctrain
-from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -191,16 +192,11 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_batches_that_a_data_set_makes_are_dealt_in_turn(world):
-    loader = hpctrain.shard(DataLoader(Counting(11), batch_size=None))
-    seen = world.allgather(list(loader))
+def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together(world):
+    seen = world.allgather(list(hpctrain.shard(DataLoader(Counting(11), batch_size=None))))
     steps = 11 // world.size
     assert [len(numbers) for numbers in seen] == [steps] * world.size
     assert sorted(joined(seen)) == list(range(steps * world.size))
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_streams_of_unequal_length_end_together(world):
     loader = hpctrain.shard(DataLoader(Counting(40 - 10 * world.rank), batch_size=12), Notes())
     assert len(list(loader)) == -(-(40 - 10 * (world.size - 1)) // 12)
 
@@ -285,12 +281,8 @@ def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(wor
     hpctrain.shard(OTHERS[name](5))
     with pytest.raises(MismatchError, match=rf"got {name} with the checksums rank.*same seed"):
         hpctrain.shard(OTHERS[name](int(world.rank == 1)))
-
-
-@pytest.mark.ranks(2, 3)
-def test_numbers_that_may_round_differently_are_not_compared(world):
     data = Labelled(0)
-    data.noise += world.rank
+    data.noise += world.rank  # numbers that may round differently are not compared
     assert hpctrain.shard(DataLoader(data, batch_size=2 * world.size))
 
 
@@ -318,7 +310,7 @@ def test_a_stream_that_divides_itself_is_told(world, num_workers, caplog):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_short_batch_among_passes_of_a_step_is_refused_before_the_first():
+def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every_rank(world):
     model = nn.Linear(1, 1)
     wrapped = hpctrain.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
@@ -329,49 +321,33 @@ def test_a_short_batch_among_passes_of_a_step_is_refused_before_the_first():
     wrapped.set_backward_passes_per_step(1)
     assert len(list(loader)) == 6
 
+    class Failing:
+        def __iter__(self):
+            yield [0, 1]
+            raise ValueError("no more")
 
-class Failing:
-    def __iter__(self):
-        yield [0, 1]
-        raise ValueError("no more")
-
-
-@pytest.mark.ranks(2)
-def test_a_sampler_that_fails_is_told_on_every_rank(world):
     loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
-    with pytest.raises(
-        hpctrain.core.errors.DataError, match="fails on rank 0: ValueError: no more"
-    ):
+    with pytest.raises(DataError, match="fails on rank 0: ValueError: no more"):
         list(loader)
     assert world.allgather(0) == [0] * world.size
 
 
 @RANKS
 def test_a_loader_keeps_what_it_was_made_with():
-    def collate(samples):
-        return samples
-
-    def start(_worker):
-        pass
-
-    plain = DataLoader(
-        NUMBERS,
-        batch_size=12,
-        drop_last=True,
-        num_workers=1,
-        collate_fn=collate,
-        worker_init_fn=start,
-        timeout=5,
-        prefetch_factor=4,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-        generator=torch.Generator(),
-    )
+    settings = {
+        "batch_size": 12,
+        "drop_last": True,
+        "num_workers": 1,
+        "collate_fn": joined,
+        "worker_init_fn": as_list,
+        "timeout": 5,
+        "prefetch_factor": 4,
+        "persistent_workers": True,
+        "multiprocessing_context": multiprocessing.get_context("fork"),
+        "generator": torch.Generator(),
+    }
+    plain = DataLoader(NUMBERS, **settings)
     loader = hpctrain.shard(plain, Notes())
-    for name in ("dataset", "batch_size", "drop_last", "num_workers", "collate_fn", "timeout",
-                 "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory",
-                 "generator", "multiprocessing_context", "sampler"):  # fmt: skip
-        assert getattr(loader, name) is getattr(plain, name) or getattr(loader, name) == getattr(
-            plain, name
-        ), name
+    for name in (*settings, "dataset", "pin_memory", "sampler"):
+        assert getattr(loader, name) == getattr(plain, name), name
     assert len(loader) == len(plain) == 1

@@ -7,9 +7,8 @@ import pytest
 
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io import read_ahead
 from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.read_ahead import runs_of
+from hpctrain.data.io.read_ahead import read_ahead
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.reader import ShardedDataset
@@ -50,7 +49,7 @@ def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.io.read_ahead._PIECE_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.io.plain_blocks.READ_BYTES", at_once)
     with ThreadPoolExecutor(2) as threads:
-        shard.will_need(np.array([39, 3, 20]), threads, check=True)
+        read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True)
     assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
     assert not shard.file.coming
 
@@ -62,7 +61,7 @@ def test_what_is_on_its_way_is_waited_for_and_read_once(shard, monkeypatch):
         shard.file, "wrong_blocks", lambda blocks: read.extend(blocks) or wrong_blocks(blocks)
     )
     held = Held()
-    shard.will_need(np.arange(30), held, check=True)
+    read_ahead(held, shard.file, np.arange(30), check=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(shard.check_blocks, np.arange(40), again=False)
         with pytest.raises(TimeoutError):
@@ -77,7 +76,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
     flip(directory / entry.file, entry.places["number"].offset + 15 * 8)
     shard = OpenShard(directory, Manifest.read(directory), 0)
     with ThreadPoolExecutor(2) as threads:
-        shard.will_need(np.arange(40), threads, check=True)
+        read_ahead(threads, shard.file, np.arange(40), check=True)
     assert np.flatnonzero(~shard.file.checked).tolist() == [2]
     with pytest.raises(CorruptError, match="samples 14 to 20"):
         shard.check_blocks(np.arange(40), again=False)
@@ -87,7 +86,7 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
 
 def test_without_checks_samples_are_asked_for_and_nothing_is_waited_for(shard):
     held = Held()
-    shard.will_need(np.array([39, 3, 20]), held, check=False)
+    read_ahead(held, shard.file, np.array([39, 3, 20]), check=False)
     assert not shard.file.coming
     held.go()
     assert not shard.file.checked.any()
@@ -127,10 +126,3 @@ def test_a_shard_truncated_while_open_is_told(directory):
         file.truncate(4096)
     with pytest.raises(CorruptError, match="truncated or replaced"):
         list(Loader(dataset, global_batch=8))
-
-
-def test_runs_of_numbers():
-    starts, stops = runs_of(np.array([1, 2, 3, 7, 9, 10]))
-    assert list(zip(starts, stops, strict=True)) == [(1, 4), (7, 8), (9, 11)]
-    assert read_ahead.distinct(np.array([3, 1, 1, 2])).tolist() == [1, 2, 3]
-    assert read_ahead.distinct(np.array([1, 1, 2])).tolist() == [1, 2]

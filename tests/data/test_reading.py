@@ -15,35 +15,30 @@ from hpctrain.data.transform import PerSample
 from tests.data.memory import InMemory
 
 
-def test_a_transform_makes_the_fields_of_a_batch():
-    loader = Loader(
-        InMemory(31), global_batch=8, transform=lambda fields: {"twice": 2 * fields["number"]}
-    )
-    (twice,) = next(iter(loader))
-    assert (twice % 2 == 0).all()
+def first(transform):
+    """Return the first batch of four samples that are transformed."""
+    return next(iter(Loader(InMemory(4), global_batch=4, order="sequential", transform=transform)))
 
 
-def test_a_function_of_a_sample_may_return_any_lengths():
-    def repeated(sample):
-        return {"copies": sample["number"].repeat(int(sample["number"]))}
-
-    loader = Loader(InMemory(4), global_batch=4, order="sequential", transform=PerSample(repeated))
-    (copies,) = next(iter(loader))
+def test_a_transform_makes_the_fields_of_a_batch_and_a_function_of_a_sample_any_lengths():
+    (twice,) = first(lambda fields: {"twice": 2 * fields["number"]})
+    assert twice.tolist() == [0, 2, 4, 6]
+    (copies,) = first(PerSample(lambda s: {"copies": s["number"].repeat(int(s["number"]))}))
     assert isinstance(copies, Ragged)
     assert copies.values.tolist() == [1, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("transform", "words"),
     [
-        (lambda sample: {"x": torch.zeros(1, int(sample["number"]))}, "first dimension only"),
-        (lambda sample: {f"x{sample['number']}": 1}, "the same fields"),
+        (PerSample(lambda s: {"x": torch.zeros(1, int(s["number"]))}), "first dimension only"),
+        (PerSample(lambda s: {f"x{s['number']}": 1}), "the same fields"),
+        (lambda fields: fields["number"], "tensors by field"),
     ],
 )
-def test_samples_that_do_not_go_into_a_batch_are_told(function, words):
-    loader = Loader(InMemory(4), global_batch=4, transform=PerSample(function))
+def test_what_does_not_go_into_a_batch_is_told(transform, words):
     with pytest.raises(DataError, match=words):
-        next(iter(loader))
+        first(transform)
 
 
 def test_random_numbers_without_a_loader_are_told():
@@ -105,12 +100,6 @@ def test_a_failure_while_reading_is_raised_at_its_step(threads):
     assert not readers()
     assert loader.consumed == 16
     with pytest.raises(KeyError, match="sample 20"):
-        next(iter(loader))
-
-
-def test_a_transform_that_returns_no_fields_is_told():
-    loader = Loader(InMemory(31), global_batch=8, transform=lambda fields: fields["number"])
-    with pytest.raises(DataError, match="tensors by field"):
         next(iter(loader))
 
 

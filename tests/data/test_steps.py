@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data.loading import steps as steps_module
 from hpctrain.data.loading.steps import Cut, Steps
-from hpctrain.data.order.window import window_order
+from hpctrain.data.order.window import WindowOrder, WindowShape
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,7 @@ def few_asked():
 def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, together, data):
     block, window = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     lanes = data.draw(st.integers(1, batch))
-    order = window_order(n, 1, 0, block=block, window=window, lanes=lanes)
+    order = WindowOrder(n, 1, 0, WindowShape(block=block, window=window, lanes=lanes))
     rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
     cut = Cut(num_samples=n, start=start, global_batch=batch, tail="short", rank=rank, size=size)
     steps = Steps(order, cut, together, 4)
@@ -38,6 +38,8 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, toge
         soon = steps.soon(number)
         asked += np.unique(soon // block).tolist()
         part = steps.part(number)
+        # What bounds memory: in a lane, at most two windows of turns are in use at a time.
+        assert len(order.turns_begun(min(n - 1, start + number * together * batch))) <= 4 * window
         if size == 1:
             assert {*(part.indices // block).tolist()} <= {*asked}
     assert len(set(asked)) == len(asked)

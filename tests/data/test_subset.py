@@ -41,11 +41,13 @@ def test_damage_is_told_in_the_numbers_of_the_subset(chosen, damaged):
     assert loader.num_skipped == len(chosen) - len(good)
 
 
-def test_neighbours_that_are_damaged_are_told_at_once():
-    subset = Subset(InMemory(N, damaged=[(10, 21)]), range(0, N, 2))
+def test_neighbours_that_are_damaged_are_told_at_once_and_what_is_needed_is_told_on():
+    dataset = InMemory(N, damaged=[(10, 21)])
     with pytest.raises(CorruptError) as error:
-        subset.take([7, 3])
+        Subset(dataset, range(0, N, 2)).take([7, 3])
     assert (error.value.start, error.value.stop) == (5, 11)
+    Subset(dataset, range(10, 20)).will_need([1, 2])
+    assert [some.tolist() for some in dataset.asked] == [[11, 12]]
 
 
 def test_subsets_differ_in_their_uuid():
@@ -67,22 +69,19 @@ def test_a_range_of_many_takes_no_memory():
     assert subset.take([2**48])["number"].tolist() == [2**49 + 1]
 
 
-def test_what_is_needed_soon_is_told_to_the_data_set():
-    dataset = InMemory(N)
-    Subset(dataset, range(10, 20)).will_need([1, 2])
-    assert [some.tolist() for some in dataset.asked] == [[11, 12]]
-
-
-@pytest.mark.parametrize("chosen", [[], range(0), [60], [-1], [[1, 2]], range(50, 70)])
-def test_samples_that_cannot_be_chosen_are_told(chosen):
-    with pytest.raises(DataError, match="subset"):
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        *((wrong, "subset") for wrong in ([], range(0), [60], [-1], [[1, 2]], range(50, 70))),
+        (np.arange(10) % 2 == 0, "flatnonzero"),
+        (torch.ones(10) > 0, "flatnonzero"),
+        ([0.5, 2.0], "flatnonzero"),
+    ],
+    ids=str,
+)
+def test_samples_that_cannot_be_chosen_are_told(chosen, words):
+    with pytest.raises(DataError, match=words):
         Subset(InMemory(N), chosen)
-
-
-@pytest.mark.parametrize("mask", [np.arange(10) % 2 == 0, torch.ones(10) > 0, [0.5, 2.0]], ids=str)
-def test_a_mask_is_no_choice_of_samples(mask):
-    with pytest.raises(DataError, match="flatnonzero"):
-        Subset(InMemory(10), mask)
 
 
 @pytest.mark.parametrize("wrong", [[10], [-1]])

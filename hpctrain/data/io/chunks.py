@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
-from hpctrain.data.io.values import Array, ValueSource, as_bytes, row_bytes
+from hpctrain.data.io.values import Array, as_bytes, row_bytes
 
 CACHE_BYTES = 512 * MIB
 _PLAIN_CHUNK_BYTES = MIB
@@ -63,16 +63,15 @@ class ChunkCache:
 
 
 class CachedValues:
-    """Values that are read chunk by chunk, by HDF5."""
+    """Values of an HDF5 dataset that has no plain bytes in the file, read chunk by chunk."""
 
-    def __init__(
-        self, source: ValueSource, num_rows: int, chunk_rows: int, cache: ChunkCache
-    ) -> None:
-        """Take what reads a chunk, and how many rows it has."""
-        self._source = source
-        self._cache = cache
-        self._number = cache.new_number()
-        self._num_rows, self._chunk_rows = num_rows, chunk_rows
+    def __init__(self, dataset: Any, cache: ChunkCache) -> None:
+        """Take the open dataset ``(num_rows, *shape)``."""
+        self._dataset, self._num_rows = dataset, len(dataset)
+        self._cache, self._number = cache, cache.new_number()
+        sample_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
+        plain_rows = max(1, _PLAIN_CHUNK_BYTES // sample_bytes)
+        self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else plain_rows
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
         """Return rows of a chunk, or join those of several."""
@@ -99,24 +98,14 @@ class CachedValues:
         """Copy runs of rows, chunk by chunk."""
         target, size = as_bytes(out), row_bytes(out)
         order = np.argsort(starts, kind="stable")
-        for start, count, place in zip(
-            starts[order].tolist(), lengths[order].tolist(), places[order].tolist(), strict=True
-        ):
-            done = 0
-            while done < count:
-                home, inside = divmod(start + done, self._chunk_rows)
-                part = min(count - done, self._chunk_rows - inside)
-                source = as_bytes(self._chunk(home))
-                at, end = (place + done) * size, (place + done + part) * size
-                target[at:end] = source[inside * size : (inside + part) * size]
-                done += part
+        runs = zip(*(column[order].tolist() for column in (starts, lengths, places)), strict=True)
+        for start, count, place in runs:
+            if count:
+                rows = self.between(start, start + count)
+                target[place * size : (place + count) * size] = as_bytes(rows)
 
     def _chunk(self, home: int) -> NDArray[Any]:
-        start = home * self._chunk_rows
-        stop = min(start + self._chunk_rows, self._num_rows)
-        return self._cache.get((self._number, home), lambda: self._source.between(start, stop))
-
-
-def chunk_rows_for(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Return how many rows of ``(num_rows, *shape)`` without chunks are read at once."""
-    return max(1, _PLAIN_CHUNK_BYTES // max(1, prod(shape) * dtype.itemsize))
+        rows = slice(home * self._chunk_rows, (home + 1) * self._chunk_rows)
+        return self._cache.get(
+            (self._number, home), lambda: np.ascontiguousarray(self._dataset[rows])
+        )

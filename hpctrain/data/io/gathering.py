@@ -17,7 +17,7 @@ from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Ragged
 
 if TYPE_CHECKING:
-    from hpctrain.data.io.open_files import ReadableShard
+    from hpctrain.data.io.open_shard import OpenShard
 
 Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 """Makes an array to be filled, of a shape and a dtype."""
@@ -70,7 +70,7 @@ class Buffers:
 class Part(NamedTuple):
     """The samples of a batch that one shard has."""
 
-    shard: "ReadableShard"
+    shard: "OpenShard"
     rows: Array
     """Numbered from the start of the shard."""
     places: Array | None
@@ -80,9 +80,7 @@ class Part(NamedTuple):
 def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
     """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
 
-    Args:
-        wanted: samples of the data set, in any order.
-        starts: first sample of each shard, and behind the last one.
+    ``starts`` are the first samples of all shards, and the end of the last one.
     """
     if len(starts) == 2:
         yield 0, wanted, None
@@ -106,13 +104,6 @@ def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | No
         else:
             places = order[start:stop]
             yield home, wanted[places] - starts[home], places
-
-
-def gather(name: str, parts: Sequence[Part], out: NDArray[Any]) -> None:
-    """Copy the samples of a field to ``out``, ``(num_samples, *shape)``."""
-    if out.size:
-        for shard, rows, places in parts:
-            shard.gather(name, rows, out, places)
 
 
 def gather_ragged(

@@ -4,23 +4,19 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from typing import Any
 
 from hpctrain.cluster.memory import available_bytes
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE
-from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Buffers
 from hpctrain.data.io.joined_map import JoinedMap
 from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.read_ahead import THREADS
+from hpctrain.data.io.read_ahead import THREADS, read_ahead
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
 
@@ -28,54 +24,21 @@ _ROOM = 2
 """So many times the size of a data set must be free before all of it is mapped unseen."""
 
 
-class ReadableShard(Protocol):
-    """What a data set asks of a shard: see ``OpenShard``, also for the arguments."""
-
-    def check_blocks(self, rows: Array, *, again: bool) -> None:
-        """Check the blocks of samples."""
-
-    def gather(
-        self, name: str, rows: Array, out: NDArray[Any], places: Array | None = None
-    ) -> None:
-        """Copy samples of a field."""
-
-    def lengths(self, name: str, rows: Array) -> Array:
-        """Return the lengths of samples of a ragged field."""
-
-    def gather_ragged(
-        self, name: str, rows: Array, out: NDArray[Any], starts: Array | None = None
-    ) -> None:
-        """Copy samples of a ragged field."""
-
-    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
-        """Let threads bring samples into memory."""
-
-    def close(self) -> None:
-        """Free what is open."""
-
-
-class Opener(Protocol):
-    """Opens a shard, picklable; ``OpenShard`` is one."""
-
-    def __call__(
-        self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
-    ) -> ReadableShard:
-        """Open shard ``index``; ``io`` and ``chunks`` as for ``OpenShard``."""
+Opener = Callable[..., OpenShard]
+"""Opens a shard, with the arguments of ``OpenShard``; picklable."""
 
 
 class Handles:
     """Shards opened at first use; those used longest ago are closed when there are too many."""
 
-    def __init__(
-        self, manifest: Manifest, open_shard: Callable[..., ReadableShard], io: IO
-    ) -> None:
+    def __init__(self, manifest: Manifest, open_shard: Callable[..., OpenShard], io: IO) -> None:
         """Open nothing yet; ``open_shard`` opens a shard by its number and ``io``."""
         self.pid = os.getpid()
         self.buffers = Buffers()
         self.joined: JoinedMap | None = None
         self._manifest = manifest
         self._open_shard = open_shard
-        self._shards: OrderedDict[int, ReadableShard] = OrderedDict()
+        self._shards: OrderedDict[int, OpenShard] = OrderedDict()
         # HDF5 needs a descriptor of its own, and the program some as well.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
@@ -86,7 +49,7 @@ class Handles:
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(THREADS, "hpctrain-ahead")
 
-    def shard(self, index: int) -> ReadableShard:
+    def shard(self, index: int) -> OpenShard:
         """Return an open shard.
 
         Raises:
@@ -120,31 +83,19 @@ class Handles:
         return joined is not None and joined.is_in_memory(fits=self._fits)
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
-        """Begin to bring samples into memory, in threads of their own.
-
-        Args:
-            parts: of some shards, the number, rows in it, and whatever.
-            check: as for ``read_ahead``.
-        """
+        """Begin to bring rows of shards into memory, in threads of their own."""
         for home, rows, _ in parts:
             # Whatever is wrong with a shard is told by the one who takes samples from it.
             with suppress(DataError, *UNREADABLE):
-                self.shard(home).will_need(rows, self._threads, check=check)
+                read_ahead(self._threads, self.shard(home).file, rows, check=check)
 
     def _join(self) -> JoinedMap | None:
         """Join all shards to one array, once all are open and if they can be joined."""
         if not self._can_join or len(self._shards) < len(self._manifest.shards):
             return None
         with self._lock:
-            shards = [self._shards.get(index) for index in range(len(self._shards))]
-            files = [
-                shard.file
-                for shard in shards
-                if isinstance(shard, OpenShard) and type(shard).gather is OpenShard.gather
-            ]
-            if len(files) < len(shards):
-                self._can_join = False
-            elif self.joined is None:
+            if self.joined is None:
+                files = [self._shards[index].file for index in range(len(self._shards))]
                 self.joined = JoinedMap.of(self._manifest, files)
                 self._can_join = self.joined is not None
             return self.joined

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -16,7 +15,7 @@ from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.read_ahead import read_ahead, wait_for
+from hpctrain.data.io.read_ahead import wait_for
 from hpctrain.data.io.shardfile import IO, ShardFile
 from hpctrain.data.io.values import Array
 
@@ -57,15 +56,10 @@ class OpenShard:
         io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
-        """Open the file.
+        """Open the file of shard ``index``, which lies in ``directory``.
 
-        Args:
-            directory: where it lies.
-            manifest: of the data set.
-            index: number of the shard.
-            io: ``map`` it into memory, ``read`` what is wanted, or ``auto``: map it where it
-                lies in memory.
-            chunks: keeps decoded chunks of several shards.
+        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that lies in memory. ``chunks``
+        keeps decoded chunks of several shards.
 
         Raises:
             CorruptError: the file is missing, or not the one that the manifest describes.
@@ -102,16 +96,10 @@ class OpenShard:
         file = self.file
         file.all_checked = bool(file.checked.all())
 
-    def gather(
-        self, name: str, rows: Array, out: NDArray[Any], places: Array | None = None
-    ) -> None:
-        """Copy samples of a field, numbered from the start of this shard.
+    def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
+        """Copy samples of a field that is not ragged, numbered from the start of this shard.
 
-        Args:
-            name: of a field that is not ragged.
-            rows: ``(num_samples,)``.
-            out: contiguous, ``(at least num_samples, *shape)``.
-            places: sample ``rows[i]`` goes to ``out[places[i]]``; by default to ``out[i]``.
+        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``.
 
         Raises:
             CorruptError: the file cannot be read.
@@ -123,53 +111,35 @@ class OpenShard:
         index = self.file.indices[name]
         return index[rows + 1] - index[rows]
 
-    def gather_ragged(
-        self, name: str, rows: Array, out: NDArray[Any], starts: Array | None = None
-    ) -> None:
+    def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
         """Copy samples of a ragged field, numbered from the start of this shard.
 
-        Args:
-            name: of the field.
-            rows: ``(num_samples,)``.
-            out: contiguous, ``(at least the sum of the lengths, *shape)``.
-            starts: sample ``rows[i]`` begins at ``out[starts[i]]``; by default behind the one
-                before.
+        Sample ``rows[i]`` begins at ``out[starts[i]]``.
 
         Raises:
             CorruptError: the file cannot be read.
         """
         lengths = self.lengths(name, rows)
-        if starts is None:
-            starts = np.cumsum(lengths) - lengths
 
         def copy(file: ShardFile) -> None:
             file.values[name].copy(file.indices[name][rows], lengths, out, starts)
 
         self._read(rows, copy)
 
-    def will_need(self, rows: Array, threads: Executor, *, check: bool) -> None:
-        """Let threads bring samples into memory; see ``read_ahead``."""
-        read_ahead(threads, self.file, rows, check=check)
-
-    def close(self) -> None:
-        """Nothing is left to be done: the file is closed when nobody uses it any more."""
-
     def _read(self, rows: Array, copy: Callable[[ShardFile], None]) -> None:
         file = self.file
         try:
             copy(file)
         except UNREADABLE:
-            self._read_again(file, rows, copy)
+            self._read_again(self._reopened(file), rows, copy)
 
     def _read_again(self, file: ShardFile, rows: Array, copy: Callable[[ShardFile], None]) -> None:
-        file = self._reopened(file)
         try:
             copy(file)
         except UNREADABLE as error:
             for block in np.unique(rows // self._manifest.block_size).tolist():
                 self._check_block(block)
-            reason = reason_of(error)
-            raise _lost(self._directory, self._manifest, self._index, reason) from error
+            raise self._lost(error) from error
 
     def _check_block(self, block: int) -> None:
         file = self.file
@@ -195,8 +165,10 @@ class OpenShard:
         try:
             return ShardFile(path, self._manifest, self._index, io=self._io, chunks=self._chunks)
         except UNREADABLE as error:
-            why = reason_of(error)
-            raise _lost(self._directory, self._manifest, self._index, why) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> CorruptError:
+        return _lost(self._directory, self._manifest, self._index, reason_of(error))
 
     def _reopened(self, old: ShardFile) -> ShardFile:
         with self._lock:

@@ -29,13 +29,7 @@ class PlainBlocks:
     """The blocks of one field in one file."""
 
     def __init__(self, edges: Array, crcs: NDArray[np.uint32], read: Read) -> None:
-        """Take what is needed to check them.
-
-        Args:
-            edges: ``(num_blocks + 1,)``, the byte where each block begins, and the end.
-            crcs: ``(num_blocks,)``.
-            read: gives bytes of the field.
-        """
+        """Take the byte where each block begins, and the end, and what each crc32 must be."""
         self._edges, self._crcs, self._read = edges, crcs, read
 
     def wrong(self, blocks: Array) -> list[int]:

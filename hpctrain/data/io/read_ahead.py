@@ -20,14 +20,10 @@ _GAP_BYTES = 16 * KIB
 
 
 def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
-    """Let threads bring samples into memory, in the order of the file, and return at once.
+    """Let threads bring rows of a file into memory, in its order, and return at once.
 
-    Args:
-        threads: do the work; who takes samples waits for it by ``wait_for``.
-        file: has the samples.
-        rows: numbered from the start of the file, in any order, maybe none.
-        check: bring the whole of their blocks, and check those that are new. What is wrong is
-            left to whoever takes samples of it.
+    ``check`` brings the whole of their blocks, and checks those that are new; who takes samples
+    waits for it by ``wait_for``. What is wrong is left to him.
     """
     if file.was_cached or not len(rows):
         return

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import MIB
 from hpctrain.data.format.compression import is_compressed, load_filters
-from hpctrain.data.format.layout import Field, Manifest, Place
+from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.format.own import UNREADABLE, own_dataset
-from hpctrain.data.io.chunks import CachedValues, ChunkCache, chunk_rows_for
+from hpctrain.data.io.chunks import CachedValues, ChunkCache
 from hpctrain.data.io.mapped import Space, is_cached
 from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
 from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values, as_bytes, read_at
@@ -129,7 +129,8 @@ class ShardFile:
             try:
                 rows = values.between(begin, end)
             except UNREADABLE as error:
-                return f"block {block} of field {name} cannot be read ({_first_line(error)})"
+                first_line = str(error).partition("\n")[0]
+                return f"block {block} of field {name} cannot be read ({first_line})"
             if crc32(rows.data) != self.crcs[name][block]:
                 return f"block {block} of field {name} has the wrong crc32"
         return None
@@ -227,21 +228,18 @@ class ShardFile:
 
     def _values(self, name: str, field: Field, chunks: ChunkCache) -> Values:
         place = self.shard.places[name]
-        shape = (self._num_rows(field, place), *field.shape)
+        num_rows = (place.num_rows or 0) if field.ragged else self.shard.num_samples
+        shape = (num_rows, *field.shape)
         if not prod(shape) * np.dtype(field.dtype).itemsize:
             return MappedValues(np.empty(shape, field.dtype))
         if place.offset is None:
-            stored = HDF5Values(self._dataset(f"data/{name}", shape, field.dtype))
-            return CachedValues(stored, shape[0], stored.chunk_rows, chunks)
+            return CachedValues(self._dataset(f"data/{name}", shape, field.dtype), chunks)
         if self.is_kept(name):
             data = read_at(self.descriptor, place.offset, shape[0] * field.sample_bytes)
             return MappedValues(data.view(field.dtype).reshape(shape))
         if self.is_mapped:
             return MappedValues(self._plain(place.offset, shape, field.dtype))
         return DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
-
-    def _num_rows(self, field: Field, place: Place) -> int:
-        return (place.num_rows or 0) if field.ragged else self.shard.num_samples
 
     def _dataset(self, what: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
@@ -253,10 +251,6 @@ class ShardFile:
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
             raise ValueError(f"/{what} is not what the manifest says")
         return dataset
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -272,20 +266,3 @@ def open_hdf5(path: Path) -> h5py.File:
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
-
-
-class HDF5Values:
-    """A dataset, filtered or of any other kind that has no plain bytes in the file."""
-
-    def __init__(self, dataset: Any) -> None:
-        """Take the open dataset ``(num_rows, *shape)``."""
-        self._dataset = dataset
-        self.chunk_rows = (
-            int(dataset.chunks[0])
-            if dataset.chunks
-            else chunk_rows_for(dataset.shape[1:], dataset.dtype)
-        )
-
-    def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows [start, stop), decoded."""
-        return np.ascontiguousarray(self._dataset[start:stop])

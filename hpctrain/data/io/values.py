@@ -40,13 +40,6 @@ class Values(Protocol):
         """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``."""
 
 
-class ValueSource(Protocol):
-    """Where whole chunks of a field come from."""
-
-    def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the rows [start, stop), contiguous in memory."""
-
-
 class MappedValues:
     """An array that is the file itself, or was read from it at once."""
 
@@ -103,13 +96,8 @@ class DirectValues:
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
         """Read rows straight to their places."""
-        size, first = self._row_bytes, self._offset
-        order = range(len(rows)) if places is None else places.tolist()
-        pieces = [
-            (first + row * size, size, place * size)
-            for row, place in zip(rows.tolist(), order, strict=True)
-        ]
-        read_pieces(self._descriptor, pieces, as_bytes(out))
+        places = np.arange(len(rows)) if places is None else places
+        self.copy(rows, np.ones_like(rows), out, places)
 
     def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
         """Read runs of rows straight to their places."""

@@ -4,20 +4,14 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from hpctrain.core.units import MIB
-from hpctrain.data.batch import Batch, padded, pinned
-from hpctrain.data.loading.steps import Skipped, StepPart, Steps
-from hpctrain.data.order.draws import ThreadDraws
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.samples import Columns, Samples, Values
-from hpctrain.data.transform import Transform, apply
-from hpctrain.data.workers.pool import DecodePool
+from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Columns
 
 T = TypeVar("T")
 
@@ -46,15 +40,10 @@ class ReadDepth(NamedTuple):
         is_copy: bool = False,
         has_transform: bool = False,
     ) -> "ReadDepth":
-        """Choose.
+        """Choose, for parts of ``batch_bytes``, of which ``prefetch`` are wanted ahead.
 
-        Args:
-            batch_bytes: of this rank's part of a step.
-            threads: that may read.
-            prefetch: batches that are wanted ahead.
-            workers: processes that read instead, 0 for none.
-            is_copy: whether reading is no more than a copy from memory to memory.
-            has_transform: whether each batch has work of its own, worth a thread.
+        ``is_copy`` says that reading is no more than a copy from memory to memory,
+        ``has_transform`` that each batch has work of its own, worth a thread.
         """
         if workers:
             # A thread waits for a worker; each worker has its next batch waiting.
@@ -72,64 +61,10 @@ class ReadDepth(NamedTuple):
         return cls(together, threads, depth)
 
 
-@dataclass(kw_only=True, slots=True)
-class Reading:
-    """How the steps of a pass are read."""
-
-    dataset: Samples
-    steps: Steps
-    skipped: Skipped
-    seed: int
-    epoch: int
-    transform: Transform | None
-    pool: DecodePool | None
-    is_padded: bool
-    is_pinned: bool
-    draws: ThreadDraws
-
-    def read(self, number: int) -> list[Batch | Exception]:
-        """Return the batch of each step of a part, or what prevents it."""
-        part = self.steps.part(number)
-        if not self.dataset.in_memory:
-            with contextlib.suppress(Exception):  # told at the step that cannot be read
-                if (soon := self.steps.soon(number)).size:
-                    self.dataset.will_need(soon)
-        if len(self.skipped):
-            part = part.without(self.skipped)
-        if len(part.sizes) == 1:
-            return [self._alone(part)]
-        # An error belongs to one step: then they are read one by one.
-        with contextlib.suppress(Exception):
-            return self._batches(part, self.dataset.take(part.indices))
-        return [self._alone(single) for single in part.singles()]
-
-    def _alone(self, part: StepPart) -> Batch | Exception:
-        try:
-            if self.pool is None:
-                columns = self.dataset.take(part.indices)
-                with self.draws.watched() if self.transform else contextlib.nullcontext():
-                    fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
-            else:
-                fields = self.pool.submit(part.indices, self.epoch, self.seed).result()
-            return self._finished(fields, part.sizes[0], part.num_repeated[0])
-        except Exception as error:  # raised when its step is delivered
-            return error
-
-    def _batches(self, part: StepPart, columns: Columns) -> list[Batch | Exception]:
-        """Cut what was read together into batches, which share its memory."""
-        assert self.transform is None  # it would have a thread for each step
-        cuts = zip(*(_cuts(values, part.sizes) for values in columns.values()), strict=True)
-        return [
-            self._finished(dict(zip(columns, values, strict=True)), size, repeated)
-            for values, size, repeated in zip(cuts, part.sizes, part.num_repeated, strict=True)
-        ]
-
-    def _finished(self, fields: Columns, size: int, num_repeated: int) -> Batch:
-        if self.is_padded:
-            fields = padded(fields)
-        if self.is_pinned:
-            fields = pinned(fields)
-        return Batch(fields, size, num_repeated)
+def cut_apart(columns: Columns, sizes: list[int]) -> Iterator[Columns]:
+    """Cut what was read together into batches, which share its memory."""
+    cuts = zip(*(_cuts(values, sizes) for values in columns.values()), strict=True)
+    return (dict(zip(columns, values, strict=True)) for values in cuts)
 
 
 def _cuts(values: Values, sizes: list[int]) -> Iterator[Values]:

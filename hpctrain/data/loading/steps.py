@@ -92,12 +92,6 @@ class StepPart:
         return StepPart(self.indices[kept], sizes, repeated)
 
 
-def share(start: int, stop: int, rank: int, size: int) -> range:
-    """Return a rank's part of ``[start, stop)``: contiguous, all parts equal or one apart."""
-    total = stop - start
-    return range(start + total * rank // size, start + total * (rank + 1) // size)
-
-
 def num_steps(num_samples: int, global_batch: int, tail: Tail) -> int:
     """Return how many steps so many samples make."""
     full, rest = divmod(num_samples, global_batch)
@@ -125,16 +119,14 @@ class Cut:
 
     @property
     def own_parts(self) -> range:
-        """Parts of this rank: contiguous."""
-        return share(0, self.num_parts, self.rank, self.size)
+        """Parts of this rank: contiguous, as many as another rank has or one more or less."""
+        total = self.num_parts
+        return range(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
-    def share(self, start: int, stop: int) -> range:
-        """Return what this rank has of ``[start, stop)``, a global batch: contiguous."""
-        parts, total = self.own_parts, stop - start
-        return range(
-            start + total * parts.start // self.num_parts,
-            start + total * parts.stop // self.num_parts,
-        )
+    def share(self, total: int) -> slice:
+        """Return which of the samples of a global batch this rank has."""
+        parts = self.own_parts
+        return slice(total * parts.start // self.num_parts, total * parts.stop // self.num_parts)
 
     def __len__(self) -> int:
         """Return the number of steps, the same on every rank."""
@@ -161,14 +153,7 @@ class Steps:
     """
 
     def __init__(self, order: Order, cut: Cut, together: int, num_ahead: int) -> None:
-        """Plan nothing yet.
-
-        Args:
-            order: of the epoch.
-            cut: of the epoch.
-            together: steps that are read at once.
-            num_ahead: parts that are read at the same time; their plans are kept.
-        """
+        """Read so many steps ``together`` as a part, and keep the plans of ``num_ahead`` parts."""
         self._order, self._cut, self._together = order, cut, together
         self._num_steps = len(cut)
         self._ahead = -(-AHEAD // together)
@@ -228,47 +213,35 @@ class Steps:
         return range(start, min(start + num_parts * self._together, self._num_steps))
 
     def _plan(self, group: int) -> list[StepPart]:
-        steps = self._steps(group * self._group, self._group)
-        num_full = min(len(steps), max(0, self._cut.num_full - steps.start))
-        mine = [self._mine_of_full(steps[:num_full])]
-        mine += [self._mine(self._cut.positions(step)) for step in steps[num_full:]]
-        num_samples = self._cut.num_samples
-        samples = self._order.samples_at(np.concatenate(mine) % num_samples)
-        sizes = [len(mine[0]) // num_full] * num_full if num_full else []
-        sizes += [len(some) for some in mine[1:]]
-        repeated = [0] * num_full
-        repeated += [int(np.count_nonzero(some >= num_samples)) for some in mine[1:]]
+        cut, steps = self._cut, self._steps(group * self._group, self._group)
+        num_full = min(len(steps), max(0, cut.num_full - steps.start))
+        first = cut.start + steps.start * cut.global_batch
+        full = np.arange(first, first + num_full * cut.global_batch)
+        rows = self._mine(full.reshape(num_full, cut.global_batch))
+        mine, sizes, repeated = [rows.ravel()], [rows.shape[1]] * num_full, [0] * num_full
+        for step in steps[num_full:]:  # the tail, of which comes last what comes again
+            (tail,) = self._mine(np.array(cut.positions(step))[None])
+            again = tail >= cut.num_samples
+            mine.append(tail[np.argsort(again, kind="stable")])
+            sizes.append(len(tail))
+            repeated.append(int(np.count_nonzero(again)))
+        samples = self._order.samples_at(np.concatenate(mine) % cut.num_samples)
         ends = np.cumsum(sizes).tolist()
         parts, start = [], 0
-        for first in range(0, len(steps), self._together):
-            some = slice(first, first + self._together)
+        for place in range(0, len(steps), self._together):
+            some = slice(place, place + self._together)
             stop = ends[some][-1]
             parts.append(StepPart(samples[start:stop], sizes[some], repeated[some]))
             start = stop
         return parts
 
-    def _mine_of_full(self, steps: range) -> Indices:
-        """Return what ``_mine`` does for steps without a tail, one after another, at once."""
-        cut = self._cut
-        start = cut.start + steps.start * cut.global_batch
-        every = np.arange(start, start + len(steps) * cut.global_batch)
-        lines: Indices = every.reshape(len(steps), cut.global_batch)
-        if isinstance(self._order, WindowOrder):
-            lanes = self._order.lanes_of(every).reshape(lines.shape)
-            lines = np.take_along_axis(lines, np.argsort(lanes, axis=1, kind="stable"), axis=1)
-        part = cut.share(0, cut.global_batch)
-        return lines[:, part.start : part.stop].ravel()
-
-    def _mine(self, positions: range) -> Indices:
-        cut = self._cut
-        if isinstance(self._order, WindowOrder):
-            every = np.arange(positions.start, positions.stop)
-            lanes = self._order.lanes_of(every % cut.num_samples)
-            part = cut.share(0, len(every))
-            mine = every[np.argsort(lanes, kind="stable")[part.start : part.stop]]
-        else:
-            part = cut.share(positions.start, positions.stop)
-            mine = np.arange(part.start, part.stop)
-        if positions.stop > cut.num_samples:
-            mine = mine[np.argsort(mine >= cut.num_samples, kind="stable")]
-        return mine
+    def _mine(self, positions: Indices) -> Indices:
+        """Return what this rank has of ``(num_steps, samples of a step)`` positions."""
+        if isinstance(self._order, WindowOrder) and positions.size:
+            every = positions.ravel()
+            if every[-1] >= self._cut.num_samples:
+                every = every % self._cut.num_samples
+            lanes = self._order.lanes_of(every).reshape(positions.shape)
+            by_lane = np.argsort(lanes, axis=1, kind="stable")
+            positions = np.take_along_axis(positions, by_lane, axis=1)
+        return positions[:, self._cut.share(positions.shape[1])]

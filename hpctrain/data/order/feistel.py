@@ -1,6 +1,5 @@
 """A keyed bijection of [0, size) in constant memory: what all shuffled orders are made of."""
 
-from collections.abc import Callable
 from math import isqrt
 
 import numpy as np
@@ -26,18 +25,12 @@ class Feistel:
     Source: Luby and Rackoff 1988 for the network, Black and Rogaway 2002 for the walk.
     """
 
-    def __init__(self, size: int, *words: int, rounds: int | None = None) -> None:
-        """Derive the keys of the rounds.
-
-        Args:
-            size: at least 1 and below 2^62.
-            words: the key, each in [0, 2^64).
-            rounds: by default as many as the size needs.
-        """
+    def __init__(self, size: int, *words: int) -> None:
+        """Derive the keys of the rounds from words in [0, 2^64); a size is below 2^62."""
         self.size = size
         rows = isqrt(size - 1) + 1
         self._extents = (np.uint64(rows), np.uint64(-(-size // rows)))
-        rounds = rounds or (_ROUNDS_SMALL if size < SMALL else _ROUNDS)
+        rounds = _ROUNDS_SMALL if size < SMALL else _ROUNDS
         start = key_of(*words)
         self._keys = [key_of((start + index) % 2**64) for index in range(rounds)]
 
@@ -52,60 +45,49 @@ class Feistel:
                 the walk is long.
             tweaks: ``(count,)``, each chooses another bijection.
         """
-        return self._in_pieces(self._encrypt, values, limits, tweaks)
+        return self._in_pieces(values, limits, tweaks, is_back=False)
 
     def backward(
         self, values: Words, limits: Words | None = None, tweaks: Words | None = None
     ) -> Words:
         """Undo ``forward`` with the same limits and tweaks."""
-        return self._in_pieces(self._decrypt, values, limits, tweaks)
+        return self._in_pieces(values, limits, tweaks, is_back=True)
 
     def _in_pieces(
-        self,
-        step: Callable[[Words, Words | None], Words],
-        values: Words,
-        limits: Words | None,
-        tweaks: Words | None,
+        self, values: Words, limits: Words | None, tweaks: Words | None, *, is_back: bool
     ) -> Words:
         result = np.empty_like(values)
         for start in range(0, len(values), _PIECE):
             some = slice(start, start + _PIECE)
             limit = np.uint64(self.size) if limits is None else limits[some]
             tweak = None if tweaks is None else tweaks[some]
-            cells = step(values[some], tweak)
+            cells = self._step(values[some], tweak, is_back=is_back)
             outside = np.flatnonzero(cells >= limit)
             while outside.size:
-                again = step(cells[outside], None if tweak is None else tweak[outside])
+                tweak_there = None if tweak is None else tweak[outside]
+                again = self._step(cells[outside], tweak_there, is_back=is_back)
                 cells[outside] = again
                 limit_there = limit if isinstance(limit, np.uint64) else limit[outside]
                 outside = outside[again >= limit_there]
             result[some] = cells
         return result
 
-    def _encrypt(self, cells: Words, tweaks: Words | None) -> Words:
-        halves = self._halves(cells)
-        for index, key in enumerate(self._keys):
-            side = index % 2
-            extent = self._extents[side]
-            half = halves[side]
-            half += self._hash(halves[1 - side], key, tweaks, side)
-            # Below twice the extent; and below zero an unsigned difference is huge.
-            np.minimum(half, half - extent, out=half)
-        return halves[0] * self._extents[1] + halves[1]
-
-    def _decrypt(self, cells: Words, tweaks: Words | None) -> Words:
-        halves = self._halves(cells)
-        for index, key in reversed(list(enumerate(self._keys))):
-            side = index % 2
-            extent = self._extents[side]
-            half = halves[side]
-            half -= self._hash(halves[1 - side], key, tweaks, side)
-            np.minimum(half, half + extent, out=half)
-        return halves[0] * self._extents[1] + halves[1]
-
-    def _halves(self, cells: Words) -> tuple[Words, Words]:
+    def _step(self, cells: Words, tweaks: Words | None, *, is_back: bool) -> Words:
         left = cells // self._extents[1]
-        return left, cells - left * self._extents[1]
+        halves = (left, cells - left * self._extents[1])
+        rounds = list(enumerate(self._keys))
+        for index, key in reversed(rounds) if is_back else rounds:
+            side = index % 2
+            extent, half = self._extents[side], halves[side]
+            hashed = self._hash(halves[1 - side], key, tweaks, side)
+            # Below twice the extent; and below zero an unsigned difference is huge.
+            if is_back:
+                half -= hashed
+                np.minimum(half, half + extent, out=half)
+            else:
+                half += hashed
+                np.minimum(half, half - extent, out=half)
+        return halves[0] * self._extents[1] + halves[1]
 
     def _hash(self, half: Words, key: int, tweaks: Words | None, side: int) -> Words:
         words = half ^ np.uint64(key)

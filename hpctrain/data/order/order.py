@@ -26,14 +26,7 @@ class Order(Protocol):
         """Return the samples at some positions, both in [0, n)."""
 
 
-class InvertibleOrder(Order, Protocol):
-    """An order that tells where samples come."""
-
-    def positions_of(self, samples: Indices) -> Indices:
-        """Return the positions of some samples: the inverse of ``samples_at``."""
-
-
-def global_order(n: int, seed: int, epoch: int) -> InvertibleOrder:
+def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
     """Shuffle all samples: any sample can come at any position.
 
     Args:

@@ -54,15 +54,10 @@ class WindowShape:
 
     @classmethod
     def of(cls, global_batch: int, sample_bytes: float, block_size: int) -> "WindowShape":
-        """Choose a shape that mixes well.
+        """Choose a shape that mixes well, for blocks of ``block_size`` samples.
 
         It keeps ``32 * max(global_batch, 256)`` blocks in memory, on all nodes together: at
         64 KiB each 512 MiB for a global batch of 256, 8 GiB for one of 4096.
-
-        Args:
-            global_batch: samples of a step.
-            sample_bytes: mean size of a sample.
-            block_size: samples that the data set reads as one.
         """
         lanes = global_batch // ceil(global_batch / LANES)
         mixed = max(MIXED_PER_SAMPLE * global_batch, MIXED)
@@ -79,41 +74,29 @@ class WindowShape:
         return self.block * self.window * self.lanes
 
 
-def window_order(
-    n: int, seed: int, epoch: int, *, block: int, window: int, lanes: int
-) -> "WindowOrder":
-    """Shuffle samples inside a moving window of blocks.
-
-    Args:
-        n: number of samples, at least 1 and below 2^62.
-        seed: of the whole training, in [0, 2^64).
-        epoch: in [0, 2^64).
-        block: neighbouring samples that are read together.
-        window: blocks of a lane that are mixed.
-        lanes: parts of the data that are read side by side.
-
-    Raises:
-        DataError: an argument is out of range.
-    """
-    return WindowOrder(n, seed, epoch, WindowShape(block=block, window=window, lanes=lanes))
-
-
 class WindowOrder:
-    """A bijection between positions of an epoch and samples; make it with ``window_order``.
+    """A bijection between positions of an epoch and samples.
 
     A position belongs to a lane or to the rest. In a lane, all but a few blocks have their turn,
     and turns are cut into windows: a permutation of the samples of a window, then one of the
-    turns, then the fixed one of ``StreamPartition`` lead to the sample.
+    turns, then one of all blocks lead to the sample. The last one is the same in every epoch, and
+    deals the blocks out to lanes: slot ``s`` of it belongs to lane ``s % lanes``. So a node reads
+    the same part of the data in every epoch, and can keep it at hand.
     """
 
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
-        """Derive the keys; arguments as in ``window_order``."""
+        """Derive the keys; ``n``, ``seed`` and ``epoch`` as in ``global_order``.
+
+        Raises:
+            DataError: an argument is out of range.
+        """
         check_order(n, seed, epoch)
         self._n = n
         self.shape = shape
         self._block, self._num_lanes = shape.block, shape.lanes
-        self._lanes = StreamPartition(n, seed, shape.block, shape.lanes)
-        self._num_turns = self._lanes.num_turns
+        self._num_full = n // shape.block
+        self._partition = Feistel(max(1, self._num_full), seed, 0, _KEY)
+        self._num_turns = self._num_full // shape.lanes
         # The first windows have one turn more where they do not go into a lane.
         num_windows = max(1, self._num_turns // shape.window)
         self._turns, self._num_longer = divmod(self._num_turns, num_windows)
@@ -125,11 +108,6 @@ class WindowOrder:
         self._inside_key = key_of(seed, epoch, _INSIDE, 0)
         self._turn_key = key_of(seed, epoch, _TURN, 0)
         self._rest = global_order(max(1, self._num_rest), key_of(seed, epoch, _REST), epoch)
-
-    @property
-    def num_turns(self) -> int:
-        """Blocks of each lane that have a turn."""
-        return self._num_turns
 
     def samples_at(self, positions: Indices) -> Indices:
         """Compute the samples."""
@@ -163,9 +141,7 @@ class WindowOrder:
     def turns_needed(self, position: int, together: int = 1) -> int:
         """Return before which turn blocks should be in memory: one window after a position.
 
-        Args:
-            position: of the epoch.
-            together: turns that are asked for at once.
+        A multiple of ``together``, or the end.
         """
         turn = self.turn_of(position) + self._longest
         return min(self._num_turns, -(-turn // together) * together)
@@ -174,12 +150,18 @@ class WindowOrder:
         """Return the numbers of the blocks that some lanes have in some turns."""
         lane = np.tile(np.arange(lanes.start, lanes.stop), len(turns))
         turn = np.repeat(np.arange(turns.start, turns.stop), len(lanes))
-        return self._lanes.blocks(self._slots(lane, turn))
+        return self._in_slots(self._slots(lane, turn))
 
     def rest_blocks(self, lanes: range) -> Indices:
         """Return the numbers of the blocks of some lanes that have no turn."""
         slots = self._num_turns * self._num_lanes + np.arange(lanes.start, lanes.stop)
-        return self._lanes.blocks(slots[slots * self._block < self._n])
+        return self._in_slots(slots[slots * self._block < self._n])
+
+    def _in_slots(self, slots: Indices) -> Indices:
+        """Return the blocks in some slots; a short last block keeps its number."""
+        full = slots < self._num_full
+        blocks = self._partition.forward(as_words(np.where(full, slots, 0)))
+        return np.where(full, as_indices(blocks), slots)
 
     def _samples_at(self, positions: Indices) -> Indices:
         rest, rest_numbers, numbers = self._split(positions)
@@ -204,17 +186,15 @@ class WindowOrder:
     def _rest_samples(self, numbers: Indices) -> Indices:
         rest = self._rest.samples_at(numbers)
         slots = self._num_turns * self._num_lanes + rest // self._block
-        return self._lanes.blocks(slots) * self._block + rest % self._block
+        return self._in_slots(slots) * self._block + rest % self._block
 
     def _lane_samples(self, numbers: Indices) -> Indices:
         inside, lanes = _divided(numbers, self._num_lanes)
         windows, starts, lengths = self._windows(inside // self._block)
         inside -= starts * self._block
-        inside = as_indices(
-            self._inside.forward(
-                as_words(inside), self._limits(lengths), self._inside_tweaks(windows, lanes)
-            )
-        )
+        limits = as_words(lengths * self._block) if self._num_longer else None
+        tweaks = _tweaks(self._inside_key, windows * self._num_lanes + lanes)
+        inside = as_indices(self._inside.forward(as_words(inside), limits, tweaks))
         turns, offsets = _divided(inside, self._block)
         return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
 
@@ -227,9 +207,6 @@ class WindowOrder:
         starts = windows * self._turns + np.minimum(windows, self._num_longer)
         return windows, starts, np.where(longer, self._longest, self._turns)
 
-    def _limits(self, lengths: Indices) -> Words | None:
-        return as_words(lengths * self._block) if self._num_longer else None
-
     def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
         """Return the block of each lane and turn, computed once where they come again."""
         if not lanes.size:
@@ -238,20 +215,14 @@ class WindowOrder:
         all_lanes = range(first_lane, int(lanes.max()) + 1)
         all_turns = range(first_turn, int(turns.max()) + 1)
         if len(all_lanes) * len(all_turns) > lanes.size:
-            return self._lanes.blocks(self._slots(lanes, turns))
+            return self._in_slots(self._slots(lanes, turns))
         table = self.blocks(all_lanes, all_turns)
         blocks: Indices = table[(turns - first_turn) * len(all_lanes) + lanes - first_lane]
         return blocks
 
     def _slots(self, lanes: Indices, turns: Indices) -> Indices:
-        turned = self._turn.forward(as_words(turns), None, self._turn_tweaks(lanes))
+        turned = self._turn.forward(as_words(turns), None, _tweaks(self._turn_key, lanes))
         return as_indices(turned) * self._num_lanes + lanes
-
-    def _inside_tweaks(self, windows: Indices, lanes: Indices) -> Words:
-        return _tweaks(self._inside_key, windows * self._num_lanes + lanes)
-
-    def _turn_tweaks(self, lanes: Indices) -> Words:
-        return _tweaks(self._turn_key, lanes)
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
@@ -272,31 +243,3 @@ def rank_lanes(first: int, last: int, *, size: int, lanes: int) -> range:
     A few of their samples are of the next lane, where lanes do not go into ranks or batches.
     """
     return range(first * lanes // size, -(-last * lanes // size))
-
-
-def lane_blocks(n: int, seed: int, lane: int, *, block: int, lanes: int) -> Indices:
-    """Return the blocks of a lane; block ``b`` is the samples ``[b * block, (b + 1) * block)``.
-
-    The same in every epoch. Every block is in one lane, a short last one as well.
-    """
-    return StreamPartition(n, seed, block, lanes).blocks(np.arange(lane, -(-n // block), lanes))
-
-
-class StreamPartition:
-    """The blocks of a data set dealt out to lanes: slot ``s`` belongs to lane ``s % lanes``.
-
-    The same in every epoch. So a node reads the same part of the data in every epoch, and can
-    keep it at hand.
-    """
-
-    def __init__(self, n: int, seed: int, block: int, lanes: int) -> None:
-        """Derive the keys; arguments as in ``lane_blocks``."""
-        self.num_full = n // block
-        self.num_turns = self.num_full // lanes
-        self._network = Feistel(max(1, self.num_full), seed, 0, _KEY)
-
-    def blocks(self, slots: Indices) -> Indices:
-        """Return the blocks in some slots; a short last block keeps its number."""
-        full = slots < self.num_full
-        blocks = self._network.forward(as_words(np.where(full, slots, 0)))
-        return np.where(full, as_indices(blocks), slots)

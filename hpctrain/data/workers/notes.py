@@ -16,11 +16,7 @@ class Notes:
     """A page for the sample under way, and behind it what ``faulthandler`` writes at a signal."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Make the memory, or map that of another process.
-
-        Args:
-            descriptor: inherited from the process that made it; None to make it.
-        """
+        """Make the memory, or map that of the process from which a descriptor was inherited."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, mmap.PAGESIZE)

@@ -5,16 +5,12 @@ Reading alone is faster in the loader's threads: a process costs a copy more.
 
 import math
 import os
-import pickle
 import queue
-import threading
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing import reduction
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -44,8 +40,8 @@ class DecodePool:
     Safe beside MPI and threads: nothing forks in this process, and the others never run the
     user's script. What the script defines travels by value, all else is imported by its name.
 
-    ``submit`` may be called from several threads. A worker that dies, takes too long, or cannot
-    load the data set or the transform, fails every batch that is not there yet.
+    Threads that ask for batches share the workers. One that dies, takes too long, or cannot load
+    the data set or the transform, fails every batch that is not there yet.
     """
 
     def __init__(
@@ -59,89 +55,40 @@ class DecodePool:
     ) -> None:
         """Start the processes and return; they load while this process goes on.
 
-        Args:
-            dataset: what to read; each worker opens it for itself.
-            transform: makes the batch from what ``dataset.take`` returns; None for that itself.
-            num_workers: processes, each with one thread of torch.
-            timeout_s: how long a worker may take for a batch, or to load; ``inf`` for ever. One
-                that takes longer is ended.
-            any_ranks: refuse a transform whose random numbers depend on the number of ranks: one
-                of whole batches that draws from a global generator.
+        A worker may take ``timeout_s`` for a batch, or to load; ``inf`` for ever. ``any_ranks``
+        refuses a transform whose random numbers depend on the number of ranks: one of whole
+        batches that draws from a global generator.
 
         Raises:
             DataError: data set or transform cannot be pickled, or no process can be started.
         """
-        if num_workers < 1:
-            raise DataError(f"a decode pool has at least 1 worker, got {num_workers}")
-        if not timeout_s > 0:
-            raise DataError(f"the limit of a decode worker is positive, got {timeout_s} s")
         task = _pickled(_Task(dataset, transform, any_ranks))
-        self._tasks: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._closing = threading.Lock()
         self._processes = Processes(num_workers)
-        self._end = weakref.finalize(self, _end, self._processes, self._tasks, os.getpid())
+        self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for number in range(num_workers):
-            threading.Thread(
-                target=_drive,
-                args=(_Driver(self._processes, number, dataset, timeout_s), task, self._tasks),
-                name=f"hpctrain-decode-{number}",
-                daemon=True,
-            ).start()
+            self._free.put(_Worker(self._processes, number, dataset, timeout_s, task))
+        self._end = weakref.finalize(self, _end, self._processes, self._free, os.getpid())
 
-    def submit(self, indices: ArrayLike, epoch: int, seed: int) -> "Future[Columns]":
-        """Let a worker take and transform samples.
+    def take(self, indices: ArrayLike, epoch: int, seed: int) -> "Columns":
+        """Let the next free worker take and transform samples, and wait for the batch.
 
-        Args:
-            indices: ``(num_samples,)``, as for ``take``.
-            epoch: with ``seed`` and the samples, where random numbers of the transform begin.
-            seed: of the run.
-
-        Returns:
-            Holds the batch, or raises what ``take`` or the transform raised, with its traceback
-            as the cause, or a DataError that names the worker that died or was ended, and where
-            it stood.
+        Random numbers of the transform begin with seed, epoch and samples.
 
         Raises:
-            DataError: the pool was closed.
+            DataError: the pool was closed, or a worker died or was ended; then it says where.
+            Exception: what ``take`` or the transform raised, with its traceback in a note.
         """
-        future: Future[Columns] = Future()
-        with self._closing:
-            if not self._end.alive:
+        worker = self._free.get()
+        try:
+            if worker is None:
                 raise DataError("the decode pool was closed; make another one")
-            self._tasks.put(_Request(future, np.asarray(indices, np.int64), epoch, seed))
-        return future
+            return worker.ask(np.asarray(indices, np.int64), epoch, seed)
+        finally:
+            self._free.put(worker)
 
     def close(self) -> None:
         """End all workers; what is not there yet fails. Harmless the second time."""
-        with self._closing:
-            self._end()
-
-    def __enter__(self) -> Self:
-        """Return the pool."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
-
-class RemoteTraceback(Exception):  # noqa: N818 - a cause that is never raised
-    """The traceback of an error in a worker, as the cause of that error here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-class _Request(NamedTuple):
-    future: "Future[Any]"
-    indices: NDArray[np.int64]
-    epoch: int
-    seed: int
+        self._end()
 
 
 class _Task(NamedTuple):
@@ -171,82 +118,75 @@ class _Task(NamedTuple):
             return apply(self.transform, columns, indices, epoch, seed)
 
 
-class _Driver:
-    """The rank's side of one worker."""
+class _Worker:
+    """The rank's side of one worker, used by one thread at a time."""
 
     def __init__(
-        self, processes: Processes, number: int, dataset: "Samples", timeout_s: float
+        self,
+        processes: Processes,
+        number: int,
+        dataset: "Samples",
+        timeout_s: float,
+        task: bytes,
     ) -> None:
-        self.processes = processes
-        self._number, self._dataset, self._timeout_s = number, dataset, timeout_s
-        self._worker, self._inbox = processes.workers[number], Inbox()
+        self._processes, self._number = processes, number
+        self._dataset, self._timeout_s = dataset, timeout_s
+        self._connection, self._inbox = processes.workers[number], Inbox()
+        self._task: bytes | None = task
+        """What the worker is to do, until it has loaded it."""
 
-    def load(self, task: bytes) -> None:
-        """Let the worker load what it does."""
-        self._answer(max(self._timeout_s, START_S), lambda: "its start")
-        self._worker.send_bytes(task)
-        answer = self._answer(self._timeout_s, lambda: "loading data set and transform")
-        if answer != "ready":
-            raise _remote(*answer)
-
-    def ask(self, request: _Request) -> Any:
+    def ask(self, indices: NDArray[np.int64], epoch: int, seed: int) -> "Columns":
         """Return the batch that the worker makes."""
-        if self.processes.error is not None:
-            raise self.processes.error
-        worker, inbox = self._worker, self._inbox
-        offered, surplus = inbox.offer()
-        worker.send((offered, surplus, request.indices, request.epoch, request.seed))
-        answer = self._answer(self._timeout_s, lambda: self._work(request.indices))
+        if self._processes.error is not None:
+            raise self._processes.error
+        if self._task is not None:
+            self._load(self._task)
+            self._task = None
+        offered, surplus = self._inbox.offer()
+        with self._connected():
+            self._connection.send((offered, surplus, indices, epoch, seed))
+            answer = self._answer(self._timeout_s, lambda: self._work(indices))
+            is_new = isinstance(answer, ShmMessage) and answer.new_bytes
+            descriptor = reduction.recv_handle(self._connection) if is_new else None
         if not isinstance(answer, ShmMessage):
-            inbox.take_back(offered)
+            self._inbox.take_back(offered)
             raise _remote(*answer)
-        descriptor = reduction.recv_handle(worker) if answer.new_bytes else None
         try:
-            return inbox.unpack(answer, offered, descriptor)
+            batch: Columns = self._inbox.unpack(answer, offered, descriptor)
+            return batch
         finally:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def told(self, error: BaseException) -> BaseException:
-        """Return the error, or what the end of a connection means for the whole pool."""
-        if isinstance(error, (EOFError, ConnectionError)):
-            self.processes.error = self.processes.error or self.processes.death_of(self._number)
-            return self.processes.error
-        return error
+    def _load(self, task: bytes) -> None:
+        with self._connected():
+            self._answer(max(self._timeout_s, START_S), lambda: "its start")
+            self._connection.send_bytes(task)
+            answer = self._answer(self._timeout_s, lambda: "loading data set and transform")
+        if answer != "ready":
+            raise self._processes.fail(_remote(*answer))
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Turn the end of the connection into the error that all batches raise."""
+        processes = self._processes
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            raise processes.error or processes.fail(processes.death_of(self._number)) from None
 
     def _answer(self, limit_s: float, work: Callable[[], str]) -> Any:
-        if not self._worker.poll(None if limit_s == math.inf else limit_s):
-            error = self.processes.abort(self._number, limit_s, work())
-            self.processes.error = self.processes.error or error
-            raise self.processes.error
-        return self._worker.recv()
+        if not self._connection.poll(None if limit_s == math.inf else limit_s):
+            raise self._processes.fail(self._processes.abort(self._number, limit_s, work()))
+        return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
         """Name the sample that the worker is at, or those of its batch, and their files."""
-        sample = self.processes.notes[self._number].sample
+        sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
         where = f" ({_some(files)})" if files else ""
         return f"sample{'s' * (len(found) != 1)} {_some(found)}{where}"
-
-
-def _drive(driver: _Driver, task: bytes, tasks: "queue.SimpleQueue[_Request | None]") -> None:
-    """Serve requests with one worker until the pool is closed; afterwards fail them."""
-    try:
-        driver.load(task)
-    except BaseException as error:  # raised by every batch
-        driver.processes.error = driver.processes.error or driver.told(error)
-    while (request := tasks.get()) is not None:
-        if not request.future.set_running_or_notify_cancel():
-            continue
-        try:
-            result = driver.ask(request)
-        except BaseException as error:  # raised by the batch
-            request.future.set_exception(driver.told(error))
-        else:
-            request.future.set_result(result)
-            del result
-        del request
 
 
 def _some(names: Iterable[object]) -> str:
@@ -255,11 +195,8 @@ def _some(names: Iterable[object]) -> str:
     return f"{', '.join(shown[:_NAMED])}{rest}"
 
 
-def _remote(copy: bytes | None, text: str) -> BaseException:
-    """Make the error of a worker again."""
-    story = f"a decode worker failed with an error that does not pickle:\n{text}"
-    error = DataError(story) if copy is None else pickle.loads(copy)  # noqa: S301 - of our child
-    error.__cause__ = RemoteTraceback(text)
+def _remote(error: Exception, text: str) -> Exception:
+    error.add_note(f"(in a decode worker)\n{text}")
     return error
 
 
@@ -274,9 +211,8 @@ def _pickled(task: _Task) -> bytes:
         ) from error
 
 
-def _end(processes: Processes, tasks: "queue.SimpleQueue[_Request | None]", owner: int) -> None:
+def _end(processes: Processes, free: "queue.SimpleQueue[_Worker | None]", owner: int) -> None:
     if os.getpid() != owner:  # a forked child ends nothing of its parent
         return
     processes.end()
-    for _ in processes.workers:
-        tasks.put(None)
+    free.put(None)  # for threads that wait, each of which puts it back

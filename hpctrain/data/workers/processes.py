@@ -72,6 +72,11 @@ class Processes:
         self._deaths: dict[int, _Death] = {}
         self.error: BaseException | None = None
 
+    def fail(self, error: BaseException) -> BaseException:
+        """Keep the first error of any worker, and return it: all batches raise it from now on."""
+        self.error = self.error or error
+        return self.error
+
     def death_of(self, number: int) -> DataError:
         """Say how a worker came to its end."""
         death = self._wait_for_death(number)
@@ -84,13 +89,7 @@ class Processes:
         )
 
     def abort(self, number: int, limit_s: float, work: str) -> DataError:
-        """End a worker that has taken too long, and say where it was.
-
-        Args:
-            number: of the worker.
-            limit_s: what it has exceeded.
-            work: what it was to do.
-        """
+        """End a worker that has exceeded a limit at some work, and say where it was."""
         with self._asking, contextlib.suppress(OSError):
             self._control.send(number)
         death = self._wait_for_death(number)
@@ -114,7 +113,7 @@ class Processes:
 
     def end(self) -> None:
         """End all processes and wait until they are gone."""
-        self.error = self.error or DataError("the decode pool was closed")
+        self.fail(DataError("the decode pool was closed"))
         for mine in self._sockets:
             # Also wakes the threads that wait for an answer.
             with contextlib.suppress(OSError):

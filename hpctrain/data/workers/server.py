@@ -9,19 +9,20 @@ import contextlib
 import os
 import pickle
 import signal
-import threading
-import time
 import traceback
 from importlib import import_module
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeAlias
 
 import torch
 
 from hpctrain.data.order.draws import begin_generators
 from hpctrain.data.workers.notes import Notes
-from hpctrain.data.workers.shm_message import Outbox
+from hpctrain.data.workers.shm_message import Outbox, portable
+
+_Alive: TypeAlias = dict[int, tuple[int, int]]
+"""Number and process of each worker, by a pipe that ends with it."""
 
 GRACE_S = 1.0
 """How long a worker may go on after the rank has closed the pool, or is dead."""
@@ -32,60 +33,50 @@ STACK_S = 2.0
 def serve(workers: list[int], notes: list[int], control: int) -> None:
     """Fork the workers, tell the rank which ones die, and end them all when the rank is gone.
 
-    Args:
-        workers: a socket to the rank for each worker.
-        notes: memory for the ``Notes`` of each worker.
-        control: a socket to the rank for the server itself; the number of a worker ends that one.
+    The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
+    and a socket for the server itself, which ends the worker whose number comes.
     """
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(kind, signal.SIG_IGN)  # meant for the rank, which ends us by its sockets
     import_module("hpctrain.data.reader")  # once, for all of them
-    alive: dict[int, int] = {}
+    alive: _Alive = {}
     for number, descriptor in enumerate(workers):
+        end, held = os.pipe()
         if not (pid := os.fork()):
             # Another end of a socket in here would hide the death of its owner.
-            for other in {*workers, control} - {descriptor}:
+            for other in {*workers[number:], control} - {descriptor}:
                 os.close(other)
             _run(descriptor, notes[number])
-        alive[pid] = number
-    for descriptor in workers:
-        os.close(descriptor)
-    rank = Connection(control)
-    threading.Thread(target=_end_with, args=(rank, alive), daemon=True).start()
-    while alive:
-        # The process stays, so that nobody else gets its number, until it is out of the table.
-        pid = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid  # type: ignore[union-attr]
-        number = alive.pop(pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError):  # the rank may be gone
-            rank.send((number, pid, status))
-    os._exit(0)  # at once: there is nothing to tidy up
+        for ours in (descriptor, held):
+            os.close(ours)
+        alive[end] = number, pid
+    with contextlib.suppress(OSError, EOFError):  # the rank is gone, or has closed the pool
+        _watch(Connection(control), alive)
+    ends = set(alive)
+    while ends and (ended := wait([*ends], GRACE_S)):  # idle workers have seen their sockets
+        ends.difference_update(ended)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _end_with(rank: "Connection[Any, Any]", alive: dict[int, int]) -> None:
-    with contextlib.suppress(OSError, EOFError):
-        while True:
-            number = rank.recv()
-            for pid in [pid for pid, other in list(alive.items()) if other == number]:
-                _abort(pid, alive)
-    time.sleep(GRACE_S)  # idle workers have seen the end of their sockets meanwhile
-    for pid in list(alive):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
+    """Tell the rank of each end; end the worker that it names, which writes its stack before."""
+    while True:
+        for ready in wait([rank, *alive]):
+            if ready is rank:
+                named = rank.recv()
+                for end in [end for end, (number, _) in alive.items() if number == named]:
+                    _abort(alive[end][1], end)
+            elif isinstance(ready, int):
+                number, pid = alive.pop(ready)
+                rank.send((number, pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
 
-def _abort(pid: int, alive: dict[int, int]) -> None:
-    """End a worker, which writes its stack before if it can."""
-    end = time.monotonic() + STACK_S
+def _abort(pid: int, end: int) -> None:
     # A worker that was stopped writes its stack once it goes on.
     for kind in (signal.SIGABRT, signal.SIGCONT):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, kind)
-    while pid in alive and time.monotonic() < end:
-        time.sleep(0.01)
-    if pid in alive:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, kind)
+    if not wait([end], STACK_S):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _run(descriptor: int, notes: int) -> None:
@@ -111,7 +102,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     try:
         task = pickle.loads(rank.recv_bytes())  # noqa: S301 - of the rank that started us
     except Exception as error:  # what a user's module raises at its import
-        rank.send(failure(error))
+        rank.send(_failure(error))
         return
     rank.send("ready")
     while True:
@@ -124,7 +115,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
             parcel, descriptor = outbox.pack(value, offered)
             del value
         except Exception as error:  # the rank raises it
-            rank.send(failure(error))
+            rank.send(_failure(error))
             continue
         finally:
             notes.end_samples()
@@ -134,12 +125,5 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
             os.close(descriptor)
 
 
-def failure(error: BaseException) -> tuple[bytes | None, str]:
-    """Return an exception, None where it does not pickle, and the traceback."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        copy = pickle.dumps(error)
-        pickle.loads(copy)  # noqa: S301 - many exceptions pickle and cannot be made again
-    except Exception:  # whatever a foreign class raises
-        return None, text
-    return copy, text
+def _failure(error: Exception) -> tuple[Exception, str]:
+    return portable(error), "".join(traceback.format_exception(error))

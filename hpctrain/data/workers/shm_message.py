@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.core.errors import CorruptError, DataError
+
 _ALIGNMENT = 64
 _KEPT = 4
 """Free segments that wait for their next use; more of them were a burst."""
@@ -41,15 +43,10 @@ class Outbox:
         self._num_made = 0
 
     def pack(self, value: object, offered: int | None) -> tuple[ShmMessage, int | None]:
-        """Write a value to the offered segment, or to a new one where it does not fit.
+        """Write a value, anything that pickles, to the offered segment if it fits, else a new one.
 
-        Args:
-            value: anything that pickles; tensors and numpy arrays in it are not pickled.
-            offered: a segment that is free; with a too small one both sides part.
-
-        Returns:
-            What the receiver needs, and the descriptor of a new segment: the caller sends and
-            closes it.
+        Then both sides part with the one that was offered. Returns what the receiver needs, and
+        the descriptor of a new segment: the caller sends and closes it.
         """
         arrays: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
@@ -108,18 +105,13 @@ class Inbox:
             self._free.append(offered)
 
     def unpack(self, parcel: ShmMessage, offered: int | None, descriptor: int | None) -> Any:
-        """Return the value; its tensors lie in the segment, which stays until they are gone.
-
-        Args:
-            parcel: what the sender made of it.
-            offered: the segment that was offered for it.
-            descriptor: of a new segment; stays open.
-        """
+        """Return the value; its tensors lie in the segment, which stays until they are gone."""
         segment = parcel.segment
         if segment != offered and offered is not None:
             del self._segments[offered]
         if segment is None:
-            return pickle.loads(parcel.payload, buffers=_empty(parcel))  # noqa: S301 - our child
+            nothing = [bytearray() for _ in parcel.pieces]
+            return pickle.loads(parcel.payload, buffers=nothing)  # noqa: S301 - our child
         if descriptor is not None:
             self._segments[segment] = mmap.mmap(descriptor, parcel.new_bytes)
         # All views of this array keep it, so its end is the end of the last tensor.
@@ -127,6 +119,21 @@ class Inbox:
         weakref.finalize(whole, self._free.append, segment).atexit = False
         views = [whole[start : start + num_bytes] for start, num_bytes in parcel.pieces]
         return pickle.loads(parcel.payload, buffers=views)  # noqa: S301 - our own child wrote it
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that another process can make again: it, or one of ours with its text."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - many can be pickled, not made again
+    except Exception:  # whatever a foreign class does when it is pickled
+        copy = None
+    if type(copy) is type(error):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    # What is damaged may be left out, which all ranks must do or none.
+    if isinstance(error, CorruptError):
+        return CorruptError(text, error.start, error.stop)
+    return DataError(text)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -149,7 +156,3 @@ def _numpy(tensor: Tensor) -> Any:
 def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def _empty(parcel: ShmMessage) -> list[bytearray]:
-    return [bytearray() for _ in parcel.pieces]

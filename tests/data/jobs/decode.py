@@ -28,7 +28,7 @@ pool = DecodePool(dataset, decode, 2)  # and nobody closes it
 with ThreadPoolExecutor(2) as threads:
     for epoch in range(3):
         steps = np.split(np.random.default_rng(epoch + rank).permutation(len(dataset)), 5)
-        decoded = [pool.submit(indices, epoch, 0) for indices in steps]
+        decoded = [threads.submit(pool.take, indices, epoch, 0) for indices in steps]
         read = [threads.submit(dataset.take, indices) for indices in steps]
         for indices, mine, theirs in zip(steps, read, decoded, strict=True):
             batch = theirs.result()
