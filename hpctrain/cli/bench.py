@@ -92,7 +92,6 @@ def bench(  # noqa: PLR0913 - a command's options
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
     from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest  # noqa: PLC0415
     from hpctrain.doctor.benchmarks.benchmark_run import run  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.measure import Effort  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
 
     request = BenchmarkRequest(
@@ -104,7 +103,9 @@ def bench(  # noqa: PLR0913 - a command's options
         op=op,
         in_bucket=bucket,
         peers=peers,
+        iterations=iterations,
+        warm_up=warm_up,
+        check=not no_check,
     )
-    effort = Effort(iterations=iterations, warm_up=warm_up, check=not no_check, peers=peers)
-    if not run(request, effort, make_console, json):
+    if not run(request, make_console, json):
         raise typer.Exit(WRONG)

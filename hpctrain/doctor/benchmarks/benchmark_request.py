@@ -35,7 +35,13 @@ class BenchmarkRequest:
     in_bucket: bool = False
     """All-reduce buckets in node memory."""
     peers: bool = False
-    """All-reduce with MPI_Allreduce too."""
+    """All-reduce with MPI_Allreduce too, on the same memory."""
+    iterations: int | None = None
+    """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
+    warm_up: int = 5
+    """Calls before them that are not timed."""
+    check: bool = True
+    """Whether every element of a result is compared."""
 
     def __post_init__(self) -> None:
         """Check everything.
@@ -62,15 +68,12 @@ class BenchmarkRequest:
     def setups(self) -> list[Setup]:
         """Return the messages, smallest first; a barrier has one, of nothing."""
         sizes = [0] if self.operation == "barrier" else self._sizes()
-        return [
-            Setup(
-                num_bytes=num_bytes,
-                dtype=self.torch_dtype,
-                op=self.torch_op,
-                in_bucket=self.in_bucket,
-            )
-            for num_bytes in sizes
-        ]
+        return [self.setup(num_bytes) for num_bytes in sizes]
+
+    def setup(self, num_bytes: int) -> Setup:
+        """Return the message of a size."""
+        dtype, op = self.torch_dtype, self.torch_op
+        return Setup(num_bytes=num_bytes, dtype=dtype, op=op, in_bucket=self.in_bucket)
 
     @property
     def torch_dtype(self) -> torch.dtype:

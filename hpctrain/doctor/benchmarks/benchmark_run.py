@@ -5,7 +5,6 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +16,7 @@ from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.units import format_bytes
 from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest
-from hpctrain.doctor.benchmarks.measure import Effort, Row, measure
+from hpctrain.doctor.benchmarks.measure import Row, measure
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
 
@@ -29,19 +28,13 @@ ALONE = (
 
 def run(
     request: BenchmarkRequest,
-    effort: Effort,
     make_console: Callable[..., Console],
     json_file: Path | None = None,
 ) -> bool:
     """Measure all sizes, and print each as soon as it is measured.
 
-    Collective over all ranks that were started together.
-
-    Args:
-        request: what to measure.
-        effort: how long.
-        make_console: makes the console of this rank; takes ``shown``.
-        json_file: gets all figures, from rank 0.
+    Collective over all ranks that were started together. Rank 0 writes all figures to
+    ``json_file``.
 
     Returns:
         Whether every value that was compared was right; the same on every rank.
@@ -61,13 +54,12 @@ def run(
     comm.agree(not refusal, refusal)
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
-    rows = _measure_all(comm, request, effort, console)
+    rows = _measure_all(comm, request, console)
     num_wrong = sum(row.num_wrong or 0 for row in rows)
     if num_wrong:
         console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
     if json_file is not None and comm.rank == 0:
-        description = {"request": asdict(request), "effort": asdict(effort)}
-        write_json(json_file, here, rows, description)
+        _write_json(json_file, here, rows, request)
     return num_wrong == 0
 
 
@@ -79,15 +71,15 @@ def _refusal(request: BenchmarkRequest, json_file: Path | None) -> str:
 
             require_type(request.torch_dtype)
         if json_file is not None:
-            check_writable(json_file)
+            json_file.open("a", encoding="utf-8").close()
     except HpctrainError as error:
         return str(error)
+    except OSError as error:
+        return f"{json_file} cannot be written: {error.strerror}; choose another"
     return ""
 
 
-def _measure_all(
-    comm: Communicator, request: BenchmarkRequest, effort: Effort, console: Console
-) -> list[Row]:
+def _measure_all(comm: Communicator, request: BenchmarkRequest, console: Console) -> list[Row]:
     setups = request.setups()
     rows = []
     console.print(head(peers=request.peers), soft_wrap=True)
@@ -105,14 +97,16 @@ def _measure_all(
             bar.update(
                 task, description=f"measuring {format_bytes(setup.num_bytes)}", refresh=True
             )
-            rows.append(measure(comm, request.operation, setup, effort))
+            rows.append(measure(comm, request, setup))
             console.print(line(rows[-1], request.dtype, request.op_shown), soft_wrap=True)
             bar.advance(task)
     return rows
 
 
-def _describe(console: Console, here: world.World, request: BenchmarkRequest) -> None:
-    rows = facts(here)
+def _describe(console: Console, here: World, request: BenchmarkRequest) -> None:
+    """Print the machine and the plan above the table."""
+    plan = [*here.plan.describe(), ("plan chosen by", here.plan_origin)]
+    rows = [*here.topology.describe(), *plan]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         console.print(f"# {name:{width}}  {text}", soft_wrap=True)
@@ -144,28 +138,10 @@ def line(row: Row, dtype: str, op: str) -> str:
     return text
 
 
-def facts(here: World) -> list[tuple[str, str]]:
-    """Return name and text of each line above the table: the machine, then the plan."""
-    plan = [*here.plan.describe(), ("plan chosen by", here.plan_origin)]
-    return [*here.topology.describe(), *plan]
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a file before anything is measured; called by one rank.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another") from None
-
-
-def write_json(path: Path, here: World, rows: Sequence[Row], description: dict[str, Any]) -> None:
+def _write_json(path: Path, here: World, rows: Sequence[Row], request: BenchmarkRequest) -> None:
     """Write all that was measured, and where; called by one rank."""
     contents = {
-        **description,
+        "request": asdict(request),
         "hpctrain": __version__,
         "torch": torch.__version__,
         "system": platform.platform(),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.doctor.benchmarks.operations import OPERATIONS, Allreduce, Case, Setup
+from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest
+from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 
 BUDGET_S = 0.5
 """Time that one size may take where the number of iterations is not given."""
@@ -14,20 +15,6 @@ FEWEST, MOST = 5, 1000
 """Iterations that are chosen by ``BUDGET_S``."""
 PEER_ROUNDS = 5
 """Turns that ours and the library take, so that both meet the same disturbances."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """How long to measure."""
-
-    iterations: int | None = None
-    """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
-    warm_up: int = 5
-    """Calls before them that are not timed."""
-    check: bool = True
-    """Whether every element of a result is compared."""
-    peers: bool = False
-    """Whether the MPI library's all-reduce is timed on the same memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,27 +41,19 @@ class Row:
     """``library_us`` by ``avg_us``: above 1 ours is faster."""
 
 
-def measure(comm: Communicator, name: str, setup: Setup, effort: Effort) -> Row:
-    """Measure one operation at one size. Collective.
-
-    Args:
-        comm: all ranks.
-        name: of ``OPERATIONS``.
-        setup: the message.
-        effort: how long, and what besides.
-    """
-    operation = OPERATIONS[name]
+def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
+    """Measure what is asked for with one message. Collective."""
+    operation = OPERATIONS[request.operation]
     case = operation.case(comm, setup)
     case.fill()
-    warm_up_s = max(_seconds(comm, case, max(effort.warm_up, 1)))
-    iterations = effort.iterations or _affordable(comm.broadcast_object(warm_up_s))
+    warm_up_s = max(_seconds(comm, case.call, max(request.warm_up, 1)))
+    iterations = request.iterations or _affordable(comm.broadcast_object(warm_up_s))
     library_s: list[float] | None = None
-    if effort.peers:
-        assert isinstance(case, Allreduce)
+    if request.peers:
         seconds, library_s = _in_turn(comm, case, setup, iterations)
     else:
-        seconds = _seconds(comm, case, iterations)
-    if name == "send":  # the ranks in between do nothing
+        seconds = _seconds(comm, case.call, iterations)
+    if request.operation == "send":  # the ranks in between do nothing
         seconds = [seconds[0], seconds[-1]]
     seconds = [second / operation.ways for second in seconds]
     mean = fmean(seconds)
@@ -89,7 +68,7 @@ def measure(comm: Communicator, name: str, setup: Setup, effort: Effort) -> Row:
         max_us=max(seconds) * 1e6,
         algorithm_gbs=bandwidth,
         bus_gbs=bandwidth * operation.bus_factor(comm.size),
-        num_wrong=_num_wrong(comm, case) if effort.check else None,
+        num_wrong=sum(comm.allgather_object(case.num_wrong())) if request.check else None,
         library_us=None if library_s is None else fmean(library_s) * 1e6,
         library_ratio=None if library_s is None else fmean(library_s) / mean,
     )
@@ -109,19 +88,19 @@ def _affordable(warm_up_s: float) -> int:
 
 
 def _in_turn(
-    comm: Communicator, case: Allreduce, setup: Setup, iterations: int
+    comm: Communicator, case: Case, setup: Setup, iterations: int
 ) -> tuple[list[float], list[float]]:
     """Time ours and the library in turn; return the median turn of each rank for both."""
     from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
 
-    library = LibraryAllreduce(case.flat, setup.op)
+    library = LibraryAllreduce(case.given[0].values, setup.op)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     each = -(-iterations // PEER_ROUNDS)
     try:
         library()
         for _ in range(PEER_ROUNDS):
-            ours.append(_seconds(comm, case, each))
+            ours.append(_seconds(comm, case.call, each))
             theirs.append(_seconds(comm, library, each))
     finally:
         library.close()
@@ -130,9 +109,3 @@ def _in_turn(
 
 def _medians(turns: list[list[float]]) -> list[float]:
     return [median(of_rank) for of_rank in zip(*turns, strict=True)]
-
-
-def _num_wrong(comm: Communicator, case: Case) -> int:
-    case.fill()
-    case()
-    return sum(comm.allgather_object(case.num_wrong()))
