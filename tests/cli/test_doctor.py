@@ -57,8 +57,7 @@ def healthy():
 
 def test_a_healthy_machine_has_nothing_wrong(healthy):
     code, found = healthy
-    # True of the machine that runs the tests, if so: who was killed there leaves files.
-    assert wrong(found) <= {"stale files", "memory"}
+    assert wrong(found) <= {"memory"}  # which may be true of the machine that runs the tests
     assert code == bool(wrong(found))
 
 
@@ -96,8 +95,6 @@ def test_two_mpi_libraries_in_reach_are_named(healthy):
 PLANT = """
 mount -t tmpfs -o size=12m tmpfs /dev/shm
 mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0"
-head -c 1000000 /dev/zero > /dev/shm/sm_segment.host.0.1
-touch -d '1 hour ago' /dev/shm/sm_segment.host.0.1
 exec "$@"
 """
 
@@ -117,7 +114,6 @@ def test_faults_of_memory_and_directories_are_named_together(tmp_path):
     assert code == 1
     assert "12.0 MiB" in found["node memory", "warning"].what
     assert "4 ranks" in found["node memory", "warning"].what
-    assert found["stale files", "warning"].do == "cd /dev/shm && rm -r sm_segment.host.0.1"
     assert "Read-only file system" in found["directory", "warning"].what
     assert "cannot be read" in found["directory", "error"].what
 

