@@ -21,10 +21,6 @@ def show(findings: Sequence[Finding], *, verbose: bool) -> None:
     """Print the findings, the worst first, and a line that sums them up.
 
     A file or a pipe gets lines that no table has broken, so that grep finds things.
-
-    Args:
-        findings: of all checks.
-        verbose: show those that are ``ok`` as well.
     """
     shown = [finding for finding in findings if verbose or finding.level != "ok"]
     shown.sort(key=lambda finding: -LEVELS.index(finding.level))

@@ -135,8 +135,7 @@ TUNING = (
 def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
 
-    Returns:
-        ``None`` in a process that no known launcher started.
+    None in a process that no known launcher started.
     """
     environ = os.environ if environ is None else environ
     step = environ.get("SLURM_STEP_ID", "")
@@ -148,8 +147,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
 def unstarted(environ: Mapping[str, str] | None = None) -> Launched | None:
     """Read how many ranks a job is for, in a process of it that no launcher has started.
 
-    Returns:
-        ``None`` outside of a job, in a rank, and where the job does not say it.
+    None outside of a job, in a rank, and where the job does not say it.
     """
     environ = os.environ if environ is None else environ
     return None if launched(environ) else _said(JOBS, environ)

@@ -150,9 +150,7 @@ def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:
 
     Goes along the links from one rank to the next where no pair with ``root`` was measured.
 
-    Args:
-        links: each with the difference of the clocks at its ends.
-        root: a rank; ranks without a way to it are left out.
+    Ranks without a way to it are left out.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

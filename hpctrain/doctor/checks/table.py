@@ -66,9 +66,7 @@ def examine(facts: Facts) -> list[Finding]:
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
     """Return what the checks say about all ranks; pure.
 
-    Args:
-        world: the facts.
-        local: what each rank has found by itself.
+    ``local`` is what each rank has found by itself.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     return [*merged, *(finding for judge in OF_WORLD for finding in judge(world))]

@@ -29,9 +29,7 @@ _VALUE = b"hpctrain doctor"
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
     """Write, lock and read there as hpctrain and HDF5 do, and remove what was written.
 
-    Args:
-        path: the directory; it need not exist.
-        limit_s: what lasts longer counts as hanging.
+    What lasts longer than ``limit_s`` counts as hanging.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     with subprocess.Popen(  # noqa: S603 - our own interpreter

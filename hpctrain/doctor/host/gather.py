@@ -50,11 +50,8 @@ def gather(
 ) -> Facts:
     """Collect what the checks judge; takes about a second and changes nothing.
 
-    Args:
-        environ: the environment to look at; None for this process's.
-        directories: where to try files, locks and HDF5; what is written there is removed again.
-        trial_s: how long the trial of a directory may last.
-        lightly: leave out the MPI library, which is the same for all ranks of a node.
+    What is written into ``directories`` is removed again. ``lightly`` leaves out the MPI library,
+    which is the same for all ranks of a node.
     """
     environ = dict(os.environ if environ is None else environ)
     return Facts(

@@ -18,9 +18,7 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
     Where there is no world, because launcher and MPI do not fit together, each process finds that
     out for itself.
 
-    Args:
-        facts: of this process.
-        seconds: what the measurements between many nodes may take, about; with few they take less.
+    Measurements between many nodes take ``seconds``, about; with few they take less.
 
     Returns:
         What each rank finds by itself, merged, then at least one finding for each check of all

@@ -48,12 +48,6 @@ def links_between(
 ) -> tuple[list[Link], list[Carried]]:
     """Measure between nodes as long as there is time, and doubtful links again. Collective.
 
-    Args:
-        comm: all ranks.
-        topology: of them.
-        fast_cards: of this host.
-        seconds: how long, about; a few rounds are measured in any case.
-
     Returns:
         The links between the first ranks of nodes, and what left each node meanwhile; the same
         on every rank.
@@ -118,10 +112,7 @@ def measure(
 ) -> list[Link]:
     """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
 
-    Args:
-        comm: all ranks.
-        pairs: disjoint, the same on every rank.
-        clock: seconds since 1970 by this rank's clock.
+    Pairs are disjoint, and the same on every rank.
 
     Returns:
         A link for each pair, in their order; the same on every rank.
