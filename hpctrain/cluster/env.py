@@ -9,6 +9,7 @@ Sources: the manuals of the launchers, and the environments recorded in this fil
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,8 @@ JOBS = (
     Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS SLURM_JOB_NUM_NODES", needs="SLURM_JOB_ID"),
 )
 """What schedulers say of the ranks that a job is for, to the process that shall start them."""
+
+_TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
 """From here on Slurm numbers steps that are no launch: the shell of ``salloc``, for instance."""
@@ -216,13 +219,16 @@ def ranks_of_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] 
     if found.local_size == found.size:
         return (found.size,)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "") if found.name == "srun" else ""
-    nodes: list[int] = []
-    for group in text.split(",") if text else ():
-        ranks, _, times = group.rstrip(")").partition("(x")  # 2(x3): three nodes of two
-        if not (ranks.isdigit() and (times.isdigit() or not times)):
-            return None
-        nodes += [int(ranks)] * int(times or 1)
+    nodes = tasks_of_nodes(text)
     return tuple(nodes) if sum(nodes) == found.size else None
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Read the tasks of each node, as Slurm writes them: ``2(x3),1``; none where that is wrong."""
+    if not _TASKS.fullmatch(text):
+        return []
+    groups = [group.rstrip(")").partition("(x") for group in text.split(",")]
+    return [int(tasks) for tasks, _, times in groups for _ in range(int(times or 1))]
 
 
 def _first(environ: Mapping[str, str], names: str) -> str | None:

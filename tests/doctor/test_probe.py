@@ -17,7 +17,6 @@ TOGETHER = pytest.mark.ranks(2, 3, 4)
 CHECKS = {
     "world",
     "ranks per node",
-    "host names",
     "versions",
     "settings",
     "MPI threads",

@@ -12,6 +12,9 @@ from hpctrain.doctor.benchmarks.operations import OPERATIONS, Setup
 REDUCING = ("allreduce", "reduce_scatter")
 """Operations that combine values."""
 
+FACTOR = 4
+"""From one size to the next."""
+
 UNCHECKABLE = (torch.float8_e8m0fnu,)
 """Holds powers of two alone, so that sums of it are never exact."""
 
@@ -26,8 +29,6 @@ class BenchmarkRequest:
     """First size."""
     max_bytes: int = 64 << 20
     """Last size."""
-    factor: int = 4
-    """From one size to the next."""
     dtype: str = "float32"
     """A dtype of torch."""
     op: str = "sum"
@@ -38,10 +39,6 @@ class BenchmarkRequest:
     """All-reduce with MPI_Allreduce too, on the same memory."""
     iterations: int | None = None
     """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
-    warm_up: int = 5
-    """Calls before them that are not timed."""
-    check: bool = True
-    """Whether every element of a result is compared."""
 
     def __post_init__(self) -> None:
         """Check everything.
@@ -58,8 +55,6 @@ class BenchmarkRequest:
                 f"sizes go from 1 byte or more upwards, got --min-bytes {self.min_bytes} and "
                 f"--max-bytes {self.max_bytes}"
             )
-        if self.factor < 2:
-            raise ConfigError(f"--factor must be at least 2, got {self.factor}")
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
                 raise ConfigError(f"{option} is for allreduce, got {self.operation}; leave it out")
@@ -112,7 +107,7 @@ class BenchmarkRequest:
         num_bytes = self.min_bytes
         while num_bytes < self.max_bytes:
             yield num_bytes
-            num_bytes *= self.factor
+            num_bytes *= FACTOR
         yield self.max_bytes
 
     def _check_op(self) -> None:

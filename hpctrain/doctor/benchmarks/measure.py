@@ -13,6 +13,8 @@ BUDGET_S = 0.5
 """Time that one size may take where the number of iterations is not given."""
 FEWEST, MOST = 5, 1000
 """Iterations that are chosen by ``BUDGET_S``."""
+WARM_UP = 5
+"""Calls before them that are not timed."""
 PEER_ROUNDS = 5
 """Turns that ours and the library take, so that both meet the same disturbances."""
 
@@ -33,8 +35,8 @@ class Row:
     """Bytes of the message by ``avg_us``, in 1e9 bytes a second."""
     bus_gbs: float
     """What the busiest link carries at least; comparable between operations and world sizes."""
-    num_wrong: int | None
-    """Wrong elements over all ranks; None where nothing was checked."""
+    num_wrong: int
+    """Wrong elements over all ranks."""
     library_us: float | None = None
     """The same for MPI_Allreduce."""
     library_ratio: float | None = None
@@ -46,7 +48,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
     operation = OPERATIONS[request.operation]
     case = operation.case(comm, setup)
     case.fill()
-    warm_up_s = max(_seconds(comm, case.call, max(request.warm_up, 1)))
+    warm_up_s = max(_seconds(comm, case.call, WARM_UP))
     iterations = request.iterations or _affordable(comm.broadcast_object(warm_up_s))
     library_s: list[float] | None = None
     if request.peers:
@@ -68,7 +70,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
         max_us=max(seconds) * 1e6,
         algorithm_gbs=bandwidth,
         bus_gbs=bandwidth * operation.bus_factor(comm.size),
-        num_wrong=sum(comm.allgather_object(case.num_wrong())) if request.check else None,
+        num_wrong=sum(comm.allgather_object(case.num_wrong())),
         library_us=None if library_s is None else fmean(library_s) * 1e6,
         library_ratio=None if library_s is None else fmean(library_s) / mean,
     )

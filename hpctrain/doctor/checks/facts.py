@@ -125,8 +125,6 @@ class Facts:
     """Version of the interpreter."""
     versions: Mapping[str, str | None]
     """Installed versions by package, None for one that is missing."""
-    requirements: Sequence[str] = ()
-    """What hpctrain needs, as its metadata says: ``torch<2.14,>=2.13``."""
     mpi: MpiFacts
     cores: CoreFacts
     memory: MemoryFacts
@@ -139,8 +137,6 @@ class Facts:
     """The directories that were asked about."""
     host: str = ""
     """Name of the machine."""
-    machine: str = ""
-    """The kernel's number of this boot: hosts with the same one are one machine."""
     visible: tuple[str, ...] = ()
     """The GPUs that a rank sees, under names that mean the same on its host."""
     by_torch: bool = False

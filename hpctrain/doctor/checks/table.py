@@ -38,7 +38,6 @@ OF_PROCESS: tuple[Callable[[Facts], list[Finding]], ...] = (
 OF_WORLD: tuple[Callable[[WorldFacts], list[Finding]], ...] = (
     job.check_world,
     job.check_nodes,
-    job.check_hosts,
     versions.check_equal_versions,
     settings.check_equal_settings,
     job.check_level,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.cluster import cores, process
+from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import family, libmpi_of
 from hpctrain.cluster.memory import rooms
@@ -58,7 +58,6 @@ def gather(
         environ=environ,
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
-        requirements=_requirements(),
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
             mask=cores.affinity(),
@@ -72,7 +71,6 @@ def gather(
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
-        machine=process.identity().namespace[0],
         visible=gpus.named(environ),
     )
 
@@ -82,13 +80,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _requirements() -> tuple[str, ...]:
-    try:
-        return tuple(metadata.requires("hpctrain") or ())
-    except metadata.PackageNotFoundError:
-        return ()
 
 
 def _mpi(environ: Mapping[str, str]) -> MpiFacts:

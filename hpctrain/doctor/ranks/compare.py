@@ -85,7 +85,6 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         facts,
         environ={name: text for name, text in facts.environ.items() if name.startswith(compared)},
         versions=versions,
-        requirements=(),
         mpi=MpiFacts(),
         memory=MemoryFacts(),
         directories=(),
