@@ -39,9 +39,8 @@ def quiet_logger():
             "hpctrain: x [all 2 ranks]\nhpctrain: y [rank 1]\n",
         ),
         (
-            "import logging; logging.basicConfig(format='mine %(message)s'); logs.setup(1, 2); "
-            "logs.logger.warning('x')",
-            "mine x\n",
+            "logs.logging.basicConfig(format='%(msg)s'); logs.setup(1, 2); logs.logger.error(7)",
+            "7\n",
         ),
         *(
             (

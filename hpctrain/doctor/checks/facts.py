@@ -10,7 +10,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import SHOWN
+from hpctrain.doctor.checks.check import listed
 from hpctrain.launch.installed_horovod import Installed
 
 
@@ -242,5 +242,4 @@ def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[st
             ranks_of.setdefault(of_rank.get(name) or "not set", []).append(rank)
         if len(ranks_of) > 1:
             told = [f"{value} ({format_ranks(ranks)})" for value, ranks in ranks_of.items()]
-            rest = f", and {len(told) - SHOWN} more values" if len(told) > SHOWN else ""
-            yield name, f"{', '.join(told[:SHOWN])}{rest}"
+            yield name, listed(told)
