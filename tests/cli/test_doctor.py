@@ -132,24 +132,11 @@ def test_what_a_container_forbids_is_named(call, check, text):
     assert "Operation not permitted" in found[check, "warning"].what
 
 
-def test_it_loads_neither_torch_nor_mpi_and_takes_little():
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'mpi4py', 'numpy', 'h5py'): sys.modules[name] = None\n"
-        "import hpctrain.cli.main as main\n"
-        "sys.argv = ['hpctrain', 'doctor', '--verbose']\n"
-        "main.main()\n"
-    )
+def test_it_takes_little(healthy):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean_environ(),
-    )
+    code, found = doctor()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "settings: timeout = 600.0, the default" in done.stdout, done.stderr
+    assert (code, found.keys()) == (healthy[0], healthy[1].keys())
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S
 
 
