@@ -15,6 +15,7 @@ from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.doctor.benchmarks import benchmark_run
 from hpctrain.doctor.benchmarks.benchmark_request import UNCHECKABLE, BenchmarkRequest
+from hpctrain.doctor.benchmarks.benchmark_run import measure
 from hpctrain.doctor.benchmarks.benchmark_values import (
     PERIOD,
     combined,
@@ -22,7 +23,6 @@ from hpctrain.doctor.benchmarks.benchmark_values import (
     values_of,
     write,
 )
-from hpctrain.doctor.benchmarks.measure import measure
 from hpctrain.doctor.benchmarks.operations import OPERATIONS
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
