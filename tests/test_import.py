@@ -58,24 +58,3 @@ for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
     importlib.import_module(module.name)
 """
     run(code)
-
-
-def test_the_version_is_printed_without_mpi_and_torch():
-    code = f"""{BLOCKED}
-sys.argv = ["hpctrain", "--version"]
-from hpctrain.cli.main import main
-main()
-"""
-    assert "0." in run(code)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    run("""
-import hpctrain
-try:
-    hpctrain.nonsense
-except AttributeError as error:
-    assert "nonsense" in str(error)
-else:
-    raise AssertionError
-""")

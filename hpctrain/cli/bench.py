@@ -1,6 +1,5 @@
 """``hpctrain bench``: how fast the operations of this world are, and whether they are right."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,6 @@ Operation = Annotated[
 ]
 MinBytes = Annotated[str, typer.Option(metavar="SIZE", help="First size of a message.")]
 MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Last size of a message.")]
-Factor = Annotated[int, typer.Option(metavar="F", help="From one size to the next.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="Torch's name of the values' type.")]
 Op = Annotated[
     str,
@@ -36,17 +34,11 @@ Iterations = Annotated[
         show_default="as many as fit into 0.5 s",
     ),
 ]
-WarmUp = Annotated[int, typer.Option(min=0, metavar="N", help="Calls before them.")]
 InBucket = Annotated[
     bool, typer.Option("--bucket", help="All-reduce buckets in node memory, as gradients are.")
 ]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="Compare no values.")]
 Peers = Annotated[
     bool, typer.Option("--peers", help="All-reduce with MPI_Allreduce too, on the same memory.")
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write all figures to this file.", show_default=False),
 ]
 
 
@@ -55,15 +47,11 @@ def bench(  # noqa: PLR0913 - a command's options
     *,
     min_bytes: MinBytes = "8",
     max_bytes: MaxBytes = "64MiB",
-    factor: Factor = 4,
     dtype: Dtype = "float32",
     op: Op = "sum",
     iterations: Iterations = None,
-    warm_up: WarmUp = 5,
     bucket: InBucket = False,
-    no_check: NoCheck = False,
     peers: Peers = False,
-    json: Json = None,
 ) -> None:
     """Measure an operation at growing sizes, and check every value of it.
 
@@ -82,7 +70,7 @@ def bench(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -n 3 hpctrain bench all_gather --dtype bfloat16
 
-      hpctrain launch -n 4 hpctrain bench alltoall --json figures.json
+      hpctrain launch -n 4 hpctrain bench alltoall > figures
 
       srun -n 8 hpctrain bench send --min-bytes 1KiB --max-bytes 1GiB
     """
@@ -92,19 +80,17 @@ def bench(  # noqa: PLR0913 - a command's options
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
     from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest  # noqa: PLC0415
     from hpctrain.doctor.benchmarks.benchmark_run import run  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.measure import Effort  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
 
     request = BenchmarkRequest(
         operation=operation,
         min_bytes=parse_bytes(min_bytes),
         max_bytes=parse_bytes(max_bytes),
-        factor=factor,
         dtype=dtype,
         op=op,
         in_bucket=bucket,
         peers=peers,
+        iterations=iterations,
     )
-    effort = Effort(iterations=iterations, warm_up=warm_up, check=not no_check, peers=peers)
-    if not run(request, effort, make_console, json):
+    if not run(request, make_console):
         raise typer.Exit(WRONG)

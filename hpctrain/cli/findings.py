@@ -1,39 +1,29 @@
 """Output of ``hpctrain doctor`` for people."""
 
-import shutil
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core.finding import LEVELS, Finding
-
-MAX_WIDTH = 120
-"""Columns of the table on a wide terminal."""
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print the findings, the worst first, and a line that sums them up.
+    """Print the findings, the worst first, and a line that sums them up; ``verbose`` all of them.
 
-    A file or a pipe gets lines that no table has broken, so that grep finds things.
-
-    Args:
-        findings: of all checks.
-        verbose: show those that are ``ok`` as well.
+    No line is broken, so that grep finds things; a terminal gets colours.
     """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     shown = [finding for finding in findings if verbose or finding.level != "ok"]
-    shown.sort(key=lambda finding: -LEVELS.index(finding.level))
-    width = shutil.get_terminal_size((0, 0)).columns
-    if sys.stdout.isatty() and width > 0:
-        _print_table(shown, min(width, MAX_WIDTH))
-    else:
-        _print_lines(shown)
-    sys.stdout.write(summary(findings) + "\n")
+    for finding in sorted(shown, key=lambda each: -LEVELS.index(each.level)):
+        level = Text(f"{finding.level:<{_INDENT}}", style=_STYLES[finding.level])
+        console.print(level + Text(f"{finding.check}: {finding.what}"))
+        if finding.do:
+            console.print(Text(f"{'':<{_INDENT}}do: ") + Text(finding.do, style="bold"))
+    console.print(summary(findings))
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -47,26 +37,3 @@ def summary(findings: Sequence[Finding]) -> str:
     ]
     verdict = "" if counts["warning"] or counts["error"] else "nothing wrong: "
     return ", ".join([f"{verdict}{checks} check{'s' * (checks != 1)}", *parts])
-
-
-def _print_table(findings: Sequence[Finding], width: int) -> None:
-    if not findings:
-        return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in findings:
-        text = Text(finding.what)
-        if finding.do:
-            text.append(f"\n{finding.do}", style="bold")
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, text)
-    console = Console(width=width, highlight=False, markup=False)
-    console.print(table)
-
-
-def _print_lines(findings: Sequence[Finding]) -> None:
-    for finding in findings:
-        sys.stdout.write(f"{finding.level:<{_INDENT}}{finding.check}: {finding.what}\n")
-        if finding.do:
-            sys.stdout.write(f"{'':<{_INDENT}}do: {finding.do}\n")

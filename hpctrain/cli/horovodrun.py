@@ -58,6 +58,22 @@ class Refused(NamedTuple):
     num_values: int = 1
 
 
+_SWITCHES = (
+    *("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce", "autotune"),
+    "mpi-threads-disable",
+)
+_NUMBERS = (
+    *("cache-capacity", "num-nccl-streams", "thread-affinity", "gloo-timeout-seconds"),
+    *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
+    "autotune-gaussian-process-noise",
+)
+"""Options whose variables have their names."""
+
+
+def _variable(option: str) -> str:
+    return f"HOROVOD_{option.upper().replace('-', '_')}"
+
+
 MEANT = (
     Meant("--timeline-filename", "HOROVOD_TIMELINE", "FILE", help="Write a timeline of rank 0."),
     Meant(
@@ -65,7 +81,6 @@ MEANT = (
         "HOROVOD_TIMELINE_MARK_CYCLES",
         help="Mark cycles in the timeline.",
     ),
-    Meant("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
     Meant(
         "--fusion-threshold-mb",
         "HOROVOD_FUSION_THRESHOLD",
@@ -80,44 +95,20 @@ MEANT = (
         help="Time in which named operations gather.",
     ),
     Meant("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", help="Report no stalled operation."),
-    Meant(
-        "--stall-check-warning-time-seconds",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "S",
-    ),
-    Meant(
-        "--stall-check-shutdown-time-seconds",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "S",
-    ),
+    Meant("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "S"),
+    Meant("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"),
     Meant("--log-level", "HOROVOD_LOG_LEVEL", "LEVEL", help="What the ranks print."),
-    Meant(
-        "--reset-limit",
-        "HPCTRAIN_ELASTIC_RESET_LIMIT",
-        "N",
-        help="Of elastic.run.",
-    ),
+    Meant("--reset-limit", "HPCTRAIN_ELASTIC_RESET_LIMIT", "N", help="Of elastic.run."),
     Meant("--log-without-timestamp --log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
     Meant("--log-with-timestamp --no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
-    Meant("--cache-capacity", "HOROVOD_CACHE_CAPACITY", "N"),
-    Meant("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
-    Meant("--no-hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", value="0"),
-    Meant("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER"),
-    Meant("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", value="0"),
-    Meant("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE"),
-    Meant("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", value="0"),
-    Meant("--autotune", "HOROVOD_AUTOTUNE"),
-    Meant("--no-autotune", "HOROVOD_AUTOTUNE", value="0"),
     Meant("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
-    Meant("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "N"),
-    Meant("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "N"),
-    Meant("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "N"),
-    Meant("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "X"),
-    Meant("--mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE"),
-    Meant("--no-mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", value="0"),
-    Meant("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", "N"),
-    Meant("--thread-affinity", "HOROVOD_THREAD_AFFINITY", "N"),
-    Meant("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", "S"),
+    *(
+        Meant(f"--{no}{name}", _variable(name), value=value)
+        for name in _SWITCHES
+        for no, value in (("", "1"), ("no-", "0"))
+    ),
+    *(Meant(f"--{name}", _variable(name), "N") for name in _NUMBERS),
+    Meant("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
 )
 
 FULFILLED = {
@@ -176,10 +167,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the ranks get in their environment.
-
-    Args:
-        given: what the command was called with.
+    """Return what the ranks get in their environment, of what the command was called with.
 
     Raises:
         LaunchError: an option has no meaning here; says what to do in its place.

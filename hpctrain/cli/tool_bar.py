@@ -15,12 +15,7 @@ class ToolBar(Bar):
     """Shows the share of rank 0, which stands for all: shares are alike."""
 
     def __init__(self, what: str, comm: "Communicator | None") -> None:
-        """Swing until it is known how much there is to do.
-
-        Args:
-            what: is done, such as ``checking``.
-            comm: ranks that do it; None for one alone.
-        """
+        """Swing until it is known how much there is to do."""
         super().__init__(
             make_console(shown=comm is None or comm.rank == 0),
             TextColumn(what),

@@ -11,10 +11,7 @@ def folders(controller: str, root: Path = CGROUPS, membership: Path = MEMBERSHIP
 
     A limit of any of them counts.
 
-    Args:
-        controller: name in version 1, such as ``cpu`` or ``memory``; version 2 has one tree.
-        root: where they are mounted.
-        membership: the kernel's file that says which are ours.
+    ``controller`` is a name of version 1, such as ``cpu`` or ``memory``; version 2 has one tree.
     """
     found = []
     lines = membership.read_text().splitlines() if membership.exists() else []

@@ -9,128 +9,89 @@ Sources: the manuals of the launchers, and the environments recorded in this fil
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Launcher:
     """The variables of one launcher; of several names for a fact the first that is set counts."""
 
     name: str
     """How the launcher is called in ``Topology.launcher`` and in messages."""
-    needs: tuple[str, ...] = ()
-    """More variables which must be set for its word to count."""
-    rank: tuple[str, ...]
+    rank: str
     """Rank in the world."""
-    size: tuple[str, ...]
+    size: str
     """Ranks of the world."""
-    local_rank: tuple[str, ...] = ()
+    local_rank: str = ""
     """Rank on this node."""
-    local_size: tuple[str, ...] = ()
+    local_size: str = ""
     """Ranks on this node."""
-    pmi: str = ""
+    needs: str = field(default="", kw_only=True)
+    """More variables which must be set for its word to count."""
+    pmi: str = field(default="", kw_only=True)
     """Holds the process management interface that was asked for."""
-    by_mpi: bool = True
+    by_mpi: bool = field(default=True, kw_only=True)
     """Whether MPI connects the ranks."""
 
 
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE LOCAL_SIZE")
+
 LAUNCHERS = (
     # Also below `accelerate launch` and `torch.distributed.launch`.
-    Launcher(
-        name="torchrun",
-        needs=("TORCHELASTIC_RUN_ID",),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        by_mpi=False,
-    ),
-    Launcher(
-        name="deepspeed",
-        needs=("CROSS_SIZE", "MASTER_ADDR"),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_SIZE",),
-        by_mpi=False,
-    ),
+    Launcher("torchrun", *_TORCH, needs="TORCHELASTIC_RUN_ID", by_mpi=False),
+    Launcher("deepspeed", *_TORCH, needs="CROSS_SIZE MASTER_ADDR", by_mpi=False),
     # jsrun's Spectrum MPI sets Open MPI's variables as well, so it comes first.
     Launcher(
-        name="jsrun",
-        rank=("JSM_NAMESPACE_RANK",),
-        size=("JSM_NAMESPACE_SIZE",),
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
     ),
     Launcher(
-        name="Open MPI mpirun",
-        rank=("OMPI_COMM_WORLD_RANK",),
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "Open MPI mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     # Hydra starts the ranks of MPICH and of Intel MPI; others set PMI_RANK too, not this one.
     Launcher(
-        name="MPICH mpirun",
-        needs=("MPI_LOCALRANKID",),
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID",),
-        local_size=("MPI_LOCALNRANKS",),
+        *("MPICH mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        needs="MPI_LOCALRANKID",
+    ),
+    Launcher("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher(
+        "PALS mpiexec",
+        "PALS_RANKID PMI_RANK",
+        "PMI_SIZE PALS_LOCAL_SIZE",  # below PMIx it says no more than this
+        "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
+        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
+        needs="PALS_RANKID",
     ),
     Launcher(
-        name="flux",
-        rank=("FLUX_TASK_RANK",),
-        size=("FLUX_JOB_SIZE",),
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-    ),
-    Launcher(
-        name="PALS mpiexec",
-        rank=("PALS_RANKID", "PMI_RANK"),
-        needs=("PALS_RANKID",),
-        size=("PMI_SIZE", "PALS_LOCAL_SIZE"),  # below PMIx it says no more than this
-        local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-    ),
-    Launcher(
-        name="srun",
-        needs=("SLURM_STEP_ID",),
-        rank=("SLURM_PROCID",),
+        "srun",
+        "SLURM_PROCID",
         # The allocation may be wider than the step: `srun -n 1` in a job of 8 is a world of 1.
-        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank=("SLURM_LOCALID",),
+        "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
+        "SLURM_LOCALID",
+        needs="SLURM_STEP_ID",
         pmi="SLURM_MPI_TYPE",
     ),
-    Launcher(
-        name="a PMI launcher",
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-        local_rank=("PMI_LOCAL_RANK",),
-        local_size=("PMI_LOCAL_SIZE",),
-    ),
+    Launcher("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     # Last: scripts for srun export these names themselves.
-    Launcher(
-        name="a launcher of torch.distributed",
-        needs=("MASTER_ADDR",),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        by_mpi=False,
-    ),
+    Launcher("a launcher of torch.distributed", *_TORCH, needs="MASTER_ADDR", by_mpi=False),
 )
 
 JOBS = (
-    Launcher(
-        name="Slurm",
-        needs=("SLURM_JOB_ID",),
-        rank=("SLURM_PROCID",),
-        size=("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"),
-    ),
+    Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS SLURM_JOB_NUM_NODES", needs="SLURM_JOB_ID"),
 )
 """What schedulers say of the ranks that a job is for, to the process that shall start them."""
+
+_TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
 """From here on Slurm numbers steps that are no launch: the shell of ``salloc``, for instance."""
@@ -177,8 +138,7 @@ TUNING = (
 def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
 
-    Returns:
-        ``None`` in a process that no known launcher started.
+    None in a process that no known launcher started.
     """
     environ = os.environ if environ is None else environ
     step = environ.get("SLURM_STEP_ID", "")
@@ -190,8 +150,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
 def unstarted(environ: Mapping[str, str] | None = None) -> Launched | None:
     """Read how many ranks a job is for, in a process of it that no launcher has started.
 
-    Returns:
-        ``None`` outside of a job, in a rank, and where the job does not say it.
+    None outside of a job, in a rank, and where the job does not say it.
     """
     environ = os.environ if environ is None else environ
     return None if launched(environ) else _said(JOBS, environ)
@@ -200,7 +159,11 @@ def unstarted(environ: Mapping[str, str] | None = None) -> Launched | None:
 def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched | None:
     for launcher in launchers:
         rank, size = _first(environ, launcher.rank), _first(environ, launcher.size)
-        if rank is None or size is None or not all(name in environ for name in launcher.needs):
+        if (
+            rank is None
+            or size is None
+            or not all(name in environ for name in launcher.needs.split())
+        ):
             continue
         return Launched(
             name=launcher.name,
@@ -256,20 +219,23 @@ def ranks_of_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] 
     if found.local_size == found.size:
         return (found.size,)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "") if found.name == "srun" else ""
-    nodes: list[int] = []
-    for group in text.split(",") if text else ():
-        ranks, _, times = group.rstrip(")").partition("(x")  # 2(x3): three nodes of two
-        if not (ranks.isdigit() and (times.isdigit() or not times)):
-            return None
-        nodes += [int(ranks)] * int(times or 1)
+    nodes = tasks_of_nodes(text)
     return tuple(nodes) if sum(nodes) == found.size else None
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def tasks_of_nodes(text: str) -> list[int]:
+    """Read the tasks of each node, as Slurm writes them: ``2(x3),1``; none where that is wrong."""
+    if not _TASKS.fullmatch(text):
+        return []
+    groups = [group.rstrip(")").partition("(x") for group in text.split(",")]
+    return [int(tasks) for tasks, _, times in groups for _ in range(int(times or 1))]
+
+
+def _first(environ: Mapping[str, str], names: str) -> str | None:
     """Return the first name that is set to a number."""
-    return next((name for name in names if environ.get(name, "").isdigit()), None)
+    return next((name for name in names.split() if environ.get(name, "").isdigit()), None)
 
 
-def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _number(environ: Mapping[str, str], names: str) -> int | None:
     name = _first(environ, names)
     return None if name is None else int(environ[name])

@@ -42,12 +42,7 @@ def mismatch(launched: Launched | None, library: Path | None) -> str:
 
     A guess: a site may have built its MPI for another interface, so it stops nothing by itself.
 
-    Args:
-        launched: what the launcher says.
-        library: the MPI library, such as ``expected_libmpi`` returns.
-
-    Returns:
-        A line with the remedy; empty where all looks well or nothing is known.
+    Empty where all looks well or nothing is known; else a line with the remedy.
     """
     if library is None or launched is None or launched.name != "srun" or launched.size == 1:
         return ""
@@ -66,12 +61,7 @@ def expected_libmpi(
 ) -> Path | None:
     """Return the MPI library that mpi4py's wheel will load, without loading it.
 
-    Args:
-        environ: MPI4PY_LIBMPI is read from it; None for this process's.
-        prefixes: of the Python environment; None for this one's.
-
-    Returns:
-        ``None`` where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
+    None where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
     """
     environ = os.environ if environ is None else environ
     if named := environ.get("MPI4PY_LIBMPI"):

@@ -57,9 +57,8 @@ def available_bytes(
 def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | None:
     """Say which room is too small if every rank of a node takes ``num_bytes`` that all map.
 
-    Args:
-        rooms_of_ranks: ``rooms()`` of each rank of the node, all from before the first takes any.
-        num_bytes: what each rank takes; every rank pays its own, and its page table of them all.
+    Every rank pays its own, and its page table of them all; rooms are those from before the
+    first rank takes any.
     """
     each_bytes = num_bytes + num_bytes * len(rooms_of_ranks) // ENTRY_FACTOR + SPARE_BYTES
     shared: dict[tuple[int, int], list[Room]] = {}

@@ -38,11 +38,7 @@ def check_world(
     Rank-local, before any collective: where it fails there is no world to agree with, and
     two libraries show on every rank alike.
 
-    Args:
-        launched: what the launcher says, ``None`` in a process that no launcher started.
-        size: size of MPI's world.
-        libraries: from ``libraries.loaded_libmpi``.
-        starter: the launcher's program from ``libraries.starter``, for the message.
+    ``launched`` is None in a process that no launcher started; ``size`` is that of MPI's world.
 
     Raises:
         LaunchError: names the library, the launcher and the command that fixes it.
@@ -74,10 +70,6 @@ def check_world(
 
 def check_job(job: Launched | None, library: Path | None) -> None:
     """Stop a process that would train alone in a job for several ranks.
-
-    Args:
-        job: from ``env.unstarted``.
-        library: the MPI library, for the message.
 
     Raises:
         LaunchError: names the commands that start all ranks.
@@ -112,10 +104,8 @@ def core_warning(topology: Topology) -> str | None:
 def threads_for(num_cores: int, num_sharing: int, quota: float | None = None) -> int:
     """Return how many threads a rank can run at once, at least 1.
 
-    Args:
-        num_cores: cores of the rank's mask, ``len(topology.cores)``.
-        num_sharing: ranks with these cores in their mask, ``len(topology.core_peers)``.
-        quota: from ``cores.quota``; the ranks of a container divide it.
+    The quota of a container is divided by its ranks; ``num_sharing`` have these cores in their
+    mask.
     """
     cores = num_cores if quota is None else min(num_cores, int(quota))
     return max(1, cores // max(1, num_sharing))

@@ -248,9 +248,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 def remarks(environ: Mapping[str, str] | None = None, *, engine: str = "hpctrain") -> list[str]:
     """Return what to tell at start of ``HPCTRAIN_*`` and ``HOROVOD_*`` variables that are set.
 
-    Args:
-        environ: the variables; those of this process when None.
-        engine: what moves tensors: the engine ``horovod`` reads all of Horovod's by itself.
+    The engine ``horovod`` reads all of Horovod's by itself.
     """
     environ = os.environ if environ is None else environ
     theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)

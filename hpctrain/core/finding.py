@@ -1,6 +1,5 @@
 """A finding of a check about a machine, a launch or a script, and the remedy."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +26,3 @@ class Finding:
     def is_wrong(self) -> bool:
         """Say whether somebody has to do something."""
         return self.level in ("warning", "error")
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """Return the most severe level among the findings; ``ok`` of none."""
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

@@ -1,33 +1,36 @@
-"""Public names that are loaded at their first use (PEP 562)."""
+"""Public names that are loaded at their first use (PEP 562).
+
+The stub beside a package's ``__init__``, which type checkers read too, says where each name is: a
+line ``from MODULE import NAME as NAME``.
+"""
 
 import importlib
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+_IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 
 
 def exports(
-    package: str, home: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: its name.
-        home: by module, the public names that it has. A name of ``""`` is a module of the package.
-    """
-    module_of = {name: module for module, names in home.items() for name in names}
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose file is given."""
+    stub = Path(file).with_suffix(".pyi").read_text("utf-8")
+    module_of = {name: module for module, name in _IMPORT.findall(stub)}
 
     def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = module_of[name]
-        if not module:
+        if module_of[name] == package:
             return importlib.import_module(f"{package}.{name}")
-        value = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *module_of})
 
-    return load, names
+    return load, names, sorted(module_of)

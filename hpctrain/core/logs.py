@@ -23,12 +23,6 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
     Warnings go to stderr, or what ``level`` says, unless the program has configured logging
     itself: then its own handlers alone print them. With ``log_dir`` this rank also writes
     ``log_dir/rank-N.log``.
-
-    Args:
-        rank: of this process.
-        size: number of ranks; in a world of one nothing is tagged.
-        log_dir: folder for the files, made if missing.
-        level: ``debug``, ``info``, ``warning``, ``error`` or ``critical``; from it on stderr.
     """
     threshold = logging.getLevelNamesMapping()[level.upper()]
     for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
@@ -66,9 +60,6 @@ def held() -> Iterator[list[str]]:
 
 def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
     """Merge the warnings of all ranks: each once, with the ranks that gave it.
-
-    Args:
-        messages_by_rank: what each rank held, rank 0 first.
 
     Returns:
         In the order of the first rank that gave them: ``text [ranks 0-3, 4 of 6]`` for several

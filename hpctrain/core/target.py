@@ -33,11 +33,8 @@ def resolve(
 ) -> Any:
     """Return what ``target``, a ``"module:name"``, names; its module is imported.
 
-    Args:
-        target: the name.
-        where: what named it, such as the key of a file, for the message.
-        way_out: what to do where there is no such module, for the message.
-        error_type: of the errors that are raised.
+    ``where`` is what named it, such as the key of a file, and ``way_out`` what to do where there
+    is no such module, for the message.
 
     Raises:
         HpctrainError: of ``error_type``: there is no such module, or no such name in it.

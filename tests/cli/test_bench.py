@@ -1,8 +1,8 @@
 """``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
 
-import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.doctor.benchmarks import benchmark_run, operations
+from hpctrain.doctor.benchmarks import benchmark_run
 from hpctrain.doctor.benchmarks.benchmark_request import UNCHECKABLE, BenchmarkRequest
+from hpctrain.doctor.benchmarks.benchmark_run import measure
 from hpctrain.doctor.benchmarks.benchmark_values import (
     PERIOD,
     combined,
@@ -22,14 +23,18 @@ from hpctrain.doctor.benchmarks.benchmark_values import (
     values_of,
     write,
 )
-from hpctrain.doctor.benchmarks.measure import Effort, measure
-from hpctrain.doctor.benchmarks.operations import OPERATIONS, Setup
+from hpctrain.doctor.benchmarks.operations import OPERATIONS
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-ONCE = Effort(iterations=2, warm_up=1)
+
+
+def measured(comm, num_bytes, operation="allreduce", **options):
+    """The row of one size, of as few calls as can be."""
+    request = BenchmarkRequest(operation=operation, **{"iterations": 2} | options)
+    return measure(comm, request, request.setup(num_bytes))
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def test_every_operation_is_measured_and_right(comm, name):
     if name == "send" and comm.size == 1:
         return
     for num_bytes in (1, 100, 100_000):
-        row = measure(comm, name, Setup(num_bytes=num_bytes, dtype=torch.float32), ONCE)
+        row = measured(comm, num_bytes, name)
         assert row.num_wrong == 0
         assert row.num_bytes == 4 * row.numel
         assert 0 < row.min_us <= row.avg_us <= row.max_us
@@ -87,16 +92,14 @@ def test_every_operation_is_measured_and_right(comm, name):
 
 
 @SIZES
-@pytest.mark.parametrize("op", [Op.SUM, Op.MAX, Op.BXOR])
+@pytest.mark.parametrize("op", ["sum", "max", "bxor"])
 def test_allreduce_takes_buckets_and_every_op(comm, op):
-    setup = Setup(num_bytes=10_000, dtype=torch.int32, op=op, in_bucket=True)
-    assert measure(comm, "allreduce", setup, ONCE).num_wrong == 0
+    assert measured(comm, 10_000, dtype="int32", op=op, in_bucket=True).num_wrong == 0
 
 
 @pytest.mark.ranks(2, 3)
 def test_the_library_is_measured_on_the_same_memory(comm):
-    setup = Setup(num_bytes=10_000, dtype=torch.float32)
-    row = measure(comm, "allreduce", setup, Effort(iterations=5, peers=True))
+    row = measured(comm, 10_000, iterations=5, peers=True)
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
     assert len(benchmark_run.line(row, "float32", "sum")) == len(benchmark_run.head(peers=True))
@@ -104,16 +107,19 @@ def test_the_library_is_measured_on_the_same_memory(comm):
 
 @pytest.mark.ranks(3)
 def test_a_wrong_value_on_one_rank_is_counted_on_all(comm, monkeypatch):
-    class Wrong(operations.Allreduce):
-        def num_wrong(self):
-            self.flat[self._comm.rank :: 100] += self._comm.rank == 1
-            return super().num_wrong()
+    real = OPERATIONS["allreduce"]
 
-    monkeypatch.setitem(
-        OPERATIONS, "allreduce", operations.MeasuredOperation(Wrong, lambda _: 1.0)
-    )
-    setup = Setup(num_bytes=4000, dtype=torch.float32)
-    assert measure(comm, "allreduce", setup, ONCE).num_wrong == 10
+    def wrong(comm, setup):
+        case = real.case(comm, setup)
+
+        def call():
+            case.call()
+            case.given[0].values[comm.rank :: 100] += comm.rank == 1
+
+        return replace(case, call=call)
+
+    monkeypatch.setitem(OPERATIONS, "allreduce", real._replace(case=wrong))
+    assert measured(comm, 4000).num_wrong == 10
 
 
 @pytest.mark.parametrize(
@@ -124,9 +130,9 @@ def test_bus_factors_are_those_of_nccl_tests(size, factors):
     assert tuple(OPERATIONS[name].bus_factor(size) for name in names) == factors
 
 
-def test_sizes_grow_by_the_factor_and_end_at_the_last_one():
-    request = BenchmarkRequest(operation="allreduce", min_bytes=8, max_bytes=100, factor=3)
-    assert [setup.num_bytes for setup in request.setups()] == [8, 24, 72, 100]
+def test_sizes_grow_and_end_at_the_last_one():
+    request = BenchmarkRequest(operation="allreduce", min_bytes=8, max_bytes=100)
+    assert [setup.num_bytes for setup in request.setups()] == [8, 32, 100]
     assert [setup.num_bytes for setup in BenchmarkRequest(operation="barrier").setups()] == [0]
 
 
@@ -135,7 +141,6 @@ def test_sizes_grow_by_the_factor_and_end_at_the_last_one():
     [
         ({"operation": "allreduc"}, "one of allreduce, reduce_scatter"),
         ({"min_bytes": 100, "max_bytes": 10}, "--min-bytes 100"),
-        ({"factor": 1}, "--factor must be at least 2, got 1"),
         ({"dtype": "float33"}, "'float33'"),
         ({"dtype": "float8_e8m0fnu"}, "'float8_e8m0fnu'"),
         ({"op": "mean"}, "--op is one of sum, product"),
@@ -151,16 +156,14 @@ def test_what_has_no_meaning_is_refused_before_it_starts(options, text):
     assert text in str(caught.value)
 
 
-def test_one_rank_is_measured_and_says_so(tmp_path):
-    path = tmp_path / "figures.json"
-    words = ["bench", "allreduce", "--max-bytes", "1KiB", "--iterations", "2", "--json", str(path)]
+def test_one_rank_is_measured_and_says_so():
+    words = ["bench", "allreduce", "--max-bytes", "1KiB", "--iterations", "2"]
     result = CliRunner().invoke(app, words)
     hpctrain.shutdown()
     assert result.exit_code == 0
     assert "one rank: nothing moves" in result.output
-    figures = json.loads(path.read_text())
-    assert [row["num_bytes"] for row in figures["rows"]] == [8, 32, 128, 512, 1024]
-    assert figures["plan"]["node_memory"] == "alone"
+    rows = [line.split()[0] for line in result.output.splitlines() if line[:1] == " "]
+    assert rows == ["bytes", "8", "32", "128", "512", "1024"]
 
 
 def test_send_needs_two_ranks():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.cli.findings import MAX_WIDTH, show, summary
+from hpctrain.cli.findings import show, summary
 from hpctrain.cli.main import app
 from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi
@@ -57,8 +57,7 @@ def healthy():
 
 def test_a_healthy_machine_has_nothing_wrong(healthy):
     code, found = healthy
-    # True of the machine that runs the tests, if so: who was killed there leaves files.
-    assert wrong(found) <= {"stale files", "memory"}
+    assert wrong(found) <= {"memory"}  # which may be true of the machine that runs the tests
     assert code == bool(wrong(found))
 
 
@@ -96,8 +95,6 @@ def test_two_mpi_libraries_in_reach_are_named(healthy):
 PLANT = """
 mount -t tmpfs -o size=12m tmpfs /dev/shm
 mount --bind -o ro "$0" "$0" && mount -o remount,bind,ro "$0"
-head -c 1000000 /dev/zero > /dev/shm/sm_segment.host.0.1
-touch -d '1 hour ago' /dev/shm/sm_segment.host.0.1
 exec "$@"
 """
 
@@ -117,7 +114,6 @@ def test_faults_of_memory_and_directories_are_named_together(tmp_path):
     assert code == 1
     assert "12.0 MiB" in found["node memory", "warning"].what
     assert "4 ranks" in found["node memory", "warning"].what
-    assert found["stale files", "warning"].do == "cd /dev/shm && rm -r sm_segment.host.0.1"
     assert "Read-only file system" in found["directory", "warning"].what
     assert "cannot be read" in found["directory", "error"].what
 
@@ -136,24 +132,11 @@ def test_what_a_container_forbids_is_named(call, check, text):
     assert "Operation not permitted" in found[check, "warning"].what
 
 
-def test_it_loads_neither_torch_nor_mpi_and_takes_little():
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'mpi4py', 'numpy', 'h5py'): sys.modules[name] = None\n"
-        "import hpctrain.cli.main as main\n"
-        "sys.argv = ['hpctrain', 'doctor', '--verbose']\n"
-        "main.main()\n"
-    )
+def test_it_takes_little(healthy):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean_environ(),
-    )
+    code, found = doctor()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "settings: timeout = 600.0, the default" in done.stdout, done.stderr
+    assert (code, found.keys()) == (healthy[0], healthy[1].keys())
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < CPU_S
 
 
@@ -201,14 +184,21 @@ def test_rank_0_tells_what_all_ranks_found():
 BAD = Finding("a check", "error", "what is " + "very " * 40 + "bad", "the command that mends it")
 
 
-def test_a_pipe_gets_whole_lines_the_worst_first(capsys):
-    show([Finding("b", "ok", "fine"), Finding("c", "note", "so so"), BAD], verbose=False)
-    assert capsys.readouterr().out.splitlines() == [
+def test_a_pipe_gets_whole_lines_the_worst_first(capsys, monkeypatch):
+    findings = [Finding("b", "ok", "fine"), Finding("c", "note", "so [so]"), BAD]
+    lines = [
         f"error    a check: {BAD.what}",
         "         do: the command that mends it",
-        "note     c: so so",
+        "note     c: so [so]",
         "3 checks, 1 error, 1 note",
     ]
+    show(findings, verbose=False)
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show(findings, verbose=False)
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).splitlines() == lines
 
 
 def test_what_is_well_is_shown_on_request(capsys):
@@ -216,16 +206,6 @@ def test_what_is_well_is_shown_on_request(capsys):
     assert capsys.readouterr().out == "ok       b: fine\nnothing wrong: 1 check\n"
     show([Finding("b", "ok", "fine")], verbose=False)
     assert capsys.readouterr().out == "nothing wrong: 1 check\n"
-
-
-def test_a_terminal_gets_a_table_that_fits(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    show([BAD], verbose=False)
-    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
-    assert len(lines) >= 4
-    assert max(map(len, lines)) <= MAX_WIDTH
-    assert any("the command that mends it" in line for line in lines)
 
 
 def test_the_last_line_counts():

@@ -1,7 +1,5 @@
-import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
@@ -59,16 +57,3 @@ def test_the_lock_goes_to_a_file_or_to_stdout(tmp_path):
 def test_a_file_without_lock_is_refused(tmp_path):
     for words in ([tmp_path / "x"], ["--extra", "openmpi"]):
         assert isinstance(invoke(*words).exception, ConfigError)
-
-
-@pytest.mark.parametrize("words", [[], ["--lock"]])
-def test_it_loads_neither_torch_nor_mpi(words):
-    code = (
-        "import sys, hpctrain.cli.main as main\n"
-        f"sys.argv = ['hpctrain', 'env', *{words}]\n"
-        "try: main.main()\n"
-        "except SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0

@@ -3,8 +3,6 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,19 +65,6 @@ def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
 def test_another_topic_is_an_error_with_a_way_out(word, text):
     with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
         guides.guide(word)
-
-
-def test_a_guide_is_read_without_torch_and_mpi():
-    code = (
-        "import sys, hpctrain.cli.main as main\n"
-        "sys.argv = ['hpctrain', 'guide', 'data']\n"
-        "try: main.main()\n"
-        "except SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0
-    assert done.stdout.decode() == TEXTS["data"]
 
 
 @pytest.mark.parametrize("topic", TEXTS)

@@ -23,12 +23,6 @@ def hpctrain(*words):
     )
 
 
-def test_help_shows_examples():
-    done = hpctrain("launch", "--help")
-    assert done.returncode == 0
-    assert "hpctrain launch -n 4 python train.py" in done.stdout
-
-
 def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):
     done = hpctrain("launch", "-n", "2", "--dry-run", "touch", str(tmp_path / "started"))
     words = shlex.split(done.stdout)

@@ -105,8 +105,11 @@ def test_mpirun_beats_what_its_ranks_inherit_from_slurm(mpirun, slurm):
     assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
 
 
-def test_slurm_counts_only_inside_a_step():
-    assert launched(SLURM_BATCH) is None
+@pytest.mark.parametrize(
+    "environ", [SLURM_BATCH, {"PATH": "/bin"}, OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}]
+)
+def test_others_are_no_launch(environ):
+    assert launched(environ) is None
 
 
 def test_the_shell_of_an_allocation_is_no_launch():
@@ -138,40 +141,20 @@ def test_a_step_narrower_than_its_job_counts_its_own_tasks():
     assert found.size == 1
 
 
-def test_nobody_started_a_plain_process():
-    assert launched({"PATH": "/bin"}) is None
-
-
-def test_values_that_are_no_numbers_are_no_word_of_a_launcher():
-    assert launched(OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}) is None
-
-
 @pytest.mark.parametrize(
-    ("environ", "name"),
+    ("environ", "name", "job"),
     [
-        (SLURM_BATCH, "slurm"),
-        (JSRUN, "lsf"),
-        (PALS, "pbs"),
-        ({"FLUX_JOB_ID": "f1"}, "flux"),
-        ({}, ""),
+        (SRUN, "slurm", "77"),
+        (JSRUN, "lsf", "77"),
+        (PALS, "pbs", "77.host"),
+        ({"FLUX_JOB_ID": "f1"}, "flux", "f1"),
+        ({"PE_HOSTFILE": "/var/hosts", "JOB_ID": "5"}, "sge", "5"),
+        ({"JOB_ID": "5"}, "", ""),
+        (OPENMPI, "", ""),
     ],
 )
-def test_scheduler_is_the_one_whose_job_this_is(environ, name):
-    assert scheduler(environ) == name
-
-
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        (SRUN, "77"),
-        (PALS, "77.host"),
-        ({"PE_HOSTFILE": "/var/hosts", "JOB_ID": "5"}, "5"),
-        ({"JOB_ID": "5"}, ""),
-        (OPENMPI, ""),
-    ],
-)
-def test_a_job_is_called_as_its_scheduler_calls_it(environ, name):
-    assert job_id(environ) == name
+def test_a_job_is_called_as_its_scheduler_calls_it(environ, name, job):
+    assert (scheduler(environ), job_id(environ)) == (name, job)
 
 
 def test_what_tunes_the_library_is_told_from_what_differs_between_jobs():

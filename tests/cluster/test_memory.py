@@ -2,18 +2,18 @@
 
 import pytest
 
-from hpctrain.cluster.memory import Room, available_bytes, rooms, shortage
+from hpctrain.cluster.memory import Room, available_bytes, shortage
 from hpctrain.core.units import GIB, MIB
 
-STATISTICS = {
-    1: {
-        "active_file": "total_active_file",
-        "inactive_file": "total_inactive_file",
-        "file_dirty": "total_dirty",
-        "file_writeback": "total_writeback",
-    },
-    2: {},
+TOTALS = {
+    "active_file": "total_active_file",
+    "inactive_file": "total_inactive_file",
+    "file_dirty": "total_dirty",
+    "file_writeback": "total_writeback",
 }
+"""How version 1 calls what version 2 counts."""
+
+VERSIONS = pytest.mark.parametrize("version", [1, 2])
 
 
 @pytest.fixture
@@ -29,15 +29,15 @@ def left(machine):
 
 def join(machine, version, group, *, allowed, used, **statistics):
     """Put this process into a control group."""
-    tree = "groups" if version == 2 else "groups/memory"
-    folder = machine / tree / group
+    folder = machine / ("groups" if version == 2 else "groups/memory") / group
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    (folder / names[0]).write_text(f"{allowed}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    lines = [f"{STATISTICS[version].get(name, name)} {n}\n" for name, n in statistics.items()]
+        statistics = {TOTALS[name]: number for name, number in statistics.items()}
+    for name, value in zip(names, (allowed, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    lines = [f"{name} {number}\n" for name, number in statistics.items()]
     (folder / "memory.stat").write_text("anon 1\n" + "".join(lines))
     line = f"0::/{group}" if version == 2 else f"4:memory:/{group}"
     (machine / "membership").write_text(f"{line}\n")
@@ -47,7 +47,7 @@ def test_without_a_limit_it_is_what_the_machine_has(machine):
     assert left(machine) == 8 * GIB
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@VERSIONS
 @pytest.mark.parametrize(
     ("allowed", "used", "expected"),
     [(3 * GIB, GIB, 2 * GIB), (100 * GIB, GIB, 8 * GIB), (GIB, 2 * GIB, 0), ("max", GIB, 8 * GIB)],
@@ -57,39 +57,28 @@ def test_a_control_group_can_only_lower_it(machine, version, allowed, used, expe
     assert left(machine) == expected
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@VERSIONS
 def test_the_limit_of_a_parent_counts(machine, version):
     join(machine, version, "job", allowed=3 * GIB, used=GIB)
     join(machine, version, "job/step", allowed="max", used=GIB)
     assert left(machine) == 2 * GIB
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_pages_of_files_that_can_be_dropped_are_left(machine, version):
-    join(
-        machine,
-        version,
-        "job",
-        allowed=8 * GIB,
-        used=7 * GIB,
-        active_file=GIB,
-        inactive_file=5 * GIB,
-    )
-    assert left(machine) == 7 * GIB
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_pages_of_files_that_must_first_be_written_are_not_left(machine, version):
-    files = {"inactive_file": 3 * GIB, "file_dirty": GIB, "file_writeback": GIB}
+@VERSIONS
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"active_file": GIB, "inactive_file": 5 * GIB}, 7 * GIB),
+        ({"inactive_file": 3 * GIB, "file_dirty": GIB, "file_writeback": GIB}, 2 * GIB),
+    ],
+)
+def test_pages_of_files_that_can_be_dropped_are_left(machine, version, files, expected):
     join(machine, version, "job", allowed=8 * GIB, used=7 * GIB, **files)
-    assert left(machine) == 2 * GIB
+    assert left(machine) == expected
 
 
 def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
     assert left(tmp_path) is None
-
-
-def test_this_machine_has_some():
     assert available_bytes() > 0
 
 
@@ -130,13 +119,3 @@ def test_what_the_last_rank_sees_counts():
 
 def test_without_facts_nothing_is_refused():
     assert shortage([[], []], 1 << 50) is None
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_group_is_known_by_its_folder(machine, version):
-    join(machine, version, "job", allowed=GIB, used=0)
-    place = [machine / name for name in ("meminfo", "groups", "membership")]
-    assert rooms(*place) == rooms(*place)
-    names = [room.name for room in rooms(*place)]
-    assert names[0] == "this machine"
-    assert names[1].endswith("/job")

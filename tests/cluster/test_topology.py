@@ -41,20 +41,15 @@ def test_nodes_are_in_the_order_of_their_lowest_rank(hosts, nodes):
 
 
 @given(layouts(), st.none() | st.integers(1, 4))
-def test_every_rank_is_on_exactly_one_node(hosts, ranks_per_node):
-    for topology in world(facts_on(*hosts), ranks_per_node):
+def test_every_rank_is_on_exactly_one_node_and_all_see_the_same(hosts, ranks_per_node):
+    topologies = world(facts_on(*hosts), ranks_per_node)
+    for topology in topologies:
         assert sorted(rank for node in topology.nodes for rank in node) == list(range(len(hosts)))
         assert all(list(node) == sorted(node) for node in topology.nodes)
         assert [node[0] for node in topology.nodes] == sorted(node[0] for node in topology.nodes)
-        assert topology.rank in topology.node_ranks
-
-
-@given(layouts(), st.none() | st.integers(1, 4))
-def test_all_ranks_see_the_same_nodes(hosts, ranks_per_node):
-    seen = {
-        (t.nodes, t.hosts, t.max_rails, t.cards) for t in world(facts_on(*hosts), ranks_per_node)
-    }
-    assert len(seen) == 1
+        assert topology.nodes[topology.node][topology.local_rank] == topology.rank
+    assert len({(t.nodes, t.hosts, t.max_rails, t.cards) for t in topologies}) == 1
+    assert len({(t.node, t.local_rank) for t in topologies}) == len(hosts)
 
 
 @given(layouts(), st.none() | st.integers(1, 4))
@@ -65,13 +60,6 @@ def test_ranks_of_one_rail_have_one_local_rank_and_different_nodes(hosts, ranks_
         assert {other.local_rank for other in rail} == {mine.local_rank}
         assert len({other.node for other in rail}) == len(rail) == mine.cross_size
         assert [other.cross_rank for other in rail] == list(range(len(rail)))
-
-
-@given(layouts())
-def test_node_and_local_rank_name_a_rank(hosts):
-    topologies = world(facts_on(*hosts))
-    assert len({(t.node, t.local_rank) for t in topologies}) == len(hosts)
-    assert all(t.nodes[t.node][t.local_rank] == t.rank for t in topologies)
 
 
 @given(layouts(), st.integers(1, 4))
@@ -107,21 +95,19 @@ def test_a_node_that_ranks_name_themselves_beats_the_host():
     assert world(facts)[0].nodes == ((0, 2), (1, 3))
 
 
-def test_cores_are_shared_when_ranks_outnumber_them_across_declared_nodes():
-    topologies = world(facts_on(*"aaaa", cores=(0, 1)), ranks_per_node=2)
-    assert all(t.shared_cores == (0, 1, 2, 3) for t in topologies)
-
-
-def test_bound_ranks_share_no_core():
-    facts = [RankFacts(host="a", cores=(core,)) for core in (0, 1)]
-    assert [t.shared_cores for t in world(facts)] == [(), ()]
-    assert [t.core_peers for t in world(facts)] == [(0,), (1,)]
-
-
-def test_unbound_ranks_with_a_core_for_each_share_none():
-    topology = world(facts_on("a", "a", cores=(0, 1, 2, 3)))[0]
-    assert topology.shared_cores == ()
-    assert topology.core_peers == (0, 1)
+@pytest.mark.parametrize(
+    ("cores", "ranks_per_node", "shared", "peers"),
+    [
+        (((0, 1),) * 4, 2, (0, 1, 2, 3), (0, 1, 2, 3)),  # across declared nodes
+        (((0,), (1,)), None, (), (0,)),
+        (((0, 1, 2, 3),) * 2, None, (), (0, 1)),
+    ],
+    ids=["crowded", "bound", "a core for each"],
+)
+def test_cores_are_shared_when_ranks_outnumber_them(cores, ranks_per_node, shared, peers):
+    facts = [RankFacts(host="a", cores=mask) for mask in cores]
+    topology = world(facts, ranks_per_node)[0]
+    assert (topology.shared_cores, topology.core_peers) == (shared, peers)
 
 
 def test_ranks_bound_to_one_core_on_different_hosts_share_none():
@@ -133,15 +119,17 @@ def test_the_node_with_fewest_cards_decides():
     assert {t.cards for t in world(facts)} == {2}
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_without_facts_is_an_error_that_names_it(rank):
-    with pytest.raises(TopologyError, match=f"one of 2 .* got {rank}"):
-        Topology.from_facts(facts_on("a", "a"), rank)
-
-
-def test_a_node_of_no_ranks_cannot_be_declared():
-    with pytest.raises(TopologyError, match="at least 1, got 0"):
-        Topology.from_facts(facts_on("a", "a"), 0, ranks_per_node=0)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rank": -1}, "one of 2 .* got -1"),
+        ({"rank": 2}, "one of 2 .* got 2"),
+        ({"rank": 0, "ranks_per_node": 0}, "at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_topology_is_an_error_that_names_it(options, text):
+    with pytest.raises(TopologyError, match=text):
+        Topology.from_facts(facts_on("a", "a"), **options)
 
 
 def test_description_names_ranks_nodes_and_cores():

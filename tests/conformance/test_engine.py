@@ -9,11 +9,22 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import mpiexec
-from tests.conformance.engine_exceptions import EXCEPTIONS
 
 ROOT = Path(__file__).parents[2]
 LAWS = ("tests/comm", "tests/compress", "tests/runtime", "tests/gradients", "tests/train")
 BY_RANKS = {1: ("tests/runtime/test_failures.py",), 2: LAWS, 4: LAWS}
+
+EXCEPTIONS = {
+    1: {
+        "tests/runtime/test_failures.py::"
+        "test_a_rank_that_idles_uses_under_one_percent_of_a_core_and_may_take_leave_twice": (
+            "Horovod's thread asks the other ranks for work a thousand times a second"
+        ),
+    },
+    2: {},
+    4: {},
+}
+"""Tests that fail, and why, by the number of ranks; each must still fail."""
 
 pytestmark = [
     pytest.mark.conformance,

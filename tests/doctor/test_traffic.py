@@ -34,12 +34,6 @@ def test_all_ranks_know_all_figures(world):
         assert all(link.latency_s > 0 and link.bytes_per_s > 0 for link in links)
         assert all(link.sent_bytes > 0 for link in links)
         assert world.allgather(links) == [links] * world.size
-    comm.close()
-
-
-@TOGETHER
-def test_no_pair_is_no_measurement(world):
-    comm = MpiCommunicator(world.Dup())
     assert measure(comm, []) == []
     comm.close()
 

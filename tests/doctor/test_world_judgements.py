@@ -80,7 +80,6 @@ def sent(**counts):
     return {"carried": [carried(host, **counts) for host in "ab"]}
 
 
-OWN_NAME = rank("b", machine="boot of a")
 TABLE = {
     job.check_world: [
         (
@@ -94,15 +93,6 @@ TABLE = {
     job.check_nodes: [
         (world(*"aabb"), "ok", "2 on every node"),
         (world(*"aaab"), "warning", "1 to 3 ranks, fewest on b"),
-    ],
-    job.check_hosts: [
-        (world(*"ab"), "ok", ""),
-        (
-            world(*"aa", *[rank("a", machine="another boot")] * 2),
-            "error",
-            "2 machines are called a: ranks 0-1 and ranks 2-3",
-        ),
-        (world("a", OWN_NAME), "note", "a, b are one machine"),
     ],
     job.check_level: [
         (world(*"aa"), "ok", ""),

@@ -154,45 +154,37 @@ def test_the_benchmark_counts_images_of_each_rank_and_of_all(runs):
     assert final_loss(text) < 10
 
 
-@pytest.mark.conformance
-@pytest.mark.launches
-@pytest.mark.limit(900)
-@pytest.mark.requires("horovod")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_every_way_gives_the_same_loss(example, runs):
-    runs.check_same(example, list(WAYS))
+LONG = [
+    pytest.mark.conformance,
+    pytest.mark.launches,
+    pytest.mark.limit(900),
+    pytest.mark.requires("horovod"),
+]
 
 
-@pytest.mark.conformance
-@pytest.mark.launches
-@pytest.mark.limit(900)
-@pytest.mark.requires("horovod")
-@pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
-def test_every_way_gives_the_same_loss_with_gradients_that_are_not_averaged_plainly(option, runs):
-    runs.check_same("digits", list(WAYS), option)
+class TestEveryWay:
+    pytestmark = LONG
 
+    @pytest.mark.parametrize("example", EXAMPLES)
+    def test_gives_the_same_loss(self, example, runs):
+        runs.check_same(example, list(WAYS))
 
-@pytest.mark.conformance
-@pytest.mark.launches
-@pytest.mark.limit(900)
-@pytest.mark.requires("horovod")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_failure_changes_no_digit_of_the_result(way, runs):
-    assert runs.loss("elastic", way) == runs.loss("elastic", way, "--fail-at", "-1")
+    @pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
+    def test_gives_it_with_gradients_that_are_not_averaged_plainly(self, option, runs):
+        runs.check_same("digits", list(WAYS), option)
 
+    @pytest.mark.parametrize("way", WAYS)
+    def test_has_no_other_digit_after_a_failure(self, way, runs):
+        assert runs.loss("elastic", way) == runs.loss("elastic", way, "--fail-at", "-1")
 
-@pytest.mark.conformance
-@pytest.mark.launches
-@pytest.mark.limit(900)
-@pytest.mark.requires("horovod")
-@pytest.mark.parametrize("way", WAYS)
-def test_resnet_goes_on_from_its_checkpoint(way, runs, tmp_path):
-    options = ("--batches-per-allreduce", "2", "--checkpoints", str(tmp_path / "checkpoints"))
-    whole = runs.loss("imagenet_resnet50", way, *options)
-    (tmp_path / "checkpoints/epoch-2.pt").unlink()
-    text = runs.output("imagenet_resnet50", way, *options, "--workers", "1")
-    assert "goes on after epoch 1\n" in text
-    assert final_loss(text) == pytest.approx(whole, abs=1e-5)
+    @pytest.mark.parametrize("way", WAYS)
+    def test_goes_on_from_a_checkpoint(self, way, runs, tmp_path):
+        options = ("--batches-per-allreduce", "2", "--checkpoints", str(tmp_path / "checkpoints"))
+        whole = runs.loss("imagenet_resnet50", way, *options)
+        (tmp_path / "checkpoints/epoch-2.pt").unlink()
+        text = runs.output("imagenet_resnet50", way, *options, "--workers", "1")
+        assert "goes on after epoch 1\n" in text
+        assert final_loss(text) == pytest.approx(whole, abs=1e-5)
 
 
 def test_resnet50_is_the_one_of_the_paper(load):

@@ -39,13 +39,7 @@ def _cluster() -> str:
 @functools.cache
 def _slurm() -> str:
     """A private Slurm on virtual nodes."""
-    return slurm.obstacle("uts")
-
-
-@functools.cache
-def _slurm_accounting() -> str:
-    """The same with a data base, for ``sacct``."""
-    return slurm.obstacle("uts", accounting=True)
+    return slurm.obstacle()
 
 
 def _debian_openmpi() -> str:
@@ -120,7 +114,6 @@ FEATURES: dict[str, Callable[[], str]] = {
     "setpriv": _program("setpriv"),
     "shellcheck": _program("shellcheck"),
     "slurm": _slurm,
-    "slurm-accounting": _slurm_accounting,
 }
 """For each feature, what is missing; empty where it is there."""
 

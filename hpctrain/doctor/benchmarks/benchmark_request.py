@@ -12,6 +12,9 @@ from hpctrain.doctor.benchmarks.operations import OPERATIONS, Setup
 REDUCING = ("allreduce", "reduce_scatter")
 """Operations that combine values."""
 
+FACTOR = 4
+"""From one size to the next."""
+
 UNCHECKABLE = (torch.float8_e8m0fnu,)
 """Holds powers of two alone, so that sums of it are never exact."""
 
@@ -26,8 +29,6 @@ class BenchmarkRequest:
     """First size."""
     max_bytes: int = 64 << 20
     """Last size."""
-    factor: int = 4
-    """From one size to the next."""
     dtype: str = "float32"
     """A dtype of torch."""
     op: str = "sum"
@@ -35,7 +36,9 @@ class BenchmarkRequest:
     in_bucket: bool = False
     """All-reduce buckets in node memory."""
     peers: bool = False
-    """All-reduce with MPI_Allreduce too."""
+    """All-reduce with MPI_Allreduce too, on the same memory."""
+    iterations: int | None = None
+    """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
 
     def __post_init__(self) -> None:
         """Check everything.
@@ -52,8 +55,6 @@ class BenchmarkRequest:
                 f"sizes go from 1 byte or more upwards, got --min-bytes {self.min_bytes} and "
                 f"--max-bytes {self.max_bytes}"
             )
-        if self.factor < 2:
-            raise ConfigError(f"--factor must be at least 2, got {self.factor}")
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
                 raise ConfigError(f"{option} is for allreduce, got {self.operation}; leave it out")
@@ -62,15 +63,12 @@ class BenchmarkRequest:
     def setups(self) -> list[Setup]:
         """Return the messages, smallest first; a barrier has one, of nothing."""
         sizes = [0] if self.operation == "barrier" else self._sizes()
-        return [
-            Setup(
-                num_bytes=num_bytes,
-                dtype=self.torch_dtype,
-                op=self.torch_op,
-                in_bucket=self.in_bucket,
-            )
-            for num_bytes in sizes
-        ]
+        return [self.setup(num_bytes) for num_bytes in sizes]
+
+    def setup(self, num_bytes: int) -> Setup:
+        """Return the message of a size."""
+        dtype, op = self.torch_dtype, self.torch_op
+        return Setup(num_bytes=num_bytes, dtype=dtype, op=op, in_bucket=self.in_bucket)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,7 +107,7 @@ class BenchmarkRequest:
         num_bytes = self.min_bytes
         while num_bytes < self.max_bytes:
             yield num_bytes
-            num_bytes *= self.factor
+            num_bytes *= FACTOR
         yield self.max_bytes
 
     def _check_op(self) -> None:

@@ -1,23 +1,17 @@
 """A benchmark from its request to the last line."""
 
-import json
-import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
-from hpctrain import __version__
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.atomic import publishing
-from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.units import format_bytes
+from hpctrain.core.errors import ConfigError
 from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest
-from hpctrain.doctor.benchmarks.measure import Effort, Row, measure
+from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
 
@@ -26,29 +20,51 @@ ALONE = (
     "for more: hpctrain launch -n 4 hpctrain bench "
 )
 
+BUDGET_S = 0.5
+"""Time that one size may take where the number of iterations is not given."""
+FEWEST, MOST = 5, 1000
+"""Iterations that are chosen by ``BUDGET_S``."""
+WARM_UP = 5
+"""Calls before them that are not timed."""
+PEER_ROUNDS = 5
+"""Turns that ours and the library take, so that both meet the same disturbances."""
 
-def run(
-    request: BenchmarkRequest,
-    effort: Effort,
-    make_console: Callable[..., Console],
-    json_file: Path | None = None,
-) -> bool:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What was measured for one message size; the same on every rank."""
+
+    num_bytes: int
+    """Bytes of the message."""
+    numel: int
+    iterations: int
+    min_us: float
+    """Time of a call on the rank where it was shortest; a rank's time is its mean over calls."""
+    avg_us: float
+    max_us: float
+    algorithm_gbs: float
+    """Bytes of the message by ``avg_us``, in 1e9 bytes a second."""
+    bus_gbs: float
+    """What the busiest link carries at least; comparable between operations and world sizes."""
+    num_wrong: int
+    """Wrong elements over all ranks."""
+    library_us: float | None = None
+    """The same for MPI_Allreduce."""
+    library_ratio: float | None = None
+    """``library_us`` by ``avg_us``: above 1 ours is faster."""
+
+
+def run(request: BenchmarkRequest, make_console: Callable[..., Console]) -> bool:
     """Measure all sizes, and print each as soon as it is measured.
 
     Collective over all ranks that were started together.
-
-    Args:
-        request: what to measure.
-        effort: how long.
-        make_console: makes the console of this rank; takes ``shown``.
-        json_file: gets all figures, from rank 0.
 
     Returns:
         Whether every value that was compared was right; the same on every rank.
 
     Raises:
         ConfigError: this takes more ranks than there are.
-        MismatchError: the file cannot be written, or MPI has no such type to compare with.
+        MismatchError: MPI has no such type to compare with.
     """
     world.init()
     here = world.current()
@@ -57,62 +73,32 @@ def run(
         raise ConfigError(
             "send takes two ranks, got one; for instance: hpctrain launch -n 2 hpctrain bench send"
         )
-    refusal = _refusal(request, json_file) if comm.rank == 0 else ""
-    comm.agree(not refusal, refusal)
+    if request.peers:
+        from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
+
+        on_root(comm, lambda: require_type(request.torch_dtype))
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
-    rows = _measure_all(comm, request, effort, console)
-    num_wrong = sum(row.num_wrong or 0 for row in rows)
+    rows = _measure_all(comm, request, console)
+    num_wrong = sum(row.num_wrong for row in rows)
     if num_wrong:
         console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
-    if json_file is not None and comm.rank == 0:
-        description = {"request": asdict(request), "effort": asdict(effort)}
-        write_json(json_file, here, rows, description)
     return num_wrong == 0
 
 
-def _refusal(request: BenchmarkRequest, json_file: Path | None) -> str:
-    """Say what keeps this from being measured; called by one rank."""
-    try:
-        if request.peers:
-            from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
-
-            require_type(request.torch_dtype)
-        if json_file is not None:
-            check_writable(json_file)
-    except HpctrainError as error:
-        return str(error)
-    return ""
-
-
-def _measure_all(
-    comm: Communicator, request: BenchmarkRequest, effort: Effort, console: Console
-) -> list[Row]:
-    setups = request.setups()
+def _measure_all(comm: Communicator, request: BenchmarkRequest, console: Console) -> list[Row]:
     rows = []
     console.print(head(peers=request.peers), soft_wrap=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total} sizes"),
-        console=console,
-        transient=True,
-        auto_refresh=False,  # a thread of it would take time from what is measured
-        disable=not console.is_terminal or console.quiet,
-    ) as bar:
-        task = bar.add_task("", total=len(setups))
-        for setup in setups:
-            bar.update(
-                task, description=f"measuring {format_bytes(setup.num_bytes)}", refresh=True
-            )
-            rows.append(measure(comm, request.operation, setup, effort))
-            console.print(line(rows[-1], request.dtype, request.op_shown), soft_wrap=True)
-            bar.advance(task)
+    for setup in request.setups():
+        rows.append(measure(comm, request, setup))
+        console.print(line(rows[-1], request.dtype, request.op_shown), soft_wrap=True)
     return rows
 
 
-def _describe(console: Console, here: world.World, request: BenchmarkRequest) -> None:
-    rows = facts(here)
+def _describe(console: Console, here: World, request: BenchmarkRequest) -> None:
+    """Print the machine and the plan above the table."""
+    plan = [*here.plan.describe(), ("plan chosen by", here.plan_origin)]
+    rows = [*here.topology.describe(), *plan]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         console.print(f"# {name:{width}}  {text}", soft_wrap=True)
@@ -135,43 +121,79 @@ def head(*, peers: bool) -> str:
 
 def line(row: Row, dtype: str, op: str) -> str:
     """Return the line of one size; ``op`` is empty for operations that combine nothing."""
-    wrong = "-" if row.num_wrong is None else str(row.num_wrong)
     text = f"{row.num_bytes:>12} {row.numel:>11} {dtype:>15} {op:>7} "
     text += " ".join(f"{us:>10.2f}" for us in (row.min_us, row.avg_us, row.max_us))
-    text += f" {row.algorithm_gbs:>9.3f} {row.bus_gbs:>9.3f} {wrong:>6}"
+    text += f" {row.algorithm_gbs:>9.3f} {row.bus_gbs:>9.3f} {row.num_wrong:>6}"
     if row.library_us is not None and row.library_ratio is not None:
         text += f" {row.library_us:>10.2f} {row.library_ratio:>8.2f}"
     return text
 
 
-def facts(here: World) -> list[tuple[str, str]]:
-    """Return name and text of each line above the table: the machine, then the plan."""
-    plan = [*here.plan.describe(), ("plan chosen by", here.plan_origin)]
-    return [*here.topology.describe(), *plan]
+def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
+    """Measure what is asked for with one message. Collective."""
+    operation = OPERATIONS[request.operation]
+    case = operation.case(comm, setup)
+    case.fill()
+    warm_up_s = max(_seconds(comm, case.call, WARM_UP))
+    iterations = request.iterations or _affordable(comm.broadcast_object(warm_up_s))
+    library_s: list[float] | None = None
+    if request.peers:
+        seconds, library_s = _in_turn(comm, case, setup, iterations)
+    else:
+        seconds = _seconds(comm, case.call, iterations)
+    if request.operation == "send":  # the ranks in between do nothing
+        seconds = [seconds[0], seconds[-1]]
+    seconds = [second / operation.ways for second in seconds]
+    mean = fmean(seconds)
+    num_bytes = case.numel * setup.dtype.itemsize
+    bandwidth = num_bytes / mean / 1e9
+    return Row(
+        num_bytes=num_bytes,
+        numel=case.numel,
+        iterations=iterations,
+        min_us=min(seconds) * 1e6,
+        avg_us=mean * 1e6,
+        max_us=max(seconds) * 1e6,
+        algorithm_gbs=bandwidth,
+        bus_gbs=bandwidth * operation.bus_factor(comm.size),
+        num_wrong=sum(comm.allgather_object(case.num_wrong())),
+        library_us=None if library_s is None else fmean(library_s) * 1e6,
+        library_ratio=None if library_s is None else fmean(library_s) / mean,
+    )
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a file before anything is measured; called by one rank.
+def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) -> list[float]:
+    """Return the mean seconds of a call on each rank; the calls follow each other at once."""
+    comm.barrier()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        work()
+    return comm.allgather_object((time.perf_counter() - start) / iterations)
 
-    Raises:
-        ConfigError: it cannot be written.
-    """
+
+def _affordable(warm_up_s: float) -> int:
+    return min(max(round(BUDGET_S / warm_up_s), FEWEST), MOST)
+
+
+def _in_turn(
+    comm: Communicator, case: Case, setup: Setup, iterations: int
+) -> tuple[list[float], list[float]]:
+    """Time ours and the library in turn; return the median turn of each rank for both."""
+    from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
+
+    library = LibraryAllreduce(case.given[0].values, setup.op)
+    ours: list[list[float]] = []
+    theirs: list[list[float]] = []
+    each = -(-iterations // PEER_ROUNDS)
     try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another") from None
+        library()
+        for _ in range(PEER_ROUNDS):
+            ours.append(_seconds(comm, case.call, each))
+            theirs.append(_seconds(comm, library, each))
+    finally:
+        library.close()
+    return _medians(ours), _medians(theirs)
 
 
-def write_json(path: Path, here: World, rows: Sequence[Row], description: dict[str, Any]) -> None:
-    """Write all that was measured, and where; called by one rank."""
-    contents = {
-        **description,
-        "hpctrain": __version__,
-        "torch": torch.__version__,
-        "system": platform.platform(),
-        "topology": dict(here.topology.describe()),
-        "plan": here.plan.as_dict(),
-        "rows": [asdict(row) for row in rows],
-    }
-    with publishing(path) as part:
-        part.write_text(json.dumps(contents, indent=1, default=str) + "\n", encoding="utf-8")
+def _medians(turns: list[list[float]]) -> list[float]:
+    return [median(of_rank) for of_rank in zip(*turns, strict=True)]

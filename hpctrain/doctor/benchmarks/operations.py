@@ -1,12 +1,8 @@
-"""Measured operations: one class each, all of the same shape.
+"""Operations that a benchmark measures: a table, and for each a function that makes its case."""
 
-``Case(comm, setup)`` makes tensors for one message size; ``fill()`` writes the values, calling the
-case carries the operation out once, ``num_wrong()`` counts what is wrong on this rank after that.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,199 +30,155 @@ class Setup:
         return max(self.num_bytes // self.dtype.itemsize, 1)
 
 
-class Case(Protocol):
+class Part(NamedTuple):
+    """What a tensor should hold."""
+
+    values: Tensor
+    """Flat."""
+    period: Tensor
+    """Repeated all through it."""
+    start: int = 0
+    """The place in the period where the tensor begins."""
+    numel: int | None = None
+    """Elements that a result should have; one of another length is wrong as a whole."""
+
+    def num_wrong(self) -> int:
+        """Count the wrong elements."""
+        if self.numel is not None and self.values.shape != (self.numel,):
+            return max(self.numel, 1)
+        return num_wrong(self.values, self.period, self.start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
     """One operation on one message, on one rank."""
 
     numel: int
     """Elements of the message, as the bandwidth counts it."""
-
-    def fill(self) -> None:
-        """Write the values that are checked."""
-
-    def __call__(self) -> object:
-        """Carry the operation out once. Collective."""
+    call: Callable[[], object]
+    """Carry the operation out once. Collective."""
+    given: list[Part] = field(default_factory=list)
+    """What stands there before a call that is checked."""
+    expected: Callable[[], list[Part]] = list
+    """What should stand there after it."""
 
     def num_wrong(self) -> int:
-        """Count the wrong elements of the last result on this rank."""
+        """Carry the operation out on known values, and count what is wrong on this rank.
+
+        Collective.
+        """
+        self.fill()
+        self.call()
+        return sum(part.num_wrong() for part in self.expected())
+
+    def fill(self) -> None:
+        """Write the known values."""
+        for part in self.given:
+            write(part.values, part.period, part.start)
 
 
-class Allreduce:
+def allreduce(comm: Communicator, setup: Setup) -> Case:
     """``allreduce_``; the message is the tensor."""
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm, self._op = comm, setup.op
-        self.numel = setup.numel
-        self._target: Tensor | Bucket = (
-            comm.new_bucket(self.numel, setup.dtype)
-            if setup.in_bucket
-            else torch.empty(self.numel, dtype=setup.dtype)
-        )
-        self.flat = self._target.flat if isinstance(self._target, Bucket) else self._target
-        self._mine = values_of(comm.rank, comm.size, setup.dtype, setup.op)
-        self._expected = combined(comm.size, setup.dtype, setup.op)
-
-    def fill(self) -> None:
-        """Write this rank's values."""
-        write(self.flat, self._mine)
-
-    def __call__(self) -> None:
-        """Reduce in place."""
-        self._comm.allreduce_(self._target, op=self._op).wait()
-
-    def num_wrong(self) -> int:
-        """Compare with the sum, or whatever the operation is."""
-        return num_wrong(self.flat, self._expected)
+    target: Tensor | Bucket = (
+        comm.new_bucket(setup.numel, setup.dtype)
+        if setup.in_bucket
+        else torch.empty(setup.numel, dtype=setup.dtype)
+    )
+    flat = target.flat if isinstance(target, Bucket) else target
+    total = combined(comm.size, setup.dtype, setup.op)
+    return Case(
+        numel=setup.numel,
+        call=lambda: comm.allreduce_(target, op=setup.op).wait(),
+        given=[Part(flat, values_of(comm.rank, comm.size, setup.dtype, setup.op))],
+        expected=lambda: [Part(flat, total)],
+    )
 
 
-class ReduceScatter:
+def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
     """``reduce_scatter``; the message is the whole tensor that each rank gives."""
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm, self._op = comm, setup.op
-        self.numel = setup.numel
-        self._given = torch.empty(self.numel, dtype=setup.dtype)
-        self._got = self._given[:0]
-        self._mine = values_of(comm.rank, comm.size, setup.dtype, setup.op)
-        self._expected = combined(comm.size, setup.dtype, setup.op)
-
-    def fill(self) -> None:
-        """Write this rank's values."""
-        write(self._given, self._mine)
-
-    def __call__(self) -> None:
-        """Take this rank's part of the result."""
-        self._got = self._comm.reduce_scatter(self._given, op=self._op)
-
-    def num_wrong(self) -> int:
-        """Compare the part; a part of another length is wrong as a whole."""
-        parts = [len(part) for part in torch.arange(self.numel).tensor_split(self._comm.size)]
-        if self._got.numel() != parts[self._comm.rank]:
-            return max(parts[self._comm.rank], 1)
-        return num_wrong(self._got, self._expected, start=sum(parts[: self._comm.rank]))
+    given, got = torch.empty(setup.numel, dtype=setup.dtype), _Got()
+    total = combined(comm.size, setup.dtype, setup.op)
+    sizes = [len(part) for part in torch.arange(setup.numel).tensor_split(comm.size)]
+    start, mine = sum(sizes[: comm.rank]), sizes[comm.rank]
+    return Case(
+        numel=setup.numel,
+        call=lambda: got.take([comm.reduce_scatter(given, op=setup.op)]),
+        given=[Part(given, values_of(comm.rank, comm.size, setup.dtype, setup.op))],
+        expected=lambda: [Part(got.tensors[0], total, start, mine)],
+    )
 
 
-class AllGather:
+def all_gather(comm: Communicator, setup: Setup) -> Case:
     """``all_gather``; the message is what every rank holds in the end."""
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm = comm
-        each = max(setup.numel // comm.size, 1)
-        self.numel = each * comm.size
-        self._given = torch.empty(each, dtype=setup.dtype)
-        self._got: list[Tensor] = []
-        self._values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
-
-    def fill(self) -> None:
-        """Write this rank's values."""
-        write(self._given, self._values[self._comm.rank])
-
-    def __call__(self) -> None:
-        """Take the tensors of all ranks."""
-        self._got = self._comm.all_gather(self._given)
-
-    def num_wrong(self) -> int:
-        """Compare the tensor of every rank."""
-        return _num_wrong_of_each(self._got, self._values, self._given.numel())
+    each, got = max(setup.numel // comm.size, 1), _Got()
+    given = torch.empty(each, dtype=setup.dtype)
+    values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
+    return Case(
+        numel=each * comm.size,
+        call=lambda: got.take(comm.all_gather(given)),
+        given=[Part(given, values[comm.rank])],
+        expected=lambda: [
+            Part(tensor, period, 0, each)
+            for tensor, period in zip(got.tensors, values, strict=True)
+        ],
+    )
 
 
-class AllToAll:
+def alltoall(comm: Communicator, setup: Setup) -> Case:
     """``alltoall``; the message is all that one rank gives away."""
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm = comm
-        each = max(setup.numel // comm.size, 1)
-        self.numel = each * comm.size
-        self._given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
-        self._got: list[Tensor] = []
-        self._values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
-
-    def fill(self) -> None:
-        """Write this rank's values; those for rank r begin at the element r of the period."""
-        for dest, tensor in enumerate(self._given):
-            write(tensor, self._values[self._comm.rank], start=dest)
-
-    def __call__(self) -> None:
-        """Take what every rank has for this one."""
-        self._got = self._comm.alltoall(self._given)
-
-    def num_wrong(self) -> int:
-        """Compare what came from every rank."""
-        return _num_wrong_of_each(
-            self._got, self._values, self._given[0].numel(), start=self._comm.rank
-        )
+    each, got = max(setup.numel // comm.size, 1), _Got()
+    given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
+    values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
+    return Case(
+        numel=each * comm.size,
+        call=lambda: got.take(comm.alltoall(given)),
+        # Those for rank r begin at the element r of the period.
+        given=[Part(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)],
+        expected=lambda: [
+            Part(tensor, period, comm.rank, each)
+            for tensor, period in zip(got.tensors, values, strict=True)
+        ],
+    )
 
 
-class _FromRankZero:
-    """A message that rank 0 has and others get; the message is the tensor."""
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        self._comm = comm
-        self.numel = setup.numel
-        self._tensor = torch.zeros(self.numel, dtype=setup.dtype)
-        self._period = values_of(0, comm.size, setup.dtype)
-
-    def fill(self) -> None:
-        """Write the values on rank 0 and zeros elsewhere."""
-        is_root = self._comm.rank == 0
-        write(self._tensor, self._period if is_root else torch.zeros_like(self._period))
+def broadcast(comm: Communicator, setup: Setup) -> Case:
+    """``broadcast_`` from rank 0; the message is the tensor."""
+    tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
+    return Case(
+        numel=setup.numel,
+        call=lambda: comm.broadcast_(tensor).wait(),
+        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda: [Part(tensor, period)],
+    )
 
 
-class Broadcast(_FromRankZero):
-    """``broadcast_`` from rank 0."""
-
-    def __call__(self) -> None:
-        """Take the tensor of rank 0."""
-        self._comm.broadcast_(self._tensor).wait()
-
-    def num_wrong(self) -> int:
-        """Compare with the values of rank 0."""
-        return num_wrong(self._tensor, self._period)
-
-
-class Send(_FromRankZero):
+def send(comm: Communicator, setup: Setup) -> Case:
     """``send`` from rank 0 to the last rank and back; a call is one of the two ways."""
+    tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
+    last = comm.size - 1
 
-    def __init__(self, comm: Communicator, setup: Setup) -> None:
-        super().__init__(comm, setup)
-        self._last = comm.size - 1
+    def there_and_back() -> None:
+        if comm.rank == 0:
+            comm.send(tensor, last)
+            comm.recv_(tensor, last)
+        elif comm.rank == last:
+            comm.recv_(tensor, 0)
+            comm.send(tensor, 0)
 
-    def __call__(self) -> None:
-        """Let the tensor go there and come back."""
-        if self._comm.rank == 0:
-            self._comm.send(self._tensor, self._last)
-            self._comm.recv_(self._tensor, self._last)
-        elif self._comm.rank == self._last:
-            self._comm.recv_(self._tensor, 0)
-            self._comm.send(self._tensor, 0)
-
-    def num_wrong(self) -> int:
-        """Compare with the values of rank 0, on the two that have them."""
-        takes_part = self._comm.rank in (0, self._last)
-        return num_wrong(self._tensor, self._period) if takes_part else 0
-
-
-class Barrier:
-    """``barrier``; there is no message."""
-
-    numel = 0
-
-    def __init__(self, comm: Communicator, setup: Setup) -> None:  # noqa: ARG002 - as the others
-        self._comm = comm
-
-    def fill(self) -> None:
-        """Write nothing."""
-
-    def __call__(self) -> None:
-        """Meet."""
-        self._comm.barrier()
-
-    def num_wrong(self) -> int:
-        """Nothing can be wrong."""
-        return 0
+    return Case(
+        numel=setup.numel,
+        call=there_and_back,
+        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda: [Part(tensor, period)] if comm.rank in (0, last) else [],
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredOperation:
+def barrier(comm: Communicator, _: Setup) -> Case:
+    """``barrier``; there is no message, and nothing can be wrong."""
+    return Case(numel=0, call=comm.barrier)
+
+
+class MeasuredOperation(NamedTuple):
     """What a benchmark knows of an operation."""
 
     case: Callable[[Communicator, Setup], Case]
@@ -235,10 +187,6 @@ class MeasuredOperation:
     Source: PERFORMANCE.md of nccl-tests."""
     ways: int = 1
     """Messages of one call that follow each other."""
-
-
-def _reduced_and_spread(size: int) -> float:
-    return 2 * (size - 1) / size
 
 
 def _all_but_mine(size: int) -> float:
@@ -250,22 +198,26 @@ def _once(size: int) -> float:
 
 
 OPERATIONS = {
-    "allreduce": MeasuredOperation(Allreduce, _reduced_and_spread),
-    "reduce_scatter": MeasuredOperation(ReduceScatter, _all_but_mine),
-    "all_gather": MeasuredOperation(AllGather, _all_but_mine),
-    "alltoall": MeasuredOperation(AllToAll, _all_but_mine),
-    "broadcast": MeasuredOperation(Broadcast, _once),
-    "barrier": MeasuredOperation(Barrier, _once),
-    "send": MeasuredOperation(Send, _once, ways=2),
+    "allreduce": MeasuredOperation(allreduce, lambda size: 2 * _all_but_mine(size)),
+    "reduce_scatter": MeasuredOperation(reduce_scatter, _all_but_mine),
+    "all_gather": MeasuredOperation(all_gather, _all_but_mine),
+    "alltoall": MeasuredOperation(alltoall, _all_but_mine),
+    "broadcast": MeasuredOperation(broadcast, _once),
+    "barrier": MeasuredOperation(barrier, _once),
+    "send": MeasuredOperation(send, _once, ways=2),
 }
 """By the names of the command line."""
 
 
-def _num_wrong_of_each(
-    got: Sequence[Tensor], values: Sequence[Tensor], numel: int, start: int = 0
-) -> int:
-    """Count over all ranks; a tensor of another length is wrong as a whole."""
-    return sum(
-        num_wrong(tensor, period, start) if tensor.shape == (numel,) else numel
-        for tensor, period in zip(got, values, strict=True)
-    )
+class _Got:
+    """Tensors that the last call has returned."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def take(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+def _of_root(comm: Communicator, setup: Setup) -> Tensor:
+    return values_of(0, comm.size, setup.dtype)

@@ -73,10 +73,6 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Keep each finding once; name its hosts unless it holds on all of them.
 
-    Args:
-        findings: of each rank.
-        hosts: of each rank; several ranks may share one.
-
     Returns:
         The findings in the order of the first rank that has them. Of an ``ok`` that differs from
         rank to rank only the first rank's is kept, and none where the check found a fault.

@@ -21,8 +21,7 @@ _GIVE = (
 def check_masks(ranks: Sequence[Facts]) -> list[Finding]:
     """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
 
-    Args:
-        ranks: all of them, or a process that will be one.
+    ``ranks`` are all of them, or a process that will be one.
     """
     found = []
     for host, members in by_host(ranks).items():
@@ -65,8 +64,7 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
 def check_threads(ranks: Sequence[Facts]) -> list[Finding]:
     """Name variables that make more threads than a rank has cores, or fewer.
 
-    Args:
-        ranks: all of them, or a process that will be one.
+    ``ranks`` are all of them, or a process that will be one.
     """
     num_cores = cores_each(ranks)
     asked: dict[tuple[str, int, int], list[int]] = {}

@@ -10,7 +10,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import SHOWN
+from hpctrain.doctor.checks.check import listed
 from hpctrain.launch.installed_horovod import Installed
 
 
@@ -59,16 +59,6 @@ class CoreFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leftover:
-    """A file or folder in /dev/shm that no process uses."""
-
-    path: Path
-    num_bytes: int
-    maker: str
-    """Whose it was, such as ``Open MPI``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
     """Memory of the node, and the ways to share it."""
 
@@ -80,8 +70,6 @@ class MemoryFacts:
     """What is left of it."""
     memfd_error: str = ""
     """Why anonymous shared memory cannot be had; empty where it can."""
-    leftovers: tuple[Leftover, ...] = ()
-    """What ended programs have left in /dev/shm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +96,6 @@ class NetworkFacts:
     """Cards, and what they need from the kernel."""
 
     cards: tuple[Card, ...] = ()
-    memlock_bytes: int | None = None
-    """How much memory may be locked, for the card to read; None is without limit."""
-    kernel: tuple[int, ...] = ()
-    """Version of Linux."""
     copy_error: str = ""
     """Why a process may not read another one's memory; empty where it may."""
 
@@ -141,8 +125,6 @@ class Facts:
     """Version of the interpreter."""
     versions: Mapping[str, str | None]
     """Installed versions by package, None for one that is missing."""
-    requirements: Sequence[str] = ()
-    """What hpctrain needs, as its metadata says: ``torch<2.14,>=2.13``."""
     mpi: MpiFacts
     cores: CoreFacts
     memory: MemoryFacts
@@ -155,8 +137,6 @@ class Facts:
     """The directories that were asked about."""
     host: str = ""
     """Name of the machine."""
-    machine: str = ""
-    """The kernel's number of this boot: hosts with the same one are one machine."""
     visible: tuple[str, ...] = ()
     """The GPUs that a rank sees, under names that mean the same on its host."""
     by_torch: bool = False
@@ -262,5 +242,4 @@ def differences(values: Sequence[Mapping[str, str | None]]) -> Iterator[tuple[st
             ranks_of.setdefault(of_rank.get(name) or "not set", []).append(rank)
         if len(ranks_of) > 1:
             told = [f"{value} ({format_ranks(ranks)})" for value, ranks in ranks_of.items()]
-            rest = f", and {len(told) - SHOWN} more values" if len(told) > SHOWN else ""
-            yield name, f"{', '.join(told[:SHOWN])}{rest}"
+            yield name, listed(told)

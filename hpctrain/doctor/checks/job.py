@@ -1,16 +1,13 @@
 """The job: its division, and whether its launcher makes one world of its ranks."""
 
-import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.env import Launched, job_id, launched, scheduler
+from hpctrain.cluster.env import Launched, job_id, launched, scheduler, tasks_of_nodes
 from hpctrain.cluster.interface import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import check, error, listed, note, ok, plural, warning
-from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
-
-_RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+from hpctrain.doctor.checks.check import check, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 
 def number_of(environ: Mapping[str, str], name: str) -> int | None:
@@ -25,12 +22,7 @@ def ranks_per_node(environ: Mapping[str, str]) -> int | None:
     if found and found.local_size:
         return found.local_size
     step = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_ID" in environ else ""
-    text = environ.get(step) or environ.get("SLURM_TASKS_PER_NODE", "")
-    counts = [
-        int(number)
-        for number, times in _RUN.findall(text)
-        for _ in range(int(times) if times else 1)
-    ]
+    counts = tasks_of_nodes(environ.get(step) or environ.get("SLURM_TASKS_PER_NODE", ""))
     node = environ.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(counts):
         return counts[int(node)]
@@ -118,39 +110,6 @@ def check_nodes(world: WorldFacts) -> list[Finding]:
             "say how many: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
         )
     ]
-
-
-@check("host names")
-def check_hosts(world: WorldFacts) -> list[Finding]:
-    """Find machines that share a name, and names that share a machine."""
-    found = []
-    hosts: dict[str, set[str]] = {}
-    for host, members in by_host(world.ranks).items():
-        ranks_of: dict[str, list[int]] = {}
-        for rank in members:
-            ranks_of.setdefault(world.ranks[rank].machine, []).append(rank)
-        for machine in ranks_of:
-            hosts.setdefault(machine, set()).add(host)
-        if len(ranks_of) > 1:
-            what = (
-                f"{len(ranks_of)} machines are called {host}: "
-                f"{' and '.join(map(format_ranks, ranks_of.values()))} are taken for one node and "
-                "cannot share memory"
-            )
-            do = (
-                "give every machine a host name of its own (hostnamectl set-hostname; containers: "
-                "--hostname)"
-            )
-            found.append(error(what, do))
-    found += [
-        note(
-            f"{listed(sorted(names))} are one machine: containers with names of their own are "
-            "nodes of their own, and share its cores"
-        )
-        for machine, names in hosts.items()
-        if machine and len(names) > 1
-    ]
-    return found or [ok("every node has a name of its own")]
 
 
 @check("MPI threads")

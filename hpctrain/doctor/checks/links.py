@@ -5,7 +5,7 @@ from statistics import median
 
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
-from hpctrain.doctor.checks.check import SHOWN, check, few, note, ok, plural, warning
+from hpctrain.doctor.checks.check import check, few, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Link, WorldFacts
 
 SLOWER = 3.0
@@ -128,8 +128,7 @@ def check_clocks(world: WorldFacts) -> list[Finding]:
         if abs(ahead - middle) - error_s > WRONG_S
     ]
     if wrong:
-        rest = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        what = f"the clocks of the nodes differ: {', '.join(wrong[:SHOWN])}{rest}"
+        what = f"the clocks of the nodes differ: {listed(wrong)}"
         do = (
             "let chrony or ntpd keep the clocks (chronyc tracking shows the state): times in "
             "logs, ages of files and the end of a job are wrong until then"
@@ -150,9 +149,7 @@ def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:
 
     Goes along the links from one rank to the next where no pair with ``root`` was measured.
 
-    Args:
-        links: each with the difference of the clocks at its ends.
-        root: a rank; ranks without a way to it are left out.
+    Ranks without a way to it are left out.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

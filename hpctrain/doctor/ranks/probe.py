@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hpctrain.cluster import env
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.interface import expected_libmpi, mismatch, srun_type
+from hpctrain.cluster.interface import expected_libmpi, mismatch
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.checks.facts import Facts
@@ -18,9 +18,7 @@ def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
     Where there is no world, because launcher and MPI do not fit together, each process finds that
     out for itself.
 
-    Args:
-        facts: of this process.
-        seconds: what the measurements between many nodes may take, about; with few they take less.
+    Measurements between many nodes take ``seconds``, about; with few they take less.
 
     Returns:
         What each rank finds by itself, merged, then at least one finding for each check of all
@@ -43,22 +41,10 @@ def wrong_interface(
 ) -> Finding | None:
     """Refuse a step whose ranks cannot find each other, before MPI ends the process.
 
-    Speaks of libraries of wheels only, of which is known what they can do.
-
-    Args:
-        launched: what the launcher says.
-        library: the MPI library that will be loaded.
-        prefix: folder of this Python environment.
+    Speaks of libraries below ``prefix``, a Python environment, only: of wheels is known what they
+    can do.
     """
-    if launched is None or library is None or not library.is_relative_to(prefix):
+    if library is None or not library.is_relative_to(prefix):
         return None
-    if not mismatch(launched, library):
-        return None
-    needed = srun_type(library)
-    return Finding(
-        "world",
-        "error",
-        f"srun --mpi={launched.pmi or 'none'} started {launched.size} ranks, but the MPI library "
-        f"{library} finds its ranks by {needed} only: each would be alone, or MPI would stop",
-        f"start again with `srun --mpi={needed} ...`, or in the job with `hpctrain launch ...`",
-    )
+    what, _, do = mismatch(launched, library).partition("; should MPI stop now, ")
+    return Finding("world", "error", what, do) if what else None

@@ -14,7 +14,7 @@ from hpctrain.core.units import KIB, MIB
 from hpctrain.doctor.checks.facts import Carried, Link
 from hpctrain.doctor.checks.links import slow
 
-PING, LARGE, CLOCK, STOP = range(4)
+PING, LARGE, STOP = range(3)
 
 PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3
 """A link is pinged for so long."""
@@ -25,7 +25,6 @@ LARGE_S = 8e-3
 ENDLESS_S = 0.2
 """And one that takes so long needs no second try."""
 LARGE_RUNS = 3
-CLOCK_PINGS = 8
 FEWEST_ROUNDS = 3
 """A node is compared with so many others at least; two join all nodes by a way."""
 MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
@@ -47,12 +46,6 @@ def links_between(
     comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
 ) -> tuple[list[Link], list[Carried]]:
     """Measure between nodes as long as there is time, and doubtful links again. Collective.
-
-    Args:
-        comm: all ranks.
-        topology: of them.
-        fast_cards: of this host.
-        seconds: how long, about; a few rounds are measured in any case.
 
     Returns:
         The links between the first ranks of nodes, and what left each node meanwhile; the same
@@ -118,10 +111,7 @@ def measure(
 ) -> list[Link]:
     """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
 
-    Args:
-        comm: all ranks.
-        pairs: disjoint, the same on every rank.
-        clock: seconds since 1970 by this rank's clock.
+    Pairs are disjoint, and the same on every rank.
 
     Returns:
         A link for each pair, in their order; the same on every rank.
@@ -152,24 +142,32 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
     """Lead the measurement: every request is one small message, and the partner obeys."""
-    _round_trip(comm, partner, PING)  # opens the connection
-    trips: list[float] = []
+    _ping(comm, partner, clock)  # opens the connection
+    trips: list[tuple[float, float]] = []
     end = time.perf_counter() + PINGS_S
     while len(trips) < FEWEST_PINGS or (len(trips) < MOST_PINGS and time.perf_counter() < end):
-        trips.append(_round_trip(comm, partner, PING))
-    offset_s, error_s = min(
-        (_clock_of(comm, partner, clock) for _ in range(CLOCK_PINGS)), key=lambda found: found[1]
-    )
+        trips.append(_ping(comm, partner, clock))
+    quickest_s, ahead_s = min(trips)
     one_way_s, num_bytes, sent_bytes = _large(comm, partner)
     _send(comm, partner, STOP)
     return Link(
         ranks=(comm.rank, partner),
-        latency_s=min(trips) / 2,
+        latency_s=quickest_s / 2,
         bytes_per_s=num_bytes / one_way_s,
         sent_bytes=sent_bytes,
-        clock_s=offset_s,
-        clock_error_s=error_s,
+        clock_s=ahead_s,
+        clock_error_s=quickest_s / 2,
     )
+
+
+def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]:
+    """Return the seconds of a round trip, and how far the partner's clock is ahead, about."""
+    theirs = torch.empty(1, dtype=torch.float64)
+    start, before = time.perf_counter(), clock()
+    _send(comm, partner, PING)
+    comm.recv_(theirs, partner)
+    after, seconds = clock(), time.perf_counter() - start
+    return seconds, float(theirs) - (before + after) / 2
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
@@ -179,7 +177,7 @@ def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
     while True:
         one_way_s = math.inf
         for _ in range(LARGE_RUNS):  # the best: anything else may happen on a host meanwhile
-            one_way_s = min(one_way_s, _round_trip(comm, partner, LARGE, num_bytes) / 2)
+            one_way_s = min(one_way_s, _round_trip(comm, partner, num_bytes) / 2)
             sent_bytes += num_bytes
             if one_way_s > ENDLESS_S:
                 return one_way_s, num_bytes, sent_bytes
@@ -188,50 +186,30 @@ def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
         num_bytes *= GROWTH
 
 
-def _round_trip(comm: Communicator, partner: int, what: int, num_bytes: int = 0) -> float:
+def _round_trip(comm: Communicator, partner: int, num_bytes: int) -> float:
     values = torch.empty(num_bytes, dtype=torch.uint8)
     start = time.perf_counter()
-    _send(comm, partner, what, num_bytes)
-    if what == LARGE:
-        comm.send(values, partner)
-        comm.recv_(values, partner)
-    else:
-        _receive(comm, partner)
+    _send(comm, partner, LARGE, num_bytes)
+    comm.send(values, partner)
+    comm.recv_(values, partner)
     return time.perf_counter() - start
-
-
-def _clock_of(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]:
-    """Return how far the partner's clock is ahead, and by how much that may be wrong."""
-    theirs = torch.empty(1, dtype=torch.float64)
-    before = clock()
-    _send(comm, partner, CLOCK)
-    comm.recv_(theirs, partner)
-    after = clock()
-    return float(theirs) - (before + after) / 2, abs(after - before) / 2
 
 
 def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
     """Do what the partner asks for, until it has enough."""
+    message = torch.empty(2, dtype=torch.int64)
     while True:
-        what, num_bytes = _receive(comm, partner)
+        comm.recv_(message, partner)
+        what, num_bytes = message.tolist()
         if what == STOP:
             return
         if what == LARGE:
             values = torch.empty(num_bytes, dtype=torch.uint8)
             comm.recv_(values, partner)
             comm.send(values, partner)
-        elif what == CLOCK:
-            comm.send(torch.tensor([clock()], dtype=torch.float64), partner)
         else:
-            _send(comm, partner, PING)
+            comm.send(torch.tensor([clock()], dtype=torch.float64), partner)
 
 
 def _send(comm: Communicator, partner: int, what: int, num_bytes: int = 0) -> None:
     comm.send(torch.tensor([what, num_bytes]), partner)
-
-
-def _receive(comm: Communicator, partner: int) -> tuple[int, int]:
-    message = torch.empty(2, dtype=torch.int64)
-    comm.recv_(message, partner)
-    what, num_bytes = message.tolist()
-    return what, num_bytes

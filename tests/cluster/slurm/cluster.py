@@ -13,19 +13,12 @@ from typing import Self
 
 from hpctrain.launch import mpiexec
 from tests.cluster.slurm.check import obstacle
-from tests.cluster.slurm.daemons import Daemons
-from tests.cluster.slurm.folder import folder
+from tests.cluster.slurm.daemons import Daemons, booted
 from tests.cluster.slurm.job import Job
-from tests.cluster.slurm.machines import MACHINES, Machines
-from tests.cluster.slurm.mode import Mode
-from tests.cluster.slurm.ports import Ports
-from tests.cluster.slurm.settings import Place, Settings, write
-from tests.cluster.vcluster.cluster import LOGIN
+from tests.cluster.slurm.own import folder, ports
+from tests.cluster.slurm.settings import Settings
 
 ROOT = Path(__file__).parents[3]
-
-SLURMS_OWN = 6817
-"""First port, where the network is the cluster's own."""
 
 UP_S = 60.0
 """Time that the nodes get to report to the controller; they take a second."""
@@ -43,17 +36,7 @@ class SlurmCluster:
             assert job.wait() == "COMPLETED"
     """
 
-    def __init__(
-        self,
-        *,
-        nodes: int = 4,
-        cpus: int = 4,
-        gpus: int = 0,
-        mode: Mode = "uts",
-        accounting: bool = False,
-        directory: Path | None = None,
-        port: int | None = None,
-    ) -> None:
+    def __init__(self, *, nodes: int = 4, cpus: int = 4, gpus: int = 0) -> None:
         """Describe a cluster; ``with`` starts it.
 
         Args:
@@ -61,20 +44,12 @@ class SlurmCluster:
             cpus: of each node; more than the machine has, if wanted.
             gpus: of each node; they stand in for real ones: Slurm counts them and tells jobs
                 their numbers.
-            mode: what a node has of its own, see ``mode.py``.
-            accounting: whether there is a data base for ``sacct``, which takes seconds to start.
-            directory: holds all files; removed at the end. By default a new one.
-            port: first of 64 ports; by default free ones are found.
         """
         self.nodes = tuple(f"n{number}" for number in range(nodes))
-        self.mode = mode
-        self._cpus, self._gpus, self._accounting = cpus, gpus, accounting
-        self._given = directory and directory.absolute()
-        self._port = port
+        self._cpus, self._gpus = cpus, gpus
         self._stack = contextlib.ExitStack()
-        self._machines: Machines
         self._lost: set[str] = set()
-        """Nodes that were killed or set down and not restored."""
+        """Nodes that were killed and not restored."""
         self.directory: Path
         self.environ: dict[str, str]
         """For programs that are to reach the cluster."""
@@ -85,7 +60,7 @@ class SlurmCluster:
         Raises:
             RuntimeError: this machine cannot; says why.
         """
-        if reason := obstacle(self.mode, accounting=self._accounting):
+        if reason := obstacle():
             raise RuntimeError(reason)
         try:
             self._start()
@@ -126,7 +101,7 @@ class SlurmCluster:
         """
         command = ["env", "-C", str(cwd or self.directory / "home"), *map(str, line)]
         process = subprocess.Popen(
-            self.enter(LOGIN, command) if self._machines.clients == "login" else command,
+            command,
             env=self.environ | dict(environ or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -165,7 +140,7 @@ class SlurmCluster:
 
     def enter(self, host: str, argv: Sequence[str]) -> list[str]:
         """Write the command line that runs ``argv`` on a node, or on ``login``."""
-        return self._machines.enter(host, argv)
+        return self._daemons.hosts[host].enter(argv)
 
     def states(self) -> dict[str, str]:
         """Return the state of each node: ``idle``, ``mixed``, ``allocated``, ``down*``, ..."""
@@ -175,59 +150,30 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """Cut the power of a node; the controller finds out by itself, after half a minute."""
         self._lost.add(name)
-        self._machines.cut(name)
-
-    def set_down(self, name: str) -> None:
-        """Tell the controller that a node is gone: it ends or requeues the jobs there at once."""
-        self._lost.add(name)
-        self.run(["scontrol", "update", f"nodename={name}", "state=down", "reason=test"])
-
-    def restore_node(self, name: str) -> None:
-        """Bring a node back into service."""
-        self._machines.cut(name)  # what may be left of its processes
-        self._machines.power_up(name)
-        self._daemons.start_node(name)
-        self._lost.discard(name)
-        self._wait_until_up(resume=name)
+        self._daemons.cut(name)
 
     def restore(self) -> None:
         """Bring every node back that a test took out of service."""
         for name in sorted(self._lost):
-            self.restore_node(name)
+            self._daemons.cut(name)  # what may be left of its processes
+            self._daemons.start_node(name)
+            self._lost.discard(name)
+            self._wait_until_up(resume=name)
 
     def _start(self) -> None:
-        self.directory = self._stack.enter_context(folder(self._given))
-        self._machines = MACHINES[self.mode](self.nodes)
-        self._stack.callback(self._machines.close)
-        settings = self._settle()
-        write(settings)
-        self._daemons = Daemons(settings, self._machines)
+        self.directory = self._stack.enter_context(folder())
+        hosts = self._stack.enter_context(booted(self.nodes))
+        Settings(
+            directory=self.directory,
+            nodes=self.nodes,
+            port=self._stack.enter_context(ports()),
+            cpus=self._cpus,
+            gpus=self._gpus,
+        ).write()
+        self._daemons = Daemons(self.directory, hosts)
         self.environ = environment() | self._daemons.environ
         self._daemons.start()
         self._wait_until_up()
-
-    def _settle(self) -> Settings:
-        first = self._port or SLURMS_OWN
-        if self.mode != "net":
-            ports = Ports(self._port)
-            self._stack.callback(ports.close)
-            first = ports.first
-        where = {
-            host: Place(
-                name=self._machines.name(host),
-                address=self._machines.address(host),
-                port=first if host == LOGIN else first + 3 + number,
-            )
-            for number, host in enumerate((LOGIN, *self.nodes), start=-1)
-        }
-        return Settings(
-            directory=self.directory,
-            login=where.pop(LOGIN),
-            nodes=where,
-            cpus=self._cpus,
-            gpus=self._gpus,
-            accounting=self._accounting,
-        )
 
     def _wait_until_up(self, resume: str = "") -> None:
         give_up = time.monotonic() + UP_S

@@ -71,21 +71,6 @@ class Job:
                 f"{self.output()}"
             )
 
-    def wait_for_output(self, text: str, timeout_s: float = 60) -> None:
-        """Wait until it has printed something.
-
-        Raises:
-            TimeoutError: it has not, or has ended without.
-        """
-        give_up = time.monotonic() + timeout_s
-        while text not in self.output():
-            state = self.state()
-            if (state in ENDS and text not in self.output()) or time.monotonic() > give_up:
-                raise TimeoutError(
-                    f"job {self.id}, {state}, was to print {text!r}; it printed:\n{self.output()}"
-                )
-            time.sleep(POLL_S)
-
     def output(self) -> str:
         """Return what it has printed so far."""
         path = Path(self.facts()["StdOut"])
@@ -102,14 +87,6 @@ class Job:
     def signal(self, name: str) -> None:
         """Send a signal to its tasks, as ``scancel --signal`` does: ``USR1``."""
         self._cluster.run(["scancel", f"--signal={name}", str(self.id)])
-
-    def cancel(self) -> None:
-        """End it."""
-        self._cluster.run(["scancel", str(self.id)])
-
-    def requeue(self) -> None:
-        """End it and queue it again."""
-        self._cluster.run(["scontrol", "requeue", str(self.id)])
 
     def _wait(self, states: frozenset[str], timeout_s: float) -> str:
         give_up = time.monotonic() + timeout_s

@@ -2,8 +2,8 @@
 
 import os
 import pwd
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 NODE_MB = 4000
@@ -14,7 +14,7 @@ CRED_EXPIRE_S = 5
 
 SLURM_CONF = """\
 ClusterName=lab
-SlurmctldHost={login}({login_address})
+SlurmctldHost=login(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -54,6 +54,8 @@ KillWait=5
 UnkillableStepTimeout=20
 MinJobAge=600
 MailProg=/bin/true
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
 """
 
 PARTITIONS = """\
@@ -62,122 +64,52 @@ PartitionName=main Default=YES PriorityTier=10 PreemptMode=OFF
 PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
 """
 
-NO_ACCOUNTING = """\
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-"""
-
-ACCOUNTING = """\
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=1
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost={login_address}
-AccountingStoragePort={port}
-AccountingStoragePass={directory}/munge/s
-"""
-
-SLURMDBD_CONF = """\
-DbdHost={login}
-DbdAddr={login_address}
-DbdPort={port}
-SlurmUser={user}
-AuthType=auth/munge
-AuthInfo=socket={directory}/munge/s
-StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={database_port}
-StorageUser=root
-StorageLoc=slurm_acct
-CommitDelay=1
-LogFile={directory}/log/slurmdbd.log
-PidFile={directory}/pid/slurmdbd
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a host is: what it calls itself, its address and the port of its daemon."""
-
-    name: str
-    address: str
-    port: int
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What a cluster is."""
 
     directory: Path
-    login: Place
-    nodes: Mapping[str, Place]
+    nodes: Sequence[str]
+    port: int
+    """Of the controller; those of the nodes follow."""
     cpus: int
+    """Of each node."""
     gpus: int = 0
-    accounting: bool = False
-    user: str = field(default_factory=lambda: pwd.getpwuid(os.getuid()).pw_name)
-
-    @property
-    def accounting_port(self) -> int:
-        """Port of ``slurmdbd``."""
-        return self.login.port + 1
-
-    @property
-    def database_port(self) -> int:
-        """Port of MariaDB."""
-        return self.login.port + 2
 
     def slurm_conf(self) -> str:
         """Write ``slurm.conf``."""
+        common = SLURM_CONF.format(
+            directory=self.directory,
+            user=pwd.getpwuid(os.getuid()).pw_name,
+            port=self.port,
+            cred_expire=CRED_EXPIRE_S,
+        )
         parts = [
-            SLURM_CONF.format(**self._common(), port=self.login.port, cred_expire=CRED_EXPIRE_S),
-            ACCOUNTING.format(**self._common(), port=self.accounting_port)
-            if self.accounting
-            else NO_ACCOUNTING,
+            common,
             "GresTypes=gpu\n" if self.gpus else "",
             f"NodeName=DEFAULT CPUs={self.cpus} RealMemory={NODE_MB} State=UNKNOWN",
             f" Gres=gpu:{self.gpus}\n" if self.gpus else "\n",
             *(
-                f"NodeName={node} NodeHostname={place.name} NodeAddr={place.address} "
-                f"Port={place.port}\n"
-                for node, place in self.nodes.items()
+                f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port}\n"
+                for port, node in enumerate(self.nodes, start=self.port + 1)
             ),
             PARTITIONS.format(mb=NODE_MB // self.cpus),
         ]
         return "".join(parts)
 
-    def gres_conf(self) -> str:
-        """Write ``gres.conf``: device files that stand in for GPUs."""
-        return f"Name=gpu File={self.directory}/dev/gpu[0-{self.gpus - 1}]\n"
-
-    def slurmdbd_conf(self) -> str:
-        """Write ``slurmdbd.conf``, which only its owner may read."""
-        return SLURMDBD_CONF.format(
-            **self._common(), port=self.accounting_port, database_port=self.database_port
-        )
-
-    def _common(self) -> dict[str, str]:
-        return {
-            "directory": str(self.directory),
-            "login": self.login.name,
-            "login_address": self.login.address,
-            "user": self.user,
-        }
-
-
-def write(settings: Settings) -> None:
-    """Write all files, and make the folders that they name."""
-    directory = settings.directory
-    for folder in ("state", "log", "munge", "pid", "home"):
-        (directory / folder).mkdir()
-    for folder in ("spool", "tmp"):
-        for node in settings.nodes:
-            (directory / folder / node).mkdir(parents=True)
-    (directory / "slurm.conf").write_text(settings.slurm_conf())
-    if settings.gpus:
-        (directory / "dev").mkdir()
-        for number in range(settings.gpus):  # slurmd wants character devices
-            (directory / "dev" / f"gpu{number}").symlink_to("/dev/null")
-        (directory / "gres.conf").write_text(settings.gres_conf())
-    if settings.accounting:
-        secret = directory / "slurmdbd.conf"
-        secret.touch(mode=0o600)
-        secret.write_text(settings.slurmdbd_conf())
+    def write(self) -> None:
+        """Write all files, and make the folders that they name."""
+        directory = self.directory
+        for folder in ("state", "log", "munge", "pid", "home"):
+            (directory / folder).mkdir()
+        for folder in ("spool", "tmp"):
+            for node in self.nodes:
+                (directory / folder / node).mkdir(parents=True)
+        (directory / "slurm.conf").write_text(self.slurm_conf())
+        if self.gpus:
+            (directory / "dev").mkdir()
+            for number in range(self.gpus):  # slurmd wants character devices
+                (directory / "dev" / f"gpu{number}").symlink_to("/dev/null")
+            devices = f"Name=gpu File={directory}/dev/gpu[0-{self.gpus - 1}]\n"
+            (directory / "gres.conf").write_text(devices)

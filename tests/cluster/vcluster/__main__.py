@@ -7,8 +7,7 @@ import typer
 
 from tests.cluster.vcluster.check import obstacle
 from tests.cluster.vcluster.cluster import VirtualCluster
-from tests.cluster.vcluster.mpi import Mpi
-from tests.cluster.vcluster.placement import Order, share
+from tests.cluster.vcluster.mpi import Mpi, Order, share
 
 SKIPPED = 77
 """Exit code of what this machine cannot do, as Automake has it."""
@@ -39,11 +38,8 @@ def run(
         str | None, typer.Option(help="Ranks of each node, in place of -n.", metavar="3,1")
     ] = None,
     rate: Annotated[str, typer.Option(help="Of each link, as tc has it; or none.")] = "1gbit",
-    latency: Annotated[
-        str, typer.Option(help="Of every link, or of some: 50us; n1=200ms,n2=1ms.")
-    ] = "",
+    latency: Annotated[str | None, typer.Option(help="Of every link, such as 50us.")] = None,
     order: Annotated[Order, typer.Option(help="How ranks are numbered.")] = "block",
-    seed: Annotated[int, typer.Option(help="Of the random order.")] = 0,
     mpi: Annotated[Mpi, typer.Option(help="Whose launcher.")] = "openmpi",
     timeout: Annotated[float, typer.Option(help="End all after so many seconds.")] = 600.0,
 ) -> None:
@@ -55,8 +51,6 @@ def run(
     Examples:
       python -m tests.cluster.vcluster run --rate 200mbit --order cyclic -n 4 -- python job.py
 
-      python -m tests.cluster.vcluster run --nodes 3 --latency n1=200ms -n 3 -- python job.py
-
       python -m tests.cluster.vcluster run --ranks-per-node 3,1 --mpi mpich -- python job.py
     """
     if not ctx.args:
@@ -67,14 +61,12 @@ def run(
     ranks = share(num_ranks, nodes)
     if ranks_per_node is not None:
         ranks = [int(word) for word in ranks_per_node.split(",")]
-    with VirtualCluster(
-        nodes=len(ranks), rate=None if rate == "none" else rate, latency=parse_latency(latency)
-    ) as cluster:
+    rate_or_none = None if rate == "none" else rate
+    with VirtualCluster(nodes=len(ranks), rate=rate_or_none, latency=latency) as cluster:
         process = cluster.start(
             ctx.args,
             ranks_per_node=ranks,
             order=order,
-            seed=seed,
             mpi=mpi,
             stdout=sys.stdout,
             stderr=sys.stderr,
@@ -83,13 +75,6 @@ def run(
     for node, sent in done.sent_bytes.items():
         typer.echo(f"{node} sent {sent / 2**20:.2f} MiB", err=True)
     raise typer.Exit(done.returncode)
-
-
-def parse_latency(text: str) -> str | dict[str, str] | None:
-    """Read the option: one latency for every link, or those of some nodes."""
-    if "=" not in text:
-        return text or None
-    return dict(entry.split("=", maxsplit=1) for entry in text.split(","))
 
 
 if __name__ == "__main__":

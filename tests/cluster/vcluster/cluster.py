@@ -14,8 +14,7 @@ from tests.cluster.vcluster import mpi as launchers
 from tests.cluster.vcluster.check import obstacle
 from tests.cluster.vcluster.host import END_S, Host, enter
 from tests.cluster.vcluster.link import Link
-from tests.cluster.vcluster.mpi import Mpi
-from tests.cluster.vcluster.placement import Order, place
+from tests.cluster.vcluster.mpi import Mpi, Order, place
 
 NETWORK = "10.77.0"
 """Of every cluster: none sees another one."""

@@ -1,15 +1,16 @@
-"""The command lines that start ranks on the nodes, from the host that the nodes are inside of."""
+"""Ranks on the nodes: the command lines that start them from the login host, and their places."""
 
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from hpctrain.launch import mpiexec
 from hpctrain.launch.hydra_wrapper import guarded
 
 Mpi = Literal["openmpi", "mpich"]
-MPIS: tuple[Mpi, ...] = get_args(Mpi)
+Order = Literal["block", "cyclic", "random"]
 
 ROOT = Path(__file__).parents[3]
 BIN = {"openmpi": ROOT / ".venv/bin", "mpich": ROOT / ".venv-mpich/bin"}
@@ -78,3 +79,26 @@ esac
 shift
 exec {" ".join(enter)} sh -c "$*"
 """
+
+
+def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) -> list[int]:
+    """Return the node of each rank.
+
+    Args:
+        ranks_per_node: how many ranks each node runs, 0 or more.
+        order: node after node, in turn, or mixed at random.
+        seed: the same one mixes alike.
+    """
+    block = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
+    if order == "block":
+        return block
+    if order == "cyclic":
+        turns = [turn for ranks in ranks_per_node for turn in range(ranks)]
+        return [node for _, node in sorted(zip(turns, block, strict=True))]
+    random.Random(seed).shuffle(block)
+    return block
+
+
+def share(num_ranks: int, num_nodes: int) -> list[int]:
+    """Return how many ranks each node runs when they are shared out evenly, the first get more."""
+    return [(num_ranks + num_nodes - 1 - node) // num_nodes for node in range(num_nodes)]
