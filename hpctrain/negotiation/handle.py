@@ -1,8 +1,6 @@
 """Handles of operations that may still be under way, and their names."""
 
-import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -11,10 +9,11 @@ from hpctrain.core.errors import DuplicateNameError
 from hpctrain.negotiation.request import Kind, Request, Result
 
 if TYPE_CHECKING:
-    from hpctrain.negotiation.controller import Controller
+    from hpctrain.negotiation.progress_thread import ProgressThread
 
 NUM_UNNAMED = 1024
-"""Operations without a name get numbers, which come again so that they become known ones."""
+"""Operations without a name get numbers, which come again so that they become known ones; so many
+may be under way at once."""
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
@@ -27,19 +26,12 @@ class Handle:
 
     def __init__(
         self,
-        driver: "Controller | None",
+        driver: "ProgressThread | None",
         request: Request,
         name: str | None = None,
         take: Take | None = None,
     ) -> None:
-        """Begin.
-
-        Args:
-            driver: drives while somebody waits; None where nobody will.
-            request: what is asked for.
-            name: by which the ranks find each other's requests; None for that of the request.
-            take: makes what ``wait`` returns of the result; None for the result itself.
-        """
+        """Begin; without a ``driver``, which drives while somebody waits, nobody will."""
         self.request = request
         self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
@@ -86,63 +78,39 @@ class Names:
     """The operations under way, by name. Several threads may use it at once."""
 
     def __init__(self) -> None:
-        """Start with none."""
-        self._lock = threading.Lock()
         self._handles: dict[str, Handle] = {}
         self._unnamed = {kind: count() for kind in Kind}
-        self._behind: defaultdict[str, deque[Handle]] = defaultdict(deque)
-        self.num_behind = 0
-        """Operations that wait for their name."""
 
     @property
     def num_outstanding(self) -> int:
         """Operations that are under way."""
         return len(self._handles)
 
-    def enter(self, handle: Handle) -> bool:
+    def enter(self, handle: Handle) -> Handle | None:
         """Note an operation, and give it a name if it has none.
 
         Returns:
-            False where it has to wait for an earlier one without a name, see ``leave``.
+            Where that name comes again too early, the one to wait for before the next attempt.
 
         Raises:
-            DuplicateNameError: an operation of this name is under way.
+            DuplicateNameError: an operation of this name, which the user gave, is under way.
         """
         if not handle.name:
-            with self._lock:
-                kind = handle.request.kind
-                handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
-                if handle.name in self._handles:
-                    self._behind[handle.name].append(handle)
-                    self.num_behind += 1
-                    return False
-                self._handles[handle.name] = handle
-                return True
-        if self._handles.setdefault(handle.name, handle) is not handle:
-            raise DuplicateNameError(
-                f"an operation named {handle.name!r} is under way on this rank already; wait for "
-                f"it first, or give another name"
-            )
-        return True
+            kind = handle.request.kind
+            handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
+        other = self._handles.setdefault(handle.name, handle)
+        if other is handle:
+            return None
+        if handle.request.name is None:
+            return other
+        raise DuplicateNameError(
+            f"an operation named {handle.name!r} is under way on this rank already; wait for it "
+            f"first, or give another name"
+        )
 
-    def leave(self, names: Sequence[str]) -> tuple[list[Handle | None], list[Handle]]:
-        """Forget operations.
-
-        Returns:
-            The one of each name, None where there is none; and those that have waited for
-            one of the names, which are under way from now on.
-        """
-        successors: list[Handle] = []
-        with self._lock:
-            handles = [self._handles.pop(name, None) for name in names]
-            for name in self._behind.keys() & names if self._behind else ():
-                queue = self._behind[name]
-                self._handles[name] = queue.popleft()
-                successors.append(self._handles[name])
-                self.num_behind -= 1
-                if not queue:
-                    del self._behind[name]
-        return handles, successors
+    def leave(self, names: Sequence[str]) -> list[Handle | None]:
+        """Forget operations; return the one of each name, None where there is none."""
+        return [self._handles.pop(name, None) for name in names]
 
     def restart(self) -> None:
         """Number operations without a name from 0 again; for a moment at which all ranks do."""
@@ -154,9 +122,4 @@ class Names:
 
     def clear(self) -> list[Handle]:
         """Forget all operations, and return them."""
-        with self._lock:
-            found = [*self._handles.values(), *(h for q in self._behind.values() for h in q)]
-            self._handles.clear()
-            self._behind.clear()
-            self.num_behind = 0
-        return found
+        return [self._handles.popitem()[1] for _ in range(len(self._handles))]

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.core.config import Settings
-from hpctrain.negotiation.stall import MAX_NAMES, StallWatch
+from hpctrain.negotiation.stall import MAX_FRAMES, MAX_NAMES, LastCall, StallWatch, main_stack
 from hpctrain.negotiation.stall_report import MAX_LINES, SetMember
-from hpctrain.negotiation.whereabouts import MAX_FRAMES, LastCall, main_stack
 
 SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
 
@@ -229,7 +228,7 @@ def test_a_deep_stack_is_cut_at_its_outer_end():
 
 
 def test_a_stack_of_libraries_alone_is_shown_as_it_is():
-    code = "import threading, hpctrain.negotiation.whereabouts as w; exec('print(w.main_stack())')"
+    code = "import threading, hpctrain.negotiation.stall as w; exec('print(w.main_stack())')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "in <module>" in done.stdout
 

@@ -108,7 +108,7 @@ timelines = Timelines(0, 1)
 timelines.start(sys.argv[1])
 hooks = install(MPI.COMM_WORLD, None)
 hooks.last_words.append(timelines.stop)
-timelines.current.negotiate_start("allreduce.late", "allreduce")
+timelines.current.begin("allreduce.late", "NEGOTIATE_ALLREDUCE")
 hooks.abort(86)
 """
 
