@@ -89,6 +89,7 @@ def test_a_group_may_hold_several_dtypes_and_large_and_small_tensors(ranks):
 
 @SIZES
 def test_layouts_and_parameters_are_taken_as_they_are(ranks):
+    executor = Executor(ranks)
     column = torch.zeros(4, 3)[:, 1]
     parameter = torch.nn.Parameter(torch.full((2, 2), float(ranks.rank)))
     turned = torch.arange(6.0).view(2, 3).t()
@@ -96,9 +97,10 @@ def test_layouts_and_parameters_are_taken_as_they_are(ranks):
         Request(Kind.ALLREDUCE, None, (tensor,), in_place=True, op=Sum)
         for tensor in (column, parameter, turned)
     ]
-    for _ in range(2):  # together, and alone
+    for is_inference in (True, False):  # together, and alone
         column.fill_(1.0)
-        carried_out(Executor(ranks), requests)
+        with torch.inference_mode(mode=is_inference):
+            carried_out(executor, requests)
         assert column.tolist() == [ranks.size] * 4
         carried_out(Executor(ranks), requests[:1])
         assert column.tolist() == [ranks.size**2] * 4
@@ -135,15 +137,6 @@ def test_after_the_loss_of_a_rank_everything_fails():
     for handle in carried_out(Executor(Broken()), requests):
         with pytest.raises(RankLostError, match="gone"):
             handle.wait()
-
-
-def test_what_was_made_in_inference_mode_can_be_used_outside_of_it(ranks):
-    executor = Executor(ranks)
-    pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
-    with torch.inference_mode():
-        carried_out(executor, pair)
-    for handle in carried_out(executor, pair):
-        assert handle.wait()[0].tolist() == [1.0, 1.0]
 
 
 @SIZES

@@ -149,35 +149,26 @@ def test_a_disk_that_fills_up_ends_the_timeline_with_a_warning(tmp_path, caplog)
     assert json.loads((tmp_path / "t.json").read_text())
 
 
-def test_rank_0_alone_records_unless_the_path_has_a_rank(tmp_path):
+def test_rank_0_alone_records_unless_the_path_has_a_rank_and_another_file_ends_the_first(tmp_path):
     every = [Timelines(rank, 2) for rank in range(2)]
     for timelines in every:
         timelines.start(str(tmp_path / "one.json"))
     assert [each.current is not None for each in every] == [True, False]
-    for timelines in every:
+    first = every[0].current
+    record(first)
+    every[0].start(tmp_path / "one.json")
+    assert every[0].current is first
+    for timelines in every:  # which ends the other
         timelines.start(tmp_path / "rank-{rank}.json", mark_cycles=True)
         timelines.stop()
         timelines.stop()
+        assert timelines.current is None
+    assert row_of(json.loads((tmp_path / "one.json").read_text()), "allreduce.a")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "one.json",
         "rank-0.json",
         "rank-1.json",
     ]
-
-
-def test_another_start_goes_on_with_the_same_file_and_ends_another(tmp_path):
-    timelines = Timelines(0, 1)
-    timelines.start(tmp_path / "a.json")
-    first = timelines.current
-    assert first is not None
-    record(first)
-    timelines.start(tmp_path / "a.json")
-    assert timelines.current is first
-    timelines.start(tmp_path / "b.json")
-    assert row_of(json.loads((tmp_path / "a.json").read_text()), "allreduce.a")
-    timelines.stop()
-    assert timelines.current is None
-    assert len(json.loads((tmp_path / "b.json").read_text())) == 2
 
 
 def test_a_file_that_cannot_be_made_is_a_warning(tmp_path, caplog):
