@@ -38,15 +38,10 @@ class Controller:
         timelines: "Timelines | None" = None,
         stalls: "StallWatch | None" = None,
     ) -> None:
-        """Make mailboxes. Collective.
+        """Make mailboxes. Collective over ``comm``, which nobody else may use and ``close`` closes.
 
-        Args:
-            comm: the ranks of the set; nobody else may use it, ``close`` closes it.
-            fusion_bytes: largest message of several small operations.
-            cycle_s: how long operations wait for others to travel with, unless somebody waits.
-            timeout_s: longest wait for an operation.
-            timelines: records what happens.
-            stalls: tells of operations that some rank does not submit.
+        Operations wait ``cycle_s`` for others to travel with, unless somebody waits for them, and
+        at most ``timeout_s`` for other ranks.
         """
         self.comm = comm
         self._post, self._stalls = comm.mail(), stalls
@@ -147,9 +142,10 @@ class Controller:
         refusal = progress.broken or self._refusal
         if refusal is not None and handle is not progress.closing:
             raise refusal
-        if handle.name is not JOIN:
-            while (other := progress.names.enter(handle)) is not None:
+        if handle.name is JOIN:
+            progress.news.append(handle)
+        else:
+            while (other := progress.enter(handle)) is not None:
                 self._driver.finish(other)
-        progress.news.append(handle)
         if progress.broken is not None:  # meanwhile
             progress.fail_all(progress.broken)

@@ -1,19 +1,13 @@
-"""Handles of operations that may still be under way, and their names."""
+"""Handle of an operation that may still be under way."""
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.errors import DuplicateNameError
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.request import Request, Result
 
 if TYPE_CHECKING:
     from hpctrain.negotiation.progress_thread import ProgressThread
-
-NUM_UNNAMED = 1024
-"""Operations without a name get numbers, which come again so that they become known ones; so many
-may be under way at once."""
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
@@ -72,54 +66,3 @@ class Handle:
         """Give the error; called once, by the controller."""
         self._error = error
         self.is_done = True
-
-
-class Names:
-    """The operations under way, by name. Several threads may use it at once."""
-
-    def __init__(self) -> None:
-        self._handles: dict[str, Handle] = {}
-        self._unnamed = {kind: count() for kind in Kind}
-
-    @property
-    def num_outstanding(self) -> int:
-        """Operations that are under way."""
-        return len(self._handles)
-
-    def enter(self, handle: Handle) -> Handle | None:
-        """Note an operation, and give it a name if it has none.
-
-        Returns:
-            Where that name comes again too early, the one to wait for before the next attempt.
-
-        Raises:
-            DuplicateNameError: an operation of this name, which the user gave, is under way.
-        """
-        if not handle.name:
-            kind = handle.request.kind
-            handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
-        other = self._handles.setdefault(handle.name, handle)
-        if other is handle:
-            return None
-        if handle.request.name is None:
-            return other
-        raise DuplicateNameError(
-            f"an operation named {handle.name!r} is under way on this rank already; wait for it "
-            f"first, or give another name"
-        )
-
-    def leave(self, names: Sequence[str]) -> list[Handle | None]:
-        """Forget operations; return the one of each name, None where there is none."""
-        return [self._handles.pop(name, None) for name in names]
-
-    def restart(self) -> None:
-        """Number operations without a name from 0 again; for a moment at which all ranks do."""
-        self._unnamed = {kind: count() for kind in Kind}
-
-    def oldest(self) -> dict[str, float]:
-        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
-        return {handle.name: handle.since for handle in list(self._handles.values())}
-
-    def clear(self) -> list[Handle]:
-        """Forget all operations, and return them."""
-        return [self._handles.popitem()[1] for _ in range(len(self._handles))]

@@ -20,11 +20,7 @@ class ResponseCache:
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        """Start empty.
-
-        Args:
-            num_slots: the same on all ranks; at most 65536.
-        """
+        """Start empty; ``num_slots``, at most 65536, is the same on all ranks."""
         self.numbers: dict[str, int] = {}
         """By name."""
         self.entries: list[Entry] = []

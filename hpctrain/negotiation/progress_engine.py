@@ -2,18 +2,21 @@
 
 import time
 from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.core.errors import (
     CommError,
+    DuplicateNameError,
     HorovodInternalError,
     OperationMismatchError,
 )
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.handle import Handle, Names
+from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
+from hpctrain.negotiation.request import Kind
 from hpctrain.negotiation.stall import StallWatch
 from hpctrain.negotiation.stall_report import Answer, Question
 
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
+NUM_UNNAMED = 1024
+"""Operations without a name get numbers, which come again so that they become known ones; so many
+may be under way at once."""
 
 
 class BreakOff(NamedTuple):
@@ -35,7 +41,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """This rank's operations from their announcement to their end.
 
-    ``news``, ``to_ask`` and ``names`` may be used by any thread; ``turn`` by one at a time.
+    ``enter``, ``news`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
     """
 
     def __init__(
@@ -47,7 +53,8 @@ class ProgressEngine:
         timelines: "Timelines | None",
         stalls: StallWatch | None,
     ) -> None:
-        self.names = Names()
+        self._under_way: dict[str, Handle] = {}
+        self._unnamed = _from_zero()
         self.news: deque[Handle] = deque()
         """Submitted and not announced yet."""
         self.to_ask: deque[object] = deque()
@@ -70,7 +77,34 @@ class ProgressEngine:
     @property
     def is_awaited(self) -> bool:
         """Whether something of this rank is announced, a join included."""
-        return bool(self.names.num_outstanding or self._joining)
+        return bool(self._under_way or self._joining)
+
+    def enter(self, handle: Handle) -> Handle | None:
+        """Note an operation, and give it a name if it has none.
+
+        Returns:
+            Where that name comes again too early, the one to wait for before the next attempt.
+
+        Raises:
+            DuplicateNameError: an operation of this name, which the user gave, is under way.
+        """
+        if not handle.name:
+            kind = handle.request.kind
+            handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
+        other = self._under_way.setdefault(handle.name, handle)
+        if other is handle:
+            self.news.append(handle)
+            return None
+        if handle.request.name is None:
+            return other
+        raise DuplicateNameError(
+            f"an operation named {handle.name!r} is under way on this rank already; wait for it "
+            f"first, or give another name"
+        )
+
+    def oldest(self) -> dict[str, float]:
+        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
+        return {handle.name: handle.since for handle in list(self._under_way.values())}
 
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.
@@ -106,7 +140,7 @@ class ProgressEngine:
             return
         now = time.monotonic()
         self._stalls.tell(now)
-        question = self._stalls.due(now, self.names.oldest())
+        question = self._stalls.due(now, self.oldest())
         if question is not None:
             self.to_ask.append(question)
 
@@ -135,7 +169,8 @@ class ProgressEngine:
         """Let all that is under way fail on this rank."""
         joining, self._joining = self._joining, []
         news = [self.news.popleft() for _ in range(len(self.news))]
-        for handle in [*self.names.clear(), *news, *joining]:
+        noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
+        for handle in [*noted, *news, *joining]:
             if not handle.is_done:
                 handle.fail(error)
 
@@ -151,7 +186,7 @@ class ProgressEngine:
         try:
             self._negotiator.announce(handle.name, handle.request.signature)
         except CommError as error:  # this rank has joined
-            self.names.leave([handle.name])
+            self._under_way.pop(handle.name, None)
             handle.fail(error)
             return False
         return True
@@ -185,7 +220,7 @@ class ProgressEngine:
                 self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             joined, self._joining = self._joining, []
-            self.names.restart()  # who has joined has missed some
+            self._unnamed = _from_zero()  # who has joined has missed some
             for handle in joined:
                 handle.succeed([batch.join_over])
         if self.closing is not None and self.closing.is_done:
@@ -194,8 +229,8 @@ class ProgressEngine:
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
         """Return what this rank has of a batch, without what has failed."""
         found = []
-        handles = self.names.leave([entry.name for entry in batch.entries])
-        for entry, handle in zip(batch.entries, handles, strict=True):
+        for entry in batch.entries:
+            handle = self._under_way.pop(entry.name, None)
             if entry.error is not None:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
@@ -221,7 +256,7 @@ class ProgressEngine:
                     self._stalls.heard(
                         time.monotonic(),
                         question,
-                        self.names.oldest(),
+                        self.oldest(),
                         joined=bool(self._joining),
                     )
                 )
@@ -231,3 +266,7 @@ class ProgressEngine:
             self._stalls.take(number, answer)
             self._stalls.tell(time.monotonic())
         return bool(questions)
+
+
+def _from_zero() -> "dict[Kind, count[int]]":
+    return {kind: count() for kind in Kind}

@@ -75,9 +75,7 @@ class ProgressThread:
     def until(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
         """Return when it is over; drive until then, unless somebody else does.
 
-        Args:
-            is_over: of an operation of this rank.
-            check: called every second or so; may raise.
+        ``check``, which may raise, is called every second or so.
         """
         with self._given_up:
             self._num_callers += 1

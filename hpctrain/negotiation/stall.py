@@ -130,14 +130,9 @@ class StallWatch:
         last_call: LastCall,
         end: Callable[[int], object] | None = None,
     ) -> None:
-        """Take what is needed to speak of ranks.
+        """Take what is needed to speak of ranks, of which this has ``number`` and 0 is the root.
 
-        Args:
-            settings: ``stall_s`` and ``stall_abort_s``.
-            number: of this rank in its process set; 0 is the root.
-            members: rank in the world and host of each rank of the set.
-            last_call: what the last collective of this rank was.
-            end: ends all ranks with an exit code.
+        ``end`` ends all ranks with an exit code.
         """
         self.last_call = last_call
         """To be told of every operation."""

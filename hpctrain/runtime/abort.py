@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.core.errors import RankLostError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.comm.liveness import Liveness
+    from hpctrain.comm.mpi_world import MpiComm
 
 FAILED = 1
 RANK_LOST = 87
@@ -31,31 +32,15 @@ STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
-class Abortable(Protocol):
-    """All ranks, as far as ending them goes: an MPI communicator."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-
-    def Abort(self, errorcode: int = 0) -> NoReturn:  # noqa: N802 - MPI's name
-        """End all ranks at once."""
-
-
-def install(world: Abortable, log_dir: Path | None) -> "FailureHooks":
+def install(world: "MpiComm", log_dir: Path | None) -> "FailureHooks":
     """Let an exception that nobody catches end all ranks from now on.
 
     In a thread that neither computes nor communicates, such as that of a progress bar, it is only
     told.
 
-    Not collective. For worlds of more than one rank: a world of one has nobody to end.
-
-    Args:
-        world: the ranks to end.
-        log_dir: folder of ``rank-N.log``, which gets all that stderr gets; None for none.
-
-    Returns:
-        The hooks; ``uninstall()`` puts back what was there before.
+    Not collective. For worlds of more than one rank: a world of one has nobody to end. All that
+    stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. ``uninstall()`` of the hooks
+    puts back what was there before.
     """
     hooks = FailureHooks(world, log_dir)
     hooks.install()
@@ -76,7 +61,7 @@ def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
 class FailureHooks:
     """The hooks of one process for exceptions that nobody catches, and for crashes."""
 
-    def __init__(self, world: Abortable, log_dir: Path | None) -> None:
+    def __init__(self, world: "MpiComm", log_dir: Path | None) -> None:
         self._world = world
         self._owner = os.getpid()
         self._log = log_dir and log_dir / f"rank-{world.rank}.log"

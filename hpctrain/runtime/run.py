@@ -8,9 +8,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -34,18 +33,14 @@ class RankError(HpctrainError):
         self.remote_traceback = remote_traceback
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception on its way from a rank to the caller."""
 
     rank: int
-    """Where it was raised."""
     when_s: float
     """Wall-clock time: the first failure is the cause of the others."""
     summary: str
-    """Type and message."""
     traceback: str
-    """As the interpreter prints it."""
     exception: bytes
     """Pickled; empty if that was not possible."""
 

@@ -77,7 +77,7 @@ def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
 
         caller = threading.Thread(target=wait_in_vain)
         caller.start()
-        while not (other._progress.names.oldest().get(alone.name) or size == 1):
+        while not (other._progress.oldest().get(alone.name) or size == 1):
             time.sleep(0.001)
         time.sleep(chance.random() * 0.003)
         other.close()

@@ -82,11 +82,7 @@ FRAMEWORKS = {
 
 
 def refusal(name: str) -> str:
-    """Say that there is no such module or name, and the way out.
-
-    Args:
-        name: with its module, ``"horovod.torch.nonsense"``.
-    """
+    """Say that there is no such module or name (``"horovod.torch.nonsense"``), and the way out."""
     module, _, last = name.rpartition(".")
     framework = FRAMEWORKS.get(".".join(name.split(".")[:2]), "")
     if framework:
