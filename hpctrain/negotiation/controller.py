@@ -38,7 +38,7 @@ class Controller:
         timelines: "Timelines | None" = None,
         stalls: "StallWatch | None" = None,
     ) -> None:
-        """Make mailboxes. Collective over ``comm``, which nobody else may use and ``close`` closes.
+        """Make mailboxes. Collective over ``comm``: nobody else may use it, ``close`` closes it.
 
         Operations wait ``cycle_s`` for others to travel with, unless somebody waits for them, and
         at most ``timeout_s`` for other ranks.

@@ -31,18 +31,6 @@ def test_other_orders_on_every_rank_give_every_sum(controller):
 
 
 @SIZES
-def test_synchronous_and_asynchronous_ones_mix(controller):
-    rank, size = controller.comm.rank, controller.comm.size
-    early = controller.submit(allreduce("early" if rank else "late", torch.tensor([1.0])))
-    (now,) = controller.run(allreduce("now", torch.tensor([float(rank)]), Max))
-    late = controller.submit(allreduce("late" if rank else "early", torch.tensor([1.0])))
-    assert now.item() == size - 1
-    assert early.wait()[0].item() == late.wait()[0].item() == size
-    assert early.done()
-    assert late.done()
-
-
-@SIZES
 def test_without_names_the_order_of_the_calls_counts(controller):
     rank, size = controller.comm.rank, controller.comm.size
     handles = [

@@ -161,31 +161,6 @@ def test_a_stand_in_changes_nothing(ranks, op):
             assert bool(handle.wait()[0].all())
 
 
-@SIZES
-def test_a_stand_in_has_no_rows_and_leaves_room(ranks):
-    size, last = ranks.size, ranks.size - 1
-    rows = torch.full((2, 3), float(ranks.rank))
-    requests = [
-        Request(Kind.ALLGATHER, None, (rows,)),
-        Request(Kind.ALLTOALL, None, (rows[:1].expand(size, 3),)),
-        Request(Kind.BROADCAST, None, (rows.clone(),), in_place=True, root=0),
-        Request(Kind.REDUCESCATTER, None, (torch.ones(size, 3),), op=Sum),
-        Request(Kind.BARRIER, None, ()),
-    ]
-    if ranks.rank == last:
-        others = [stand_in(request.signature, size) for request in requests]
-        signatures = [request.signature for request in requests]
-        assert [request.signature for request in others] == signatures
-        requests = others if size > 1 else requests
-    gathered, exchanged, sent, scattered, met = carried_out(Executor(ranks), requests)
-    if size > 1:
-        assert gathered.wait()[0].shape == (2 * last, 3)
-        assert exchanged.wait()[0][1].tolist() == [1] * last + [0]
-        assert sent.wait()[0].tolist() == [[0.0] * 3] * 2
-        assert scattered.wait()[0].tolist() == [[float(last)] * 3]
-    assert met.wait() == []
-
-
 class Listener:
     def __init__(self):
         self.heard = []
