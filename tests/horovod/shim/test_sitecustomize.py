@@ -107,3 +107,4 @@ def test_processes_that_a_script_starts_find_the_shim_too(tmp_path):
         "[[0, 1], [2, 3]]",
         VERSION,
     ], done.stderr
+    assert "HPCTRAIN_" not in done.stderr  # no unknown setting
