@@ -229,8 +229,8 @@ def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
 
 
 _FOR_TOOLS = ("ASKED", "REQUIRE", "TEST_HANG_S", "SITE", "SHIM_PYTHON")
-"""Names under our prefix that other parts read: the launcher's, the test suite's, the shim's and the
-batch scripts', never an unknown setting."""
+"""Names under our prefix that other parts read, never an unknown setting: the launcher's, the test
+suite's, the batch scripts' and the shim's."""
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
