@@ -7,7 +7,6 @@ without the shim. It leaves ``sys.path`` at once; another ``sitecustomize``, of 
 import importlib
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -27,9 +26,13 @@ def begin() -> None:
             install()
         finally:
             sys.path[:] = before
-    del sys.modules["sitecustomize"]
-    with suppress(ModuleNotFoundError):
+    own = sys.modules.pop("sitecustomize")
+    try:
         importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = own
 
 
 if __name__ == "sitecustomize":

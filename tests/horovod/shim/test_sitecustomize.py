@@ -44,7 +44,7 @@ def test_a_program_sees_what_it_sees_under_python(words, tmp_path):
     plain = run(*words, cwd=tmp_path, shim=False, folders=[str(tmp_path / "site")])
     shimmed = run(*words, cwd=tmp_path)
     assert plain.stdout.startswith(VERSION), plain.stderr
-    assert shimmed.stdout.replace(str(tmp_path / "site"), "") == plain.stdout, shimmed.stderr
+    assert (shimmed.stdout, shimmed.stderr) == (plain.stdout, "")
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,4 @@ def test_processes_that_a_script_starts_find_the_shim_too(tmp_path):
         VERSION,
     ], done.stderr
     assert "HPCTRAIN_" not in done.stderr  # no unknown setting
+    assert "sitecustomize" not in done.stderr
