@@ -72,6 +72,7 @@ def test_a_script_of_horovods_trains_unchanged(tmp_path):
     done = launched(2, tmp_path / "train.py", "--epochs", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True 2 [1] True ['--epochs', '3']\n"
+    assert "not a setting" not in done.stderr
 
 
 @pytest.mark.launches

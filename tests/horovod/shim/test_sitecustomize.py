@@ -23,9 +23,7 @@ def run(*words, cwd, shim=True, **variables):
     line = [sys.executable, *(("-m", "hpctrain", "shim") if shim else ()), *words]
     path = os.pathsep.join([*variables.pop("folders", ()), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(
-        line, cwd=cwd, env=environ, capture_output=True, text=True, check=False, timeout=100
-    )
+    return subprocess.run(line, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +75,21 @@ def test_a_sitecustomize_of_the_site_follows_and_another_python_is_left_alone(tm
 
 
 CHILDREN = """
-import multiprocessing, subprocess, sys, torch
-import horovod.torch as hvd
-from torch.utils.data import DataLoader
+import multiprocessing, subprocess, sys
+import horovod
 def version(_):
-    return sys.modules["horovod"].__version__
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        return hvd.Compression.none.compress(torch.tensor(index))[0]
+    return horovod.__version__, sys.argv[1:]
 if __name__ == "__main__":
     for method in ("fork", "spawn", "forkserver"):
         with multiprocessing.get_context(method).Pool(1) as pool:
-            print(method, *pool.map(version, [0]))
-    hvd.init()
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
-    print([batch.tolist() for batch in loader], flush=True)
+            print(method, *pool.map(version, [0]), flush=True)
     subprocess.run([sys.executable, "-c", "import horovod; print(horovod.__version__)"])
 """
 
 
-@pytest.mark.limit(120)
 def test_processes_that_a_script_starts_find_the_shim_too(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
-    done = run("script.py", cwd=tmp_path)
-    assert done.stdout.splitlines() == [
-        *(f"{method} {VERSION}" for method in ("fork", "spawn", "forkserver")),
-        "[[0, 1], [2, 3]]",
-        VERSION,
-    ], done.stderr
-    assert "HPCTRAIN_" not in done.stderr  # no unknown setting
-    assert "sitecustomize" not in done.stderr
+    done = run("script.py", "--epochs", cwd=tmp_path)
+    found = f"('{VERSION}', ['--epochs'])"
+    said = [*(f"{method} {found}" for method in ("fork", "spawn", "forkserver")), VERSION]
+    assert (done.stdout.splitlines(), done.stderr) == (said, "")
