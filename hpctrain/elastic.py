@@ -2,8 +2,13 @@
 
 from hpctrain.horovod.elastic.run import run
 from hpctrain.horovod.elastic.sampler import ElasticSampler
-from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, HostUpdate, ObjectState, State
-from hpctrain.horovod.elastic.torch_state import TorchState
+from hpctrain.horovod.elastic.state import (
+    HostsUpdatedInterrupt,
+    HostUpdate,
+    ObjectState,
+    State,
+    TorchState,
+)
 
 __all__ = [
     "ElasticSampler",

@@ -1,11 +1,16 @@
 """``hpctrain shim``: run a script that imports Horovod, unchanged, on hpctrain."""
 
-from typing import Annotated, Any
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.horovod.shim import sitecustomize
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the script begins: those behind it are the script's own."""
@@ -33,7 +38,7 @@ def shim(
     """Run a script that says `import horovod.torch`, unchanged, with hpctrain in its place.
 
     `horovod`, `horovod.torch` and what scripts import from below them are hpctrain's, in this
-    process and those it spawns, whatever Horovod is installed. All else is as under `python
+    process and Pythons that it starts, whatever Horovod is installed. All else is as under `python
     SCRIPT`. A name that hpctrain lacks is an error that says so; `hpctrain guide migrate` has a
     row for every name.
 
@@ -48,11 +53,25 @@ def shim(
 
       srun hpctrain shim train.py
     """
-    from hpctrain.horovod.shim.run import run_module, run_script  # noqa: PLC0415 - loads torch
-
     if module is not None:
-        run_module(module, ctx.args)
-    elif ctx.args:
-        run_script(ctx.args[0], ctx.args[1:])
-    else:
+        become(["-m", module, *ctx.args])
+    if not ctx.args:
         raise ConfigError("a script is needed, got none; say e.g. `hpctrain shim train.py`")
+    path = Path(ctx.args[0])
+    if not path.is_file():
+        raise LaunchError(
+            f"a script is a file, {'a folder is' if path.is_dir() else 'nothing is'} at "
+            f"{path.absolute()}; a module is run by `hpctrain shim -m MODULE`"
+        )
+    become(ctx.args)
+
+
+def become(words: Sequence[str]) -> NoReturn:
+    """Let ``python WORDS`` take the place of this process; ``import horovod`` finds ours there."""
+    folders = filter(None, [str(sitecustomize.HERE), os.environ.get("PYTHONPATH")])
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        sitecustomize.PYTHON: sys.executable,
+    }
+    os.execve(sys.executable, [sys.executable, *words], environ)  # noqa: S606 - no shell is needed

@@ -228,9 +228,9 @@ def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
     return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
 
 
-_FOR_TOOLS = ("ASKED", "REQUIRE", "TEST_HANG_S", "SITE")
-"""Names under our prefix that other parts read: the launcher's, the test suite's and the batch
-scripts', never an unknown setting."""
+_FOR_TOOLS = ("ASKED", "REQUIRE", "TEST_HANG_S", "SITE", "SHIM_PYTHON")
+"""Names under our prefix that other parts read, never an unknown setting: the launcher's, the test
+suite's, the batch scripts' and the shim's."""
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:

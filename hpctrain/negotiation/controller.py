@@ -13,10 +13,10 @@ from hpctrain.negotiation.handle import Handle, Take
 from hpctrain.negotiation.progress_engine import JOIN, BreakOff, ProgressEngine
 from hpctrain.negotiation.progress_thread import ProgressThread
 from hpctrain.negotiation.request import Kind, Request, Result
-from hpctrain.negotiation.stall import Stalls
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
 
 _CLOSE = "<close>"
@@ -36,32 +36,24 @@ class Controller:
         cycle_s: float = 0.0,
         timeout_s: float = float("inf"),
         timelines: "Timelines | None" = None,
-        stalls: Stalls | None = None,
+        stalls: "StallWatch | None" = None,
     ) -> None:
-        """Make mailboxes. Collective.
+        """Make mailboxes. Collective over ``comm``: nobody else may use it, ``close`` closes it.
 
-        Args:
-            comm: the ranks of the set; nobody else may use it, ``close`` closes it.
-            fusion_bytes: largest message of several small operations.
-            cycle_s: how long operations wait for others to travel with, unless somebody waits.
-            timeout_s: longest wait for an operation.
-            timelines: records what happens.
-            stalls: tells of operations that some rank does not submit.
+        Operations wait ``cycle_s`` for others to travel with, unless somebody waits for them, and
+        at most ``timeout_s`` for other ranks.
         """
         self.comm = comm
-        self._timeout_s = timeout_s
-        self._post = comm.mail()
-        self._stalls = stalls or Stalls()
+        self._post, self._stalls = comm.mail(), stalls
         self._progress = ProgressEngine(
-            comm,
-            self._post,
-            fusion_bytes=fusion_bytes,
-            timelines=timelines,
-            stalls=self._stalls,
+            comm, self._post, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
         )
-        has_thread = comm.size > 1 and calls_from_threads()
         self._driver = ProgressThread(
-            self._progress, self._post, cycle_s=cycle_s, has_thread=has_thread
+            self._progress,
+            self._post,
+            cycle_s=cycle_s,
+            timeout_s=timeout_s,
+            has_thread=comm.size > 1 and calls_from_threads(),
         )
         self._is_open = True
         self._refusal: HorovodInternalError | None = None
@@ -70,16 +62,14 @@ class Controller:
 
     @eager
     def submit(self, request: Request, take: Take | None = None) -> Handle:
-        """Start an operation; somebody will ask for its result later.
+        """Start an operation; ``take`` makes what its handle gives of the result.
 
-        Args:
-            request: what to do.
-            take: makes what the handle gives of the result.
+        Where ``NUM_UNNAMED`` operations without a name are under way it waits for the first.
 
         Raises:
             DuplicateNameError: an operation of this name is under way on this rank.
         """
-        handle = Handle(self, request, take=take)
+        handle = Handle(self._driver, request, take=take)
         self._enter(handle)
         self._driver.nudge()
         return handle
@@ -87,7 +77,7 @@ class Controller:
     @eager
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        handle = Handle(self, request)
+        handle = Handle(self._driver, request)
         self._enter(handle)
         result: Result = handle.wait()
         return result
@@ -97,28 +87,10 @@ class Controller:
 
         Where MPI takes calls from several threads this goes on without anybody who waits.
         """
-        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
+        handle = Handle(self._driver, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
         self._driver.nudge()
         return handle
-
-    def join(self) -> int:
-        """Take part in everything with nothing until all ranks do; return the last to come."""
-        last: int = self.start_join().wait()[0]
-        return last
-
-    @eager
-    def finish(self, handle: Handle) -> None:
-        """Return when an operation is done; the calling thread drives meanwhile."""
-        since = time.monotonic()
-        self._driver.until(
-            lambda: handle.is_done,
-            lambda: self._progress.check_time(handle, since, self._timeout_s),
-        )
-
-    def look(self) -> None:
-        """Do what can be done without waiting, where no thread of the controller does so."""
-        self._driver.look()
 
     def break_off(self, reason: str) -> None:
         """Let all that is under way fail on every rank, and all that comes. Not collective.
@@ -156,7 +128,7 @@ class Controller:
             if time.monotonic() - since > _CLOSE_S:
                 raise RankLostError("some rank has broken down and does not close with the others")
 
-        last = Handle(self, Request(Kind.BARRIER, None, ()), _CLOSE)
+        last = Handle(self._driver, Request(Kind.BARRIER, None, ()), _CLOSE)
         self._progress.closing = last
         self._enter(last)
         with suppress(CommError):
@@ -164,18 +136,16 @@ class Controller:
 
     def _enter(self, handle: Handle) -> None:
         self._owner.check()
-        self._stalls.enter()
+        if self._stalls is not None:
+            self._stalls.last_call.enter()
         progress = self._progress
-        if self._refusal is not None or progress.broken is not None:
-            self._check_open(handle)
-        if handle.name is JOIN or progress.names.enter(handle):
+        refusal = progress.broken or self._refusal
+        if refusal is not None and handle is not progress.closing:
+            raise refusal
+        if handle.name is JOIN:
             progress.news.append(handle)
+        else:
+            while (other := progress.enter(handle)) is not None:
+                self._driver.finish(other)
         if progress.broken is not None:  # meanwhile
             progress.fail_all(progress.broken)
-
-    def _check_open(self, handle: Handle) -> None:
-        if handle is self._progress.closing:
-            return
-        error = self._progress.broken or self._refusal
-        assert error is not None
-        raise error

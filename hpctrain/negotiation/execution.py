@@ -24,40 +24,40 @@ class Phases:
     """The operations that are carried out together, from their start to their end."""
 
     def __init__(
-        self,
-        timeline: "Timeline",
-        handles: Sequence["Handle"],
-        traffic: "Callable[[], Traffic]",
+        self, comm: "Communicator", timeline: "Timeline | None", handles: Sequence["Handle"]
     ) -> None:
-        self._timeline = timeline
-        self._traffic = traffic
-        self._names = [handle.name for handle in handles]
+        """Begin; without a timeline nobody hears of it."""
+        self._comm, self._timeline, self._handles = comm, timeline, handles
         self._before: Traffic | None = None
+        if timeline is None:
+            return
         for handle in handles:
             request = handle.request
             num_bytes = sum(tensor.nbytes for tensor in request.tensors)
-            timeline.start(handle.name, request.kind.name, num_bytes)
+            timeline.begin(handle.name, request.kind.name, num_bytes)
         timeline.flush()  # it may be the last that this process does
 
     def enter(self, phase: str) -> None:
         """Leave the phase before, if there was one, for this one."""
-        self._leave()
-        for name in self._names:
-            self._timeline.phase_start(name, phase)
-        self._before = self._traffic()
+        if self._timeline is not None:
+            self._leave(self._timeline)
+            for handle in self._handles:
+                self._timeline.begin(handle.name, phase)
+            self._before = self._comm.traffic()
 
     def end(self) -> None:
         """Say that it is over."""
-        self._leave()
-        for name in self._names:
-            self._timeline.end(name)
-        self._timeline.flush()  # before anybody hears of the result
+        if self._timeline is not None:
+            self._leave(self._timeline)
+            for handle in self._handles:
+                self._timeline.end(handle.name)
+            self._timeline.flush()  # before anybody hears of the result
 
-    def _leave(self) -> None:
+    def _leave(self, timeline: "Timeline") -> None:
         if self._before is not None:
-            moved = self._traffic().since(self._before)
-            for name in self._names:
-                self._timeline.phase_end(name, moved)
+            moved = self._comm.traffic().since(self._before)
+            for handle in self._handles:
+                timeline.end(handle.name, moved)
         self._before = None
 
 
@@ -65,16 +65,11 @@ class Executor:
     """Carries out batches that are the same on all ranks; used by one thread at a time."""
 
     def __init__(self, comm: "Communicator", *, fusion_bytes: int = 64 * MIB) -> None:
-        """Take a communicator of the ranks of the set.
-
-        Args:
-            comm: what the operations use.
-            fusion_bytes: largest message of fused reductions, the same on all ranks; 0 to fuse
-                nothing.
-        """
+        """Fuse reductions into messages of ``fusion_bytes``, the same on all ranks; 0 for none."""
         self._fusion_bytes = fusion_bytes
         self._comm = comm
         self._buffer = FusionBuffer(comm)
+        self._silent = Phases(comm, None, ())
 
     def carry_out(
         self,
@@ -86,12 +81,8 @@ class Executor:
 
         Collective: the requests of all ranks have the same signatures, in the same order. An
         operation that fails takes those along with which it shared a message; the others go on,
-        except after the loss of a rank.
-
-        Args:
-            handles: of this rank; of what it contributes as ``stand_in`` too.
-            timeline: hears of all phases.
-            batch: what was decided; remembers what shares a message, if it may come again.
+        except after the loss of a rank. ``batch``, which may come again, remembers what shares a
+        message.
         """
         found = batch.runs if batch is not None else None
         if found is None:
@@ -110,7 +101,9 @@ class Executor:
     def _attempt(
         self, handles: Sequence["Handle"], timeline: "Timeline | None"
     ) -> RankLostError | None:
-        phases = None if timeline is None else Phases(timeline, handles, self._comm.traffic)
+        phases = self._silent
+        if timeline is not None:
+            phases = Phases(self._comm, timeline, handles)
         request = handles[0].request
         try:
             with torch.no_grad():
@@ -118,25 +111,26 @@ class Executor:
                     results = self._allreduce([handle.request for handle in handles], phases)
                 else:
                     function, phase = _ALONE[request.kind]
-                    if phases is not None:
-                        phases.enter(phase)
+                    phases.enter(phase)
                     results = [function(self._comm, request)]
         except Exception as error:  # for those who wait
             for handle in handles:
                 handle.fail(error)
             return error if isinstance(error, RankLostError) else None
         finally:
-            if phases is not None:
-                phases.end()
+            phases.end()
         for handle, result in zip(handles, results, strict=True):
             handle.succeed(result)
         return None
 
     # -- reductions -------------------------------------------------------------------------
 
-    def _allreduce(self, requests: Sequence[Request], phases: Phases | None) -> list[Result]:
+    def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
         """Reduce requests of one operation and factors; of several dtypes only if it is one."""
-        results = [_results_of(request) for request in requests]
+        results: list[Result] = [  # where they will be
+            list(each.tensors) if each.in_place else [_empty(tensor) for tensor in each.tensors]
+            for each in requests
+        ]
         given = [tensor for request in requests for tensor in request.tensors]
         taken = [tensor for result in results for tensor in result]
         dtypes = requests[0].signature.dtypes
@@ -150,11 +144,7 @@ class Executor:
         return results
 
     def _together(
-        self,
-        given: list[Tensor],
-        taken: list[Tensor],
-        request: Request,
-        phases: Phases | None,
+        self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
         """Reduce ``given``, of one dtype, into ``taken``, as ``request`` wants it."""
         _, _, _, op, prescale, postscale, _, _ = request.signature
@@ -168,38 +158,33 @@ class Executor:
                 chosen = [given[number] for number in some]
                 self._fused(chosen, [taken[number] for number in some], how, phases)
                 continue
-            if phases is not None:
-                phases.enter("MPI_ALLREDUCE")
+            phases.enter("MPI_ALLREDUCE")
             (number,) = some
             if taken[number] is not given[number]:
                 taken[number].copy_(given[number])
             reduce_(self._comm, taken[number], how)
 
     def _fused(
-        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
+        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases
     ) -> None:
         """Reduce ``given`` as one into ``taken``."""
         layout = self._buffer.layout(given)
-        if phases is not None:
-            phases.enter("MEMCPY_IN_FUSION_BUFFER")
+        phases.enter("MEMCPY_IN_FUSION_BUFFER")
         if layout.is_flat:
             torch.cat(given, out=layout.flat)  # in half the time
         else:
             torch._foreach_copy_(layout.views, given)
-        if phases is not None:
-            phases.enter("MPI_ALLREDUCE")
+        phases.enter("MPI_ALLREDUCE")
         reduce_(self._comm, layout.whole, how)
-        if phases is not None:
-            phases.enter("MEMCPY_OUT_FUSION_BUFFER")
+        phases.enter("MEMCPY_OUT_FUSION_BUFFER")
         torch._foreach_copy_(taken, layout.views)
 
     def _adasum(
-        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases | None
+        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases
     ) -> None:
         from hpctrain.comm.adasum import adasum_  # noqa: PLC0415 - a world of one needs no MPI
 
-        if phases is not None:
-            phases.enter("MPI_ADASUM_ALLREDUCE")
+        phases.enter("MPI_ADASUM_ALLREDUCE")
         for source, target in zip(given, taken, strict=True):
             if target is not source:
                 target.copy_(source)
@@ -207,11 +192,6 @@ class Executor:
         adasum_(self._comm, taken)
         for target in taken:
             multiply_(target, how.scale)
-
-
-def _results_of(request: Request) -> Result:
-    """Return the tensors in which the results will be."""
-    return list(request.tensors) if request.in_place else [_empty(t) for t in request.tensors]
 
 
 def _empty(tensor: Tensor) -> Tensor:

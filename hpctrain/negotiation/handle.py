@@ -1,20 +1,13 @@
-"""Handles of operations that may still be under way, and their names."""
+"""Handle of an operation that may still be under way."""
 
-import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.errors import DuplicateNameError
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.request import Request, Result
 
 if TYPE_CHECKING:
-    from hpctrain.negotiation.controller import Controller
-
-NUM_UNNAMED = 1024
-"""Operations without a name get numbers, which come again so that they become known ones."""
+    from hpctrain.negotiation.progress_thread import ProgressThread
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
@@ -27,19 +20,12 @@ class Handle:
 
     def __init__(
         self,
-        driver: "Controller | None",
+        driver: "ProgressThread | None",
         request: Request,
         name: str | None = None,
         take: Take | None = None,
     ) -> None:
-        """Begin.
-
-        Args:
-            driver: drives while somebody waits; None where nobody will.
-            request: what is asked for.
-            name: by which the ranks find each other's requests; None for that of the request.
-            take: makes what ``wait`` returns of the result; None for the result itself.
-        """
+        """Begin; without a ``driver``, which drives while somebody waits, nobody will."""
         self.request = request
         self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
@@ -80,83 +66,3 @@ class Handle:
         """Give the error; called once, by the controller."""
         self._error = error
         self.is_done = True
-
-
-class Names:
-    """The operations under way, by name. Several threads may use it at once."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._lock = threading.Lock()
-        self._handles: dict[str, Handle] = {}
-        self._unnamed = {kind: count() for kind in Kind}
-        self._behind: defaultdict[str, deque[Handle]] = defaultdict(deque)
-        self.num_behind = 0
-        """Operations that wait for their name."""
-
-    @property
-    def num_outstanding(self) -> int:
-        """Operations that are under way."""
-        return len(self._handles)
-
-    def enter(self, handle: Handle) -> bool:
-        """Note an operation, and give it a name if it has none.
-
-        Returns:
-            False where it has to wait for an earlier one without a name, see ``leave``.
-
-        Raises:
-            DuplicateNameError: an operation of this name is under way.
-        """
-        if not handle.name:
-            with self._lock:
-                kind = handle.request.kind
-                handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
-                if handle.name in self._handles:
-                    self._behind[handle.name].append(handle)
-                    self.num_behind += 1
-                    return False
-                self._handles[handle.name] = handle
-                return True
-        if self._handles.setdefault(handle.name, handle) is not handle:
-            raise DuplicateNameError(
-                f"an operation named {handle.name!r} is under way on this rank already; wait for "
-                f"it first, or give another name"
-            )
-        return True
-
-    def leave(self, names: Sequence[str]) -> tuple[list[Handle | None], list[Handle]]:
-        """Forget operations.
-
-        Returns:
-            The one of each name, None where there is none; and those that have waited for
-            one of the names, which are under way from now on.
-        """
-        successors: list[Handle] = []
-        with self._lock:
-            handles = [self._handles.pop(name, None) for name in names]
-            for name in self._behind.keys() & names if self._behind else ():
-                queue = self._behind[name]
-                self._handles[name] = queue.popleft()
-                successors.append(self._handles[name])
-                self.num_behind -= 1
-                if not queue:
-                    del self._behind[name]
-        return handles, successors
-
-    def restart(self) -> None:
-        """Number operations without a name from 0 again; for a moment at which all ranks do."""
-        self._unnamed = {kind: count() for kind in Kind}
-
-    def oldest(self) -> dict[str, float]:
-        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
-        return {handle.name: handle.since for handle in list(self._handles.values())}
-
-    def clear(self) -> list[Handle]:
-        """Forget all operations, and return them."""
-        with self._lock:
-            found = [*self._handles.values(), *(h for q in self._behind.values() for h in q)]
-            self._handles.clear()
-            self._behind.clear()
-            self.num_behind = 0
-        return found

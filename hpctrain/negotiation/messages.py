@@ -45,29 +45,26 @@ class Report(NamedTuple):
 
     bits: int = 0
     """Operations with a number that all of them have announced, alike."""
-    names: tuple[tuple[str, list[Part]], ...] = ()
+    names: Sequence[tuple[str, list[Part]]] = ()
     """Other operations that all of them have announced, or have joined."""
     ranks: tuple[int, ...] = ()
     """Who they are; told once."""
-    joins: tuple[int, ...] = ()
+    joins: Sequence[int] = ()
     """Ranks among them that have joined, in the order in which this became known."""
     all_joined: bool = False
     """Whether now all of them have."""
-    questions: tuple[object, ...] = ()
-    answers: tuple[tuple[int, object], ...] = ()
+    questions: Sequence[object] = ()
+    answers: Sequence[tuple[int, object]] = ()
 
 
-class Decision(NamedTuple):
-    """What the root has decided."""
-
-    items: tuple[Entry | int, ...]
-    """Operations; of those that have a number, that."""
-    join_over: int | None
+def pack(kind: int, value: object) -> bytes:
+    """Write a ``REPORT``, ``QUESTIONS``, or a ``DECISION`` on any operations."""
+    return bytes((kind,)) + pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def pack_report(report: Report) -> bytes:
-    """Write a report of anything."""
-    return _pickled(REPORT, tuple(report))
+def unpack(message: bytes) -> Any:
+    """Read what ``pack`` wrote."""
+    return pickle.loads(memoryview(message)[1:])  # noqa: S301 - from a rank of this program
 
 
 def pack_bits(bits: int) -> bytes:
@@ -78,11 +75,6 @@ def pack_bits(bits: int) -> bytes:
 def unpack_bits(message: bytes) -> int:
     """Read what ``pack_bits`` wrote."""
     return int.from_bytes(message[1:], "little")
-
-
-def unpack_report(message: bytes) -> Report:
-    """Read what ``pack_report`` wrote, other than bits alone."""
-    return Report(*_unpickled(message))
 
 
 def pack_slots(slots: list[int]) -> bytes:
@@ -99,27 +91,6 @@ def unpack_slots(message: bytes) -> list[int]:
     return array("H", message[1:]).tolist()
 
 
-def pack_decision(decision: Decision) -> bytes:
-    """Write any decision."""
-    return _pickled(DECISION, tuple(decision))
-
-
-def unpack_decision(message: bytes) -> Decision:
-    """Read what ``pack_decision`` wrote."""
-    return Decision(*_unpickled(message))
-
-
-def pack_questions(questions: list[object]) -> bytes:
-    """Write questions for everybody."""
-    return _pickled(QUESTIONS, questions)
-
-
-def unpack_questions(message: bytes) -> list[object]:
-    """Read what ``pack_questions`` wrote."""
-    questions: list[object] = _unpickled(message)
-    return questions
-
-
 def slots_of(bits: int) -> list[int]:
     """Return the numbers of the bits that are set, ascending."""
     return [slot for slot, bit in enumerate(bin(bits)[:1:-1]) if bit == "1"]
@@ -133,11 +104,3 @@ def bits_of(slots: Sequence[int]) -> int:
     for slot in slots:
         digits[slot] = _ONE
     return int(digits[::-1], 2)
-
-
-def _pickled(kind: int, value: object) -> bytes:
-    return bytes((kind,)) + pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-
-
-def _unpickled(message: bytes) -> Any:
-    return pickle.loads(memoryview(message)[1:])  # noqa: S301 - from a rank of this program

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_ranks
 from hpctrain.negotiation import messages
-from hpctrain.negotiation.messages import Decision, Entry, OperationBatch, Part, Report, bits_of
-from hpctrain.negotiation.pending_table import OWN, PendingTable
+from hpctrain.negotiation.messages import Entry, OperationBatch, Part, Report, bits_of
+from hpctrain.negotiation.pending_table import NUM_SLOTS, OWN, PendingTable, ResponseCache
 from hpctrain.negotiation.request import Kind, Signature
-from hpctrain.negotiation.response_cache import NUM_SLOTS, ResponseCache
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Tree
@@ -28,12 +27,6 @@ class Negotiator:
     """
 
     def __init__(self, tree: "Tree", *, num_slots: int = NUM_SLOTS) -> None:
-        """Take the place of this rank.
-
-        Args:
-            tree: of all ranks, the same on each, seen from here.
-            num_slots: most operations that have a number; the same on all ranks.
-        """
         self._tree = tree
         self._is_root = tree.parent is None
         self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
@@ -55,11 +48,7 @@ class Negotiator:
     # -- this rank --------------------------------------------------------------------------
 
     def announce(self, name: str, signature: Signature) -> None:
-        """Say that this rank has submitted an operation.
-
-        Args:
-            name: of no operation that this rank has announced and that is not decided.
-            signature: what must be the same everywhere.
+        """Say that this rank has submitted an operation; the last one of this name is decided.
 
         Raises:
             CommError: this rank has joined.
@@ -125,22 +114,18 @@ class Negotiator:
             self._is_changed = True
             self._tally.add_bits(self._sources[source], messages.unpack_bits(message))
         elif kind == messages.REPORT:
-            self._read(source, messages.unpack_report(message))
+            self._read(source, Report(*messages.unpack(message)))
         else:
             self._send_down(message)
             if kind == messages.DECISION:
-                self._apply(messages.unpack_decision(message))
+                self._apply(*messages.unpack(message))
             elif kind == messages.QUESTIONS:
-                self._questions += messages.unpack_questions(message)
+                self._questions += messages.unpack(message)
             else:
                 self._apply_slots(message, messages.unpack_slots(message))
 
     def outbox(self, *, decide: bool = True) -> list[tuple[int, bytes]]:
-        """Return what to send now: receivers and messages.
-
-        Args:
-            decide: whether the root makes a batch of what is ready.
-        """
+        """Return what to send now: receivers and messages; the root decides what is ready."""
         if self._own_slots:
             self._tally.add_bits(OWN, bits_of(self._own_slots))
             self._own_slots = []
@@ -153,7 +138,7 @@ class Negotiator:
             if decide:
                 self._decide()
             if self._asked:  # after the decision: a question may end what is not decided
-                self._send_down(messages.pack_questions(self._asked))
+                self._send_down(messages.pack(messages.QUESTIONS, self._asked))
                 self._questions += self._asked
                 self._asked = []
         elif self._is_changed or self._asked or self._answers:
@@ -196,11 +181,8 @@ class Negotiator:
         if (names or all_joined) and not self._is_introduced:
             ranks = tuple(rank for some in self._tally.ranks for rank in some)
             self._is_introduced = True
-        report = Report(
-            bits, tuple(names), ranks, tuple(self._joins), all_joined,
-            tuple(self._asked), tuple(self._answers),
-        )  # fmt: skip
-        self._out.append((parent, messages.pack_report(report)))
+        report = Report(bits, names, ranks, self._joins, all_joined, self._asked, self._answers)
+        self._out.append((parent, messages.pack(messages.REPORT, tuple(report))))
         self._is_join_reported |= all_joined
         self._joins, self._asked, self._answers = [], [], []
 
@@ -229,9 +211,8 @@ class Negotiator:
             elif slot >= 0 and bits >> slot & 1:
                 items.append(slot)
         items += [self._item(name, parts) for name, parts in names.items()]
-        decision = Decision(tuple(items), join_over)
-        self._send_down(messages.pack_decision(decision))
-        self._apply(decision)
+        self._send_down(messages.pack(messages.DECISION, (items, join_over)))
+        self._apply(items, join_over)
 
     def _item(self, name: str, parts: list[Part]) -> Entry | int:
         signature, everywhere = parts[0]
@@ -254,19 +235,19 @@ class Negotiator:
         self._tally.clear(bits_of(slots), ())
         self._batches.append(batch)
 
-    def _apply(self, decision: Decision) -> None:
-        """Take any batch: first forget what it decides, then give numbers."""
+    def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
+        """Take any batch, of entries and numbers: first forget what it decides, then number."""
         known, numbers = self._slots.entries, self._slots.numbers
-        entries = [known[item] if isinstance(item, int) else item for item in decision.items]
+        entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]
         for name in names:
             self._announced.pop(name, None)
         self._tally.clear(bits_of([numbers[name] for name in names if name in numbers]), names)
-        self._batches.append(OperationBatch(tuple(entries), decision.join_over))
-        if decision.join_over is not None:
+        self._batches.append(OperationBatch(tuple(entries), join_over))
+        if join_over is not None:
             self._joins, self._is_join_reported = [], False
             self._tally.unjoin()
-        for item in decision.items:
+        for item in items:
             if isinstance(item, Entry) and item.error is None:
                 self._slots.put(item.name, item.signature)
 

@@ -2,20 +2,23 @@
 
 import time
 from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.core.errors import (
     CommError,
+    DuplicateNameError,
     HorovodInternalError,
     OperationMismatchError,
-    RankLostError,
 )
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.handle import Handle, Names
+from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
-from hpctrain.negotiation.stall import Stalls
+from hpctrain.negotiation.request import Kind
+from hpctrain.negotiation.stall import StallWatch
+from hpctrain.negotiation.stall_report import Answer, Question
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
+NUM_UNNAMED = 1024
+"""Operations without a name get numbers, which come again so that they become known ones; so many
+may be under way at once."""
 
 
 class BreakOff(NamedTuple):
@@ -35,7 +41,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """This rank's operations from their announcement to their end.
 
-    ``news``, ``to_ask`` and ``names`` may be used by any thread; ``turn`` by one at a time.
+    ``enter``, ``news`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
     """
 
     def __init__(
@@ -45,10 +51,10 @@ class ProgressEngine:
         *,
         fusion_bytes: int,
         timelines: "Timelines | None",
-        stalls: Stalls,
+        stalls: StallWatch | None,
     ) -> None:
-        """Take what messages and operations use."""
-        self.names = Names()
+        self._under_way: dict[str, Handle] = {}
+        self._unnamed = _from_zero()
         self.news: deque[Handle] = deque()
         """Submitted and not announced yet."""
         self.to_ask: deque[object] = deque()
@@ -61,7 +67,6 @@ class ProgressEngine:
         self.closing: Handle | None = None
         """An operation after which nothing is announced any more."""
         self._joining: list[Handle] = []
-        self._joining_later: list[Handle] = []
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
 
@@ -72,7 +77,34 @@ class ProgressEngine:
     @property
     def is_awaited(self) -> bool:
         """Whether something of this rank is announced, a join included."""
-        return bool(self.names.num_outstanding or self._joining)
+        return bool(self._under_way or self._joining)
+
+    def enter(self, handle: Handle) -> Handle | None:
+        """Note an operation, and give it a name if it has none.
+
+        Returns:
+            Where that name comes again too early, the one to wait for before the next attempt.
+
+        Raises:
+            DuplicateNameError: an operation of this name, which the user gave, is under way.
+        """
+        if not handle.name:
+            kind = handle.request.kind
+            handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
+        other = self._under_way.setdefault(handle.name, handle)
+        if other is handle:
+            self.news.append(handle)
+            return None
+        if handle.request.name is None:
+            return other
+        raise DuplicateNameError(
+            f"an operation named {handle.name!r} is under way on this rank already; wait for it "
+            f"first, or give another name"
+        )
+
+    def oldest(self) -> dict[str, float]:
+        """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
+        return {handle.name: handle.since for handle in list(self._under_way.values())}
 
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.
@@ -104,23 +136,13 @@ class ProgressEngine:
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
-        question = self._stalls.due(self.names.oldest())
+        if self._stalls is None:
+            return
+        now = time.monotonic()
+        self._stalls.tell(now)
+        question = self._stalls.due(now, self.oldest())
         if question is not None:
             self.to_ask.append(question)
-
-    def check_time(self, handle: Handle, since: float, timeout_s: float) -> None:
-        """Return while there is reason to wait for an operation.
-
-        Raises:
-            RankLostError: somebody waits for it since more than ``timeout_s``.
-        """
-        waited_s = time.monotonic() - since
-        if waited_s > timeout_s:
-            raise RankLostError(
-                f"rank {self._comm.rank} has waited {waited_s:.0f} s for the others to submit "
-                f"{handle.name}, longer than HPCTRAIN_TIMEOUT={timeout_s:g} allows; see what they "
-                f"do, or set HPCTRAIN_TIMEOUT to more seconds"
-            )
 
     def break_down(self, error: BaseException) -> None:
         """Let nothing go on after an error in a turn; for who drives."""
@@ -145,29 +167,26 @@ class ProgressEngine:
 
     def fail_all(self, error: BaseException) -> None:
         """Let all that is under way fail on this rank."""
-        joining = self._joining + self._joining_later
-        self._joining, self._joining_later = [], []
+        joining, self._joining = self._joining, []
         news = [self.news.popleft() for _ in range(len(self.news))]
-        for handle in [*self.names.clear(), *news, *joining]:
+        noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
+        for handle in [*noted, *news, *joining]:
             if not handle.is_done:
                 handle.fail(error)
 
     def _announce(self, handle: Handle) -> bool:
         """Tell the others; say whether that was possible."""
-        if handle.name is JOIN and self.names.num_behind:
-            self._joining_later.append(handle)
-            return True
         if handle.name is JOIN:
             self._joining.append(handle)
             self._negotiator.join()
             return True
         if (timeline := self._timeline()) is not None:
-            timeline.negotiate_start(handle.name, handle.request.kind.name)
+            timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
             timeline.rank_ready(handle.name, self._comm.rank)
         try:
             self._negotiator.announce(handle.name, handle.request.signature)
         except CommError as error:  # this rank has joined
-            self._leave([handle.name])
+            self._under_way.pop(handle.name, None)
             handle.fail(error)
             return False
         return True
@@ -191,16 +210,17 @@ class ProgressEngine:
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:
-                timeline.negotiate_end(entry.name)
+                timeline.end(entry.name)
         handles = self._of_this_rank(batch)
         if handles:
             self._in_hand = handles
             self._executor.carry_out(handles, timeline, batch)
             self._in_hand = []
-            self._stalls.note(handles[-1])
+            if self._stalls is not None:
+                self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             joined, self._joining = self._joining, []
-            self.names.restart()  # who has joined has missed some
+            self._unnamed = _from_zero()  # who has joined has missed some
             for handle in joined:
                 handle.succeed([batch.join_over])
         if self.closing is not None and self.closing.is_done:
@@ -209,8 +229,8 @@ class ProgressEngine:
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
         """Return what this rank has of a batch, without what has failed."""
         found = []
-        handles = self._leave([entry.name for entry in batch.entries])
-        for entry, handle in zip(batch.entries, handles, strict=True):
+        for entry in batch.entries:
+            handle = self._under_way.pop(entry.name, None)
             if entry.error is not None:
                 if handle is not None:
                     handle.fail(OperationMismatchError(entry.error))
@@ -221,16 +241,6 @@ class ProgressEngine:
                 found.append(handle)
         return found
 
-    def _leave(self, names: list[str]) -> list[Handle | None]:
-        """Forget operations, and turn to those that have waited for their names."""
-        handles, successors = self.names.leave(names)
-        if successors:
-            self.news.extendleft(successors)  # a join may have been submitted after them
-            if not self.names.num_behind:
-                self.news.extend(self._joining_later)
-                self._joining_later = []
-        return handles
-
     def _talk(self) -> bool:
         """Answer questions of other ranks, if there are any; on the root, hear their answers."""
         negotiator = self._negotiator
@@ -240,10 +250,23 @@ class ProgressEngine:
                 self._post.flush(down=True)  # nobody drives this rank any more
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
-            else:
-                is_joined = bool(self._joining)
-                answer = self._stalls.answer(question, self.names.oldest(), joined=is_joined)
-                negotiator.answer(answer)
-        for number, given in negotiator.answers():
-            self._stalls.take(number, given)
+            elif self._stalls is not None:
+                assert isinstance(question, Question)
+                negotiator.answer(
+                    self._stalls.heard(
+                        time.monotonic(),
+                        question,
+                        self.oldest(),
+                        joined=bool(self._joining),
+                    )
+                )
+        for number, answer in negotiator.answers():
+            assert self._stalls is not None  # it alone asks for answers
+            assert isinstance(answer, Answer)
+            self._stalls.take(number, answer)
+            self._stalls.tell(time.monotonic())
         return bool(questions)
+
+
+def _from_zero() -> "dict[Kind, count[int]]":
+    return {kind: count() for kind in Kind}

@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hpctrain.core.errors import CommError
+from hpctrain.comm.eager import eager
+from hpctrain.core.errors import CommError, RankLostError
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.progress_engine import ProgressEngine
 
 TICK_S = 1.0
@@ -27,17 +29,17 @@ class ProgressThread:
     """
 
     def __init__(
-        self, progress: "ProgressEngine", post: "Mailbox", *, cycle_s: float, has_thread: bool
+        self,
+        progress: "ProgressEngine",
+        post: "Mailbox",
+        *,
+        cycle_s: float,
+        timeout_s: float,
+        has_thread: bool,
     ):
-        """Start the thread.
-
-        Args:
-            progress: what to drive.
-            post: where to sleep.
-            cycle_s: how long operations wait for others to travel with, unless somebody waits.
-            has_thread: whether there is a thread for what nobody waits for.
-        """
-        self._progress, self._post, self._cycle_s = progress, post, cycle_s
+        """Start the thread, if there is one for what nobody waits for."""
+        self._progress, self._post = progress, post
+        self._cycle_s, self._timeout_s = cycle_s, timeout_s
         lock = threading.Lock()
         self._given_up = threading.Condition(lock)
         """Told when nobody drives any more, and when something was carried out."""
@@ -54,12 +56,26 @@ class ProgressThread:
             )
             self._thread.start()
 
+    @eager
+    def finish(self, handle: "Handle") -> None:
+        """Return when an operation is done; the calling thread drives meanwhile."""
+        since = time.monotonic()
+
+        def check() -> None:
+            waited_s = time.monotonic() - since
+            if waited_s > self._timeout_s:
+                raise RankLostError(
+                    f"rank {self._post.tree.rank} has waited {waited_s:.0f} s for the others to "
+                    f"submit {handle.name}, longer than HPCTRAIN_TIMEOUT={self._timeout_s:g} "
+                    f"allows; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+                )
+
+        self.until(lambda: handle.is_done, check)
+
     def until(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
         """Return when it is over; drive until then, unless somebody else does.
 
-        Args:
-            is_over: of an operation of this rank.
-            check: called every second or so; may raise.
+        ``check``, which may raise, is called every second or so.
         """
         with self._given_up:
             self._num_callers += 1

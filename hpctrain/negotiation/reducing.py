@@ -138,15 +138,10 @@ def _divide_uint64_(values: Tensor, divisor: int) -> None:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """Return a request that changes nothing for the other ranks.
+    """Return a request with this signature that changes nothing for the other ranks of the set.
 
-    Args:
-        signature: of the operation; not of a broadcast from this rank, which nobody can replace.
-        size: number of ranks of the set.
-
-    Returns:
-        To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast.
-        Its signature is the one given.
+    To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast from
+    another rank: nobody can replace the root.
     """
     kind, dtypes, shapes, op, prescale, postscale, root, _ = signature
     tensors = []

@@ -99,17 +99,9 @@ class Request:
     ) -> None:
         """Take what the caller gave; arguments were checked before.
 
-        Args:
-            kind: what to do.
-            name: by which ranks find each other's requests; None for the next number of a kind.
-            tensors: dense, on the CPU; one, or a group; none for a barrier. They belong to the
-                operation until it is done.
-            in_place: whether the tensors are replaced (all-reduce, broadcast).
-            op: of reductions.
-            prescale: factor of this rank's tensors, of reductions.
-            postscale: factor of the result, of reductions.
-            root: of a broadcast, numbered in the process set.
-            splits: of an all-to-all, rows for each rank; None for even ones.
+        A ``name`` of None means the next number of a kind. Tensors, dense and on the CPU, belong
+        to the operation until it is done, which replaces them if it is ``in_place``. The ``root``
+        is numbered in the process set; ``splits`` are the rows of an all-to-all for each rank.
         """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
         self.tensors = tensors = tuple(tensors)

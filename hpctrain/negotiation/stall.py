@@ -5,10 +5,16 @@ reports.
 """
 
 import logging
+import sys
+import sysconfig
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+import hpctrain
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.stall_report import (
     Answer,
@@ -18,10 +24,74 @@ from hpctrain.negotiation.stall_report import (
     describe,
     unanswered,
 )
-from hpctrain.negotiation.whereabouts import LastCall, main_stack
 
-if TYPE_CHECKING:
-    from hpctrain.negotiation.handle import Handle
+MAX_FRAMES = 10
+"""Lines of a stack; of a deeper one the innermost."""
+
+_OURS = str(Path(hpctrain.__file__).parent)
+_INSTALLED = ("stdlib", "platstdlib", "scripts")
+_LIBRARIES = ("<frozen", _OURS, *map(sysconfig.get_path, _INSTALLED))
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+class LastCall:
+    """Remembers the last collective of this process, and which threads had one."""
+
+    __slots__ = ("_noted", "_threads")
+
+    def __init__(self) -> None:
+        self._noted: tuple[str, str, float] | None = None
+        self._threads: set[int] = set()
+
+    def enter(self) -> None:
+        """Note that this thread communicates."""
+        self._threads.add(threading.get_ident())
+
+    def note(self, what: str, name: str = "") -> None:
+        """Note one that is over: ``note("allreduce", "allreduce.loss")``."""
+        self._noted = (what, name, time.monotonic())
+        self.enter()
+
+    def was_on(self, thread: int | None) -> bool:
+        """Say whether a thread, by its identifier, has communicated."""
+        return thread in self._threads
+
+    def describe(self) -> tuple[str, float | None]:
+        """Return its name and how many seconds ago it was noted; None if there was none."""
+        if self._noted is None:
+            return "none so far", None
+        what, name, when = self._noted
+        text = name if name.startswith(what) else f"{what} {name}".rstrip()
+        return text, time.monotonic() - when
+
+
+def main_stack() -> str:
+    """Return where the main thread is, outermost first; of libraries the innermost line alone."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    if frame is None:
+        return "it has no main thread any more"
+    return _shown(list(traceback.StackSummary.extract(traceback.walk_stack(frame)))[::-1])
+
+
+def _shown(stack: Sequence[traceback.FrameSummary]) -> str:
+    users = [place for place, each in enumerate(stack) if not _is_library(each.filename)]
+    kept = [stack[place] for place in users] or list(stack)
+    if users:
+        # What was called of hpctrain last stands in the line that calls it.
+        inside = [each for each in stack[users[-1] + 1 :] if not each.filename.startswith(_OURS)]
+        kept += inside[-1:]
+    hidden = ["..."] if len(kept) > MAX_FRAMES else []
+    return "\n".join([*hidden, *map(_line, kept[-MAX_FRAMES:])])
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or not _PACKAGES.isdisjoint(Path(file).parts)
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    code = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}{code}"
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,7 +119,7 @@ class StallReport(NamedTuple):
 class StallWatch:
     """Asks, answers and, on the root, reports. Not thread-safe.
 
-    Pure: it is told the time, and somebody else carries questions and answers between the ranks.
+    It is told the time, and somebody else carries questions and answers between the ranks.
     """
 
     def __init__(
@@ -58,20 +128,19 @@ class StallWatch:
         number: int,
         members: Sequence[SetMember],
         last_call: LastCall,
+        end: Callable[[int], object] | None = None,
     ) -> None:
-        """Take what is needed to speak of ranks.
+        """Take what is needed to speak of ranks, of which this has ``number`` and 0 is the root.
 
-        Args:
-            settings: ``stall_s`` and ``stall_abort_s``.
-            number: of this rank in its process set; 0 is the root.
-            members: rank in the world and host of each rank of the set.
-            last_call: what the last collective of this rank was.
+        ``end`` ends all ranks with an exit code.
         """
+        self.last_call = last_call
+        """To be told of every operation."""
         self.answer_s = ANSWER_S + len(members).bit_length()
         """How long the root waits for answers."""
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
-        self._number, self._members, self._last_call = number, members, last_call
+        self._number, self._members, self._end = number, members, end
         self._asked: dict[str, tuple[float, float]] = {}
         """When each was submitted, and from what age on it is to be asked about."""
         self._num_questions = 0
@@ -81,11 +150,8 @@ class StallWatch:
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if there is one to ask; to be called every second or so.
 
-        A question is asked again whenever the wait has become twice as long.
-
-        Args:
-            now: on the clock of ``oldest``.
-            oldest: when this rank has submitted each operation that is not decided.
+        A question is asked again whenever the wait has become twice as long. ``oldest`` says
+        when this rank has submitted each operation that is not decided, on the clock of ``now``.
         """
         self._asked = {
             name: asked for name, asked in self._asked.items() if oldest.get(name) == asked[0]
@@ -109,11 +175,7 @@ class StallWatch:
     ) -> Answer:
         """Answer a question, this rank's own too; it need not be asked by another rank now.
 
-        Args:
-            now: on the clock of ``oldest``.
-            question: what has come.
-            oldest: when this rank has submitted each operation that is not decided.
-            joined: whether this rank takes part in everything with nothing.
+        A rank that has ``joined`` takes part in everything with nothing, so lacks nothing.
         """
         self._mark(question.ages_s, oldest)
         self._unheard.pop(question.key, None)
@@ -122,7 +184,7 @@ class StallWatch:
             self._inquiries[question.key] = Inquiry(
                 names, until=now + self.answer_s, is_final=question.is_final
             )
-        last, last_ago_s = self._last_call.describe()
+        last, last_ago_s = self.last_call.describe()
         lacking = () if joined else tuple(name for name in names if name not in oldest)
         return Answer(
             key=question.key,
@@ -138,6 +200,13 @@ class StallWatch:
         """Note the answer of a rank of the set; on the root."""
         if answer.key in self._inquiries:
             self._inquiries[answer.key].answers[number] = answer
+
+    def tell(self, now: float) -> None:
+        """Log what has been found out, and end all ranks where that is asked."""
+        for report in self.reports(now):
+            _LOG.log(logging.ERROR if report.is_final else logging.WARNING, "%s", report.text)
+            if report.is_final and self._end is not None:
+                self._end(HANG)
 
     def reports(self, now: float) -> list[StallReport]:
         """Return what has been found out.
@@ -171,61 +240,3 @@ class StallWatch:
         return not question.is_final and any(
             question.ages_s.keys() <= inquiry.ages_s.keys() for inquiry in self._inquiries.values()
         )
-
-
-class Stalls:
-    """Asks and answers by a ``StallWatch``, and tells what comes of it; silent without one."""
-
-    def __init__(
-        self,
-        watch: StallWatch | None = None,
-        last_call: LastCall | None = None,
-        end: Callable[[int], object] | None = None,
-    ) -> None:
-        """Take a watch.
-
-        Args:
-            watch: of this process set.
-            last_call: is told of every operation.
-            end: ends all ranks with an exit code.
-        """
-        self._watch, self._last_call, self._end = watch, last_call, end
-
-    def enter(self) -> None:
-        """Remember that this thread communicates."""
-        if self._last_call is not None:
-            self._last_call.enter()
-
-    def note(self, handle: "Handle") -> None:
-        """Remember an operation that is over."""
-        if self._last_call is not None:
-            self._last_call.note(handle.request.kind.value, handle.name)
-
-    def due(self, oldest: Mapping[str, float]) -> Question | None:
-        """Return what is to be asked now, and report what was found out."""
-        if self._watch is None:
-            return None
-        now = time.monotonic()
-        self._report(now)
-        return self._watch.due(now, oldest)
-
-    def answer(
-        self, question: object, oldest: Mapping[str, float], *, joined: bool
-    ) -> Answer | None:
-        """Answer a question of another rank."""
-        if self._watch is None or not isinstance(question, Question):
-            return None
-        return self._watch.heard(time.monotonic(), question, oldest, joined=joined)
-
-    def take(self, number: int, answer: object) -> None:
-        """Hear the answer of a rank; on the root."""
-        if self._watch is not None and isinstance(answer, Answer):
-            self._watch.take(number, answer)
-            self._report(time.monotonic())
-
-    def _report(self, now: float) -> None:
-        assert self._watch is not None
-        for report in self._watch.reports(now):
-            _LOG.log(logging.ERROR if report.is_final else logging.WARNING, "%s", report.text)
-            if report.is_final and self._end is not None:
-                self._end(HANG)

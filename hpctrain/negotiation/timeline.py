@@ -4,7 +4,6 @@ One row per tensor, as Horovod's timeline has them.
 """
 
 import atexit
-import enum
 import json
 import logging
 import os
@@ -63,24 +62,6 @@ class Timelines:
             ending.close()
 
 
-class What(enum.Enum):
-    """What was recorded."""
-
-    NEGOTIATE = "negotiate"
-    READY = "ready"
-    START = "start"
-    PHASE = "phase"
-    END = "end"
-    """Of the innermost of the three above that is open."""
-    CYCLE = "cycle"
-
-    __hash__ = object.__hash__  # Enum's own is a function in Python
-
-
-Record = tuple[int, What, str, Any, Any]
-"""When in nanoseconds of ``time.perf_counter_ns``, what, name of the tensor, two details."""
-
-
 class _Row(NamedTuple):
     """A tensor in the file."""
 
@@ -89,70 +70,115 @@ class _Row(NamedTuple):
     """When each slice that has not ended began, the outermost first."""
 
 
-class Events:
-    """Turns records into events; keeps which tensors there are and what of each is open."""
+class Timeline:
+    """A trace of the named operations of one rank; every method may be called from any thread.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._origin_ns = time.perf_counter_ns()
-        self._began_us = time.time_ns() // 1000
-        self._rank, self._size = rank, size
+    Slices of one operation lie inside each other. What one of communication moved is drawn inside
+    it: ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
+    """
+
+    def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
+        """Make the file, or empty it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path = path
+        self._mark_cycles = mark_cycles
+        self._origin_ns = perf_counter_ns()
         self._rows: dict[str, _Row] = {}
-
-    def head(self) -> list[str]:
-        """Return the events that a file begins with."""
         about = {
-            "start_time_since_epoch_in_micros": self._began_us,
-            "rank": self._rank,
-            "size": self._size,
+            "start_time_since_epoch_in_micros": time.time_ns() // 1000,
+            "rank": rank,
+            "size": size,
         }
-        return [
-            _metadata("process_name", 0, {"name": f"rank {self._rank}"} | about),
-            _metadata("process_sort_index", 0, {"sort_index": 0}),
-        ]
+        self._file = TraceFile(path)
+        self._file.append(_head(0, f"rank {rank}", about))
+        # When in nanoseconds, phase of Chrome's format, name of the tensor, title, details.
+        self._records: deque[tuple[int, str, str, Any, Any]] = deque()
+        self._writing = threading.Lock()
+        self._is_open, self._is_over = True, False
+        self._owner = os.getpid()
 
-    def of(self, record: Record) -> Iterator[str]:
+    def begin(self, name: str, title: str, num_bytes: int | None = None) -> None:
+        """Note that a slice of an operation begins, with ``num_bytes`` of this rank."""
+        self._add("B", name, title, num_bytes)
+
+    def end(self, name: str, moved: Traffic | None = None) -> None:
+        """Note that its innermost slice is over; ``moved`` is what the communicator did in it."""
+        self._add("E", name, None, moved)
+
+    def rank_ready(self, name: str, rank: int) -> None:
+        """Note that ``rank`` is now known to have announced an operation."""
+        self._add("X", name, rank, None)
+
+    def cycle(self) -> None:
+        """Note that the controller begins another round, if that is wanted."""
+        if self._mark_cycles:
+            self._add("i", "", None, None)
+
+    def flush(self) -> None:
+        """Write what there is: it stays in the file however this process ends."""
+        if os.getpid() != self._owner:
+            return  # a forked child must not write between the lines of its parent
+        with self._writing:
+            if self._is_over:
+                return
+            events: list[str] = []
+            for _ in range(len(self._records)):
+                events += self._events(*self._records.popleft())
+            try:
+                self._file.append(events)
+            except OSError as error:
+                _LOG.warning("the timeline %s ends here: %s", self.path, error)
+                self._is_open = False
+
+    def close(self) -> None:
+        """Write what there is and end; nothing is recorded any more. Harmless when repeated."""
+        self._is_open = False
+        self.flush()
+        with self._writing:
+            if not self._is_over and os.getpid() == self._owner:
+                self._is_over = True
+                self._file.close()
+
+    def _add(self, phase: str, name: str, title: object, details: object) -> None:
+        if self._is_open:
+            self._records.append((perf_counter_ns(), phase, name, title, details))
+
+    def _events(self, when: int, phase: str, name: str, title: Any, details: Any) -> Iterator[str]:
         """Return the events of one record."""
-        when, what, name, first, second = record
-        if what is What.CYCLE:
+        if phase == "i":
             yield f'{{"ph":"i","name":"CYCLE_START","s":"g",{self._place(when, 0)}}}'
             return
         row = self._rows.get(name)
         if row is None:
             row = self._rows[name] = _Row(len(self._rows) + 1, [])
-            yield _metadata("process_name", row.number, {"name": name})
-            yield _metadata("process_sort_index", row.number, {"sort_index": row.number})
+            yield from _head(row.number, name, {})
         place = self._place(when, row.number)
-        if what is What.READY:
-            yield f'{{"ph":"X","name":"{first}","cat":"RANK_READY","dur":0,{place}}}'
-        elif what is What.END:
-            yield from self._end(row, when, first)
-        else:
+        if phase == "X":
+            yield f'{{"ph":"X","name":"{title}","cat":"RANK_READY","dur":0,{place}}}'
+        elif phase == "B":
             row.open.append(when)
-            yield f'{{"ph":"B","name":{_title(what, first)},{place}{_size(second)}}}'
-
-    def _end(self, row: _Row, when: int, moved: Traffic | None) -> Iterator[str]:
-        if not row.open:
-            return  # it began before the timeline did
-        began = row.open.pop()
-        place, args = self._place(when, row.number), ""
-        if moved is not None and any(moved):
-            args = (
-                f',"args":{{"node_bytes":{moved.node_bytes},"rail_bytes":{moved.rail_bytes},'
-                f'"waited_s":{moved.waited_s:.9f},"rail_s":{moved.rail_s:.9f}}}'
-            )
-            for title, start, nanoseconds in _parts(began, when, moved):
-                inside = self._place(start, row.number)
-                yield f'{{"ph":"X","name":"{title}","dur":{nanoseconds / 1000:.3f},{inside}}}'
-        yield f'{{"ph":"E",{place}{args}}}'
+            size = "" if details is None else f',"args":{{"bytes":{details}}}'
+            yield f'{{"ph":"B","name":{_quoted(title)},{place}{size}}}'
+        elif row.open:  # else it began before the timeline did
+            began, args = row.open.pop(), ""
+            if details is not None and any(details):
+                args = f',"args":{json.dumps(details._asdict())}'
+                for part, start, length in _parts(began, when, details):
+                    inside = f'"dur":{length / 1000:.3f},{self._place(start, row.number)}'
+                    yield f'{{"ph":"X","name":"{part}",{inside}}}'
+            yield f'{{"ph":"E",{place}{args}}}'
 
     def _place(self, when: int, number: int) -> str:
         return f'"ts":{(when - self._origin_ns) / 1000:.3f},"pid":{number},"tid":0'
 
 
 def _parts(began: int, ended: int, moved: Traffic) -> Iterator[tuple[str, int, int]]:
-    """Divide a phase into what it waited, what its rail took and the rest.
+    """Divide a slice into what it waited, what its rail took and the rest.
 
-    Their lengths are what was measured, all in all; that they follow each other is not: a phase
+    Their lengths are what was measured, all in all; that they follow each other is not: a slice
     may have many waits.
     """
     whole = ended - began
@@ -167,18 +193,16 @@ def _parts(began: int, ended: int, moved: Traffic) -> Iterator[tuple[str, int, i
         began += length
 
 
-@cache
-def _title(what: What, title: object) -> str:
-    text = (title.name if isinstance(title, enum.Enum) else str(title)).upper()
-    return json.dumps(f"NEGOTIATE_{text}" if what is What.NEGOTIATE else text)
+_quoted = cache(json.dumps)
 
 
-def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f',"args":{{"bytes":{num_bytes}}}'
-
-
-def _metadata(name: str, number: int, args: dict[str, Any]) -> str:
-    return json.dumps({"ph": "M", "name": name, "pid": number, "tid": 0, "args": args})
+def _head(number: int, name: str, about: dict[str, Any]) -> list[str]:
+    """Return the events that describe a row."""
+    place = {"ph": "M", "pid": number, "tid": 0}
+    return [
+        json.dumps({"name": "process_name", **place, "args": {"name": name, **about}}),
+        json.dumps({"name": "process_sort_index", **place, "args": {"sort_index": number}}),
+    ]
 
 
 class TraceFile:
@@ -189,11 +213,6 @@ class TraceFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the file, or empty it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._num_bytes = 0
 
@@ -205,8 +224,7 @@ class TraceFile:
         """
         if not events:
             return
-        text = (",\n" if self._num_bytes else "[\n") + ",\n".join(events)
-        data = text.encode()
+        data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
         try:
             self._write(data + _END)
         except OSError:
@@ -224,95 +242,3 @@ class TraceFile:
     def close(self) -> None:
         """Write nothing more."""
         os.close(self._file)
-
-
-class Timeline:
-    """A trace of the named operations of one rank; every method may be called from any thread.
-
-    Names of phases are Horovod's. What a phase of communication moved is drawn inside it: ``WAIT``
-    for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
-    """
-
-    def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
-        """Make the file.
-
-        Args:
-            path: the file, emptied if it exists.
-            rank: of this process.
-            size: number of ranks.
-            mark_cycles: whether ``cycle`` leaves a mark.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
-        self.path = path
-        self._mark_cycles = mark_cycles
-        self._events = Events(rank, size)
-        self._file = TraceFile(path)
-        self._file.append(self._events.head())
-        self._records: deque[Record] = deque()
-        self._writing = threading.Lock()
-        self._is_open, self._is_over = True, False
-        self._owner = os.getpid()
-
-    def negotiate_start(self, name: str, kind: enum.Enum | str) -> None:
-        """Note that this rank has announced an operation of this name."""
-        self._add((perf_counter_ns(), What.NEGOTIATE, name, kind, None))
-
-    def rank_ready(self, name: str, rank: int) -> None:
-        """Note that ``rank`` is now known to have announced it."""
-        self._add((perf_counter_ns(), What.READY, name, rank, None))
-
-    def negotiate_end(self, name: str) -> None:
-        """Note that all ranks have announced it."""
-        self._add((perf_counter_ns(), What.END, name, None, None))
-
-    def start(self, name: str, kind: enum.Enum | str, num_bytes: int | None = None) -> None:
-        """Note that it is carried out now, with ``num_bytes`` of this rank."""
-        self._add((perf_counter_ns(), What.START, name, kind, num_bytes))
-
-    def phase_start(self, name: str, phase: str) -> None:
-        """Note that a part begins, such as ``MEMCPY_IN_FUSION_BUFFER`` or ``MPI_ALLREDUCE``."""
-        self._add((perf_counter_ns(), What.PHASE, name, phase, None))
-
-    def phase_end(self, name: str, moved: Traffic | None = None) -> None:
-        """Note that this part is over; ``moved`` is what the communicator did in it."""
-        self._add((perf_counter_ns(), What.END, name, moved, None))
-
-    def end(self, name: str) -> None:
-        """Note that it is done."""
-        self._add((perf_counter_ns(), What.END, name, None, None))
-
-    def cycle(self) -> None:
-        """Note that the controller begins another round."""
-        if self._mark_cycles:
-            self._add((perf_counter_ns(), What.CYCLE, "", None, None))
-
-    def flush(self) -> None:
-        """Write what there is: it stays in the file however this process ends."""
-        if os.getpid() != self._owner:
-            return  # a forked child must not write between the lines of its parent
-        with self._writing:
-            if self._is_over:
-                return
-            events: list[str] = []
-            for _ in range(len(self._records)):
-                events += self._events.of(self._records.popleft())
-            try:
-                self._file.append(events)
-            except OSError as error:
-                _LOG.warning("the timeline %s ends here: %s", self.path, error)
-                self._is_open = False
-
-    def close(self) -> None:
-        """Write what there is and end; nothing is recorded any more. Harmless when repeated."""
-        self._is_open = False
-        self.flush()
-        with self._writing:
-            if not self._is_over and os.getpid() == self._owner:
-                self._is_over = True
-                self._file.close()
-
-    def _add(self, record: Record) -> None:
-        if self._is_open:
-            self._records.append(record)

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.core.errors import RankLostError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.comm.liveness import Liveness
+    from hpctrain.comm.mpi_world import MpiComm
 
 FAILED = 1
 RANK_LOST = 87
@@ -31,34 +32,17 @@ STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
-class Abortable(Protocol):
-    """All ranks, as far as ending them goes: an MPI communicator."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-
-    def Abort(self, errorcode: int = 0) -> NoReturn:  # noqa: N802 - MPI's name
-        """End all ranks at once."""
-
-
-def install(world: Abortable, log_dir: Path | None) -> "FailureHooks":
+def install(world: "MpiComm", log_dir: Path | None) -> "FailureHooks":
     """Let an exception that nobody catches end all ranks from now on.
 
     In a thread that neither computes nor communicates, such as that of a progress bar, it is only
     told.
 
-    Not collective. For worlds of more than one rank: a world of one has nobody to end.
-
-    Args:
-        world: the ranks to end.
-        log_dir: folder of ``rank-N.log``, which gets all that stderr gets; None for none.
-
-    Returns:
-        The hooks; ``uninstall()`` puts back what was there before.
+    Not collective. For worlds of more than one rank: a world of one has nobody to end. All that
+    stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. ``uninstall()`` of the hooks
+    puts back what was there before.
     """
-    hooks = FailureHooks(world)
-    hooks.log_to(log_dir)
+    hooks = FailureHooks(world, log_dir)
     hooks.install()
     return hooks
 
@@ -77,15 +61,15 @@ def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
 class FailureHooks:
     """The hooks of one process for exceptions that nobody catches, and for crashes."""
 
-    def __init__(self, world: Abortable) -> None:
+    def __init__(self, world: "MpiComm", log_dir: Path | None) -> None:
         self._world = world
         self._owner = os.getpid()
-        self._log: Path | None = None
+        self._log = log_dir and log_dir / f"rank-{world.rank}.log"
         self._crash = CrashReport(world.rank)
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
         """Called before this rank ends all ranks: what writes down what is not on disk yet."""
-        self.communicates: Callable[[int | None], bool] = _nobody
+        self.communicates: Callable[[int | None], bool] = lambda _thread: False
         """Says whether a thread, by its identifier, communicates with other ranks."""
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
@@ -93,6 +77,8 @@ class FailureHooks:
 
     def install(self) -> None:
         """Take the hooks over."""
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
         self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._hook, self._thread_hook
         self._crash.start(self._log)
@@ -105,15 +91,6 @@ class FailureHooks:
             threading.excepthook = self._previous_thread
         self._crash.stop()
 
-    def log_to(self, log_dir: Path | None) -> None:
-        """Report to ``rank-N.log`` in this folder as well, or to no file."""
-        self._log = log_dir and log_dir / f"rank-{self._world.rank}.log"
-        if log_dir:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        if sys.excepthook is self._hook:
-            self._crash.stop()
-            self._crash.start(self._log)
-
     def end(self, error: BaseException, where: str = "") -> NoReturn:
         """Report ``error`` and end all ranks."""
         if threading.current_thread() is threading.main_thread():
@@ -125,10 +102,7 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
         time.sleep(min(STAGGER_S * self._world.rank, LONGEST_STAGGER_S))
-        with contextlib.suppress(Exception):
-            # One write: the lines of one rank stay together among those of the others.
-            sys.stderr.write(self._tagged(summary or details))
-            sys.stderr.flush()
+        self._say(summary or details)
         self.abort(code)
 
     def abort(self, code: int) -> NoReturn:
@@ -153,6 +127,12 @@ class FailureHooks:
             log.flush()
             os.fsync(log.fileno())
 
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            # One write: the lines of one rank stay together among those of the others.
+            sys.stderr.write(self._tagged(text))
+            sys.stderr.flush()
+
     def _tagged(self, text: str) -> str:
         return "".join(f"[rank {self._world.rank}] {line}\n" for line in text.splitlines())
 
@@ -176,9 +156,7 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(args.exc_value))}"
         details += "the thread neither computes nor communicates: the ranks go on without it\n"
         self._write_log(details)
-        with contextlib.suppress(Exception):
-            sys.stderr.write(self._tagged(details))
-            sys.stderr.flush()
+        self._say(details)
         if self._previous_thread is not threading.__excepthook__:  # the user's own
             self._previous_thread(args)
 
@@ -193,10 +171,6 @@ def computes(trace: TracebackType | None) -> bool:
     values = [value for frame in frames for value in frame.f_locals.values()]
     names += [str(kind.__module__) for value in values for kind in type(value).__mro__]
     return any(name.partition(".")[0] in ("torch", "hpctrain") for name in names)
-
-
-def _nobody(_thread: int | None) -> bool:
-    return False
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
@@ -221,7 +195,7 @@ class CrashReport:
     """
 
     def __init__(self, rank: int) -> None:
-        self._tag = f"[rank {rank}] "
+        self._rank = rank
         self._tagger: subprocess.Popen[bytes] | None = None
         self._enabled = False
 
@@ -231,7 +205,7 @@ class CrashReport:
             return
         self._enabled = True
         with contextlib.suppress(OSError):
-            self._tagger = _start_tagger(self._tag, log)
+            self._tagger = _start_tagger(self._rank, log)
         if self._tagger and self._tagger.stdin:
             faulthandler.enable(self._tagger.stdin.fileno())
         elif sys.__stderr__:
@@ -251,7 +225,7 @@ class CrashReport:
         self._tagger = None
 
 
-def _start_tagger(tag: str, log: Path | None) -> subprocess.Popen[bytes] | None:
+def _start_tagger(rank: int, log: Path | None) -> subprocess.Popen[bytes] | None:
     sed = shutil.which("sed")
     if sed is None:
         return None
@@ -259,7 +233,7 @@ def _start_tagger(tag: str, log: Path | None) -> subprocess.Popen[bytes] | None:
     out = os.open(log or os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         return subprocess.Popen(  # noqa: S603 - nothing of it comes from a user
-            [sed, "-u", "-e", f"s/^/{tag}/", "-e", "w /dev/stderr"],
+            [sed, "-u", "-e", f"s/^/[rank {rank}] /", "-e", "w /dev/stderr"],
             stdin=subprocess.PIPE,
             stdout=out,
             # Not in our process group: a Ctrl-C or the launcher's kill must not silence it.

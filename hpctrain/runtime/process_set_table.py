@@ -21,10 +21,9 @@ from hpctrain.core.errors import (
 )
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
-from hpctrain.negotiation.stall import Stalls, StallWatch
+from hpctrain.negotiation.stall import LastCall, StallWatch
 from hpctrain.negotiation.stall_report import SetMember
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.negotiation.whereabouts import LastCall
 
 if TYPE_CHECKING:
     from hpctrain.runtime.process_sets import ProcessSet
@@ -43,15 +42,12 @@ class Wanted(NamedTuple):
 
 
 def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
-    """Return the sets that all ranks ask for, in the order of their numbers.
+    """Return the sets that all ranks ask for, of what each does, in the order of their numbers.
 
     As in Horovod, those of communicators come before those of ranks.
 
-    Args:
-        lists: what each rank asks for, by rank.
-
     Raises:
-        MismatchError: they ask for different sets.
+        MismatchError: the ranks ask for different sets.
     """
     shown = [
         ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
@@ -68,19 +64,6 @@ def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
     return [*(ranks for sets in of_comms for ranks in sets), *of_ranks]
 
 
-def check_ranks(ranks: Sequence[int], size: int) -> None:
-    """Refuse a set that is empty, or names a rank twice or one that does not exist.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
-        raise ConfigError(
-            f"a process set has one or more ranks from 0 to {size - 1}, each once, got "
-            f"{list(ranks)}"
-        )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controllers:
     """What the controllers of a world have in common."""
@@ -94,24 +77,20 @@ class Controllers:
     """Ends all ranks with an exit code; None in a world of one."""
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
-        """Make the controller of a process set. Collective over ``comm``.
-
-        Args:
-            comm: its ranks; nobody else may use it, the controller closes it.
-            ranks: their numbers in the world.
-        """
+        """Make the controller of a process set, which closes ``comm``. Collective over that."""
         settings, plan = self.settings, self.plan
         nodes = zip(self.topology.nodes, self.topology.hosts, strict=True)
         hosts = {rank: host for members, host in nodes for rank in members}
         members = [SetMember(rank, hosts[rank]) for rank in ranks]
-        watch = StallWatch(settings, comm.rank, members, self.last_call)
         return Controller(
             comm,
-            fusion_bytes=_first(settings.fusion_bytes, plan.fusion_bytes),
-            cycle_s=_first(settings.cycle_s, plan.cycle_s),
+            fusion_bytes=(
+                plan.fusion_bytes if settings.fusion_bytes is None else settings.fusion_bytes
+            ),
+            cycle_s=plan.cycle_s if settings.cycle_s is None else settings.cycle_s,
             timeout_s=settings.timeout,
             timelines=self.timelines,
-            stalls=Stalls(watch, self.last_call, self.end),
+            stalls=StallWatch(settings, comm.rank, members, self.last_call, self.end),
         )
 
 
@@ -140,10 +119,8 @@ class ProcessSets:
     def __init__(self, inside: Communicator, comm: Communicator, controllers: Controllers) -> None:
         """Make the set of all ranks. Collective.
 
-        Args:
-            inside: all ranks, in the thread of the caller; the world closes it.
-            comm: the same with the thread that the plan wants.
-            controllers: makes those of the sets.
+        Of all ranks ``inside`` is in the thread of the caller, ``comm`` in the one that the plan
+        wants; the world closes them.
         """
         self._me, self._size = inside.rank, inside.size
         self._controllers = controllers
@@ -151,7 +128,7 @@ class ProcessSets:
         self._free_numbers: deque[int] = deque()
         self.everyone = Registered(0, range(inside.size), inside.rank)
         self.everyone.inside, self.everyone.comm = inside, comm
-        self.everyone.controller = self._make(inside, self.everyone.ranks)
+        self.everyone.controller = self._controller_over(inside, self.everyone.ranks)
         self.global_controller = self.everyone.controller
         """What carries out the named operations of all ranks."""
         self._sets = {0: self.everyone}
@@ -205,18 +182,15 @@ class ProcessSets:
         return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
 
     def register(self, wanted: Sequence[Wanted], *, new: bool = False) -> list[Registered]:
-        """Make the sets that are not there yet. Collective over the world.
+        """Return a set for each entry, made where it is not there yet. Collective over the world.
 
-        Args:
-            wanted: the same on every rank, but for the ranks of communicators.
-            new: whether a set that is there already is an error.
-
-        Returns:
-            The set of each entry, on a rank with a communicator the one that it is in.
+        ``wanted`` is the same on every rank, but for the ranks of communicators; of those a rank
+        gets the set that it is in.
 
         Raises:
             MismatchError: the ranks want different sets; on every rank.
-            ConfigError: a set cannot be made, or is there already; on every rank.
+            ConfigError: a set cannot be made, or all are to be ``new`` and it is there already;
+                on every rank.
         """
         lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
         every = wanted_by_all(lists)
@@ -231,13 +205,8 @@ class ProcessSets:
     def remove(self, registered: Registered | None) -> bool:
         """Close a set, once all that all of its ranks have started is done.
 
-        Collective over the world. What only some of its ranks have started fails there.
-
-        Args:
-            registered: the same set on every rank; None for one that is not registered.
-
-        Returns:
-            Whether there was such a set that can be closed: not that of all ranks.
+        Collective over the world. What only some of its ranks have started fails there. False if
+        there is no such set, or it has all ranks.
 
         Raises:
             MismatchError: the ranks name different sets; on every rank. None is closed.
@@ -293,11 +262,18 @@ class ProcessSets:
         """Use the communicator of the world after all that was started on it."""
         inside, comm = self.everyone.inside, self.everyone.comm
         assert inside is not None
-        assert comm is not None
-        return in_order(comm, function, inside)
+        if not isinstance(comm, ThreadedCommunicator):
+            return function(inside)
+        results: list[T] = []
+        comm.submit(lambda: results.append(function(inside))).wait()
+        return results[0]
 
     def _check(self, ranks: Sequence[int], *, new: bool) -> None:
-        check_ranks(ranks, self._size)
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self._size)):
+            raise ConfigError(
+                f"a process set has one or more ranks from 0 to {self._size - 1}, each once, got "
+                f"{list(ranks)}"
+            )
         known = self.find(ranks)
         if new and known is not None:
             raise ConfigError(
@@ -319,7 +295,7 @@ class ProcessSets:
         try:
             made.inside = self._in_order(lambda inside: inside.group(ranks))
             if made.inside is not None:
-                made.controller = self._make(made.inside, ranks)
+                made.controller = self._controller_over(made.inside, ranks)
                 made.comm = beside(made.inside, self._controllers.plan)
         except NodeMemoryError as error:  # on every rank of the set: the others must hear of it
             refusal = str(error)
@@ -331,7 +307,7 @@ class ProcessSets:
             raise
         self._sets[number] = made
 
-    def _make(self, inside: Communicator, ranks: Sequence[int]) -> Controller:
+    def _controller_over(self, inside: Communicator, ranks: Sequence[int]) -> Controller:
         """Make a controller with a communicator of its own. Collective over ``inside``."""
         comm = inside.group(range(inside.size))
         assert comm is not None
@@ -348,16 +324,3 @@ class ProcessSets:
 def beside(comm: Communicator, plan: Plan) -> Communicator:
     """Give a communicator the thread that the plan wants, if any: one, for all optimizers."""
     return ThreadedCommunicator(comm) if plan.overlap == "thread" else comm
-
-
-def in_order(comm: Communicator, function: Callable[[Communicator], T], inside: Communicator) -> T:
-    """Call a function of ``inside`` once all that was started on ``comm`` around it is done."""
-    if not isinstance(comm, ThreadedCommunicator):
-        return function(inside)
-    results: list[T] = []
-    comm.submit(lambda: results.append(function(inside))).wait()
-    return results[0]
-
-
-def _first(setting: T | None, of_plan: T) -> T:
-    return of_plan if setting is None else setting

@@ -8,9 +8,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -21,8 +20,7 @@ from hpctrain.launch.supervise import TIMED_OUT, supervise
 T = TypeVar("T")
 
 CALL = "call.pkl"
-RESULT = "result-{rank}.pkl"
-FAILURE = "failure-{rank}.pkl"
+OUTCOME = "outcome-{rank}.pkl"
 _WORKER = "from hpctrain.runtime.run import work; work()"
 
 
@@ -35,18 +33,14 @@ class RankError(HpctrainError):
         self.remote_traceback = remote_traceback
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception on its way from a rank to the caller."""
 
     rank: int
-    """Where it was raised."""
     when_s: float
     """Wall-clock time: the first failure is the cause of the others."""
     summary: str
-    """Type and message."""
     traceback: str
-    """As the interpreter prints it."""
     exception: bytes
     """Pickled; empty if that was not possible."""
 
@@ -93,19 +87,19 @@ def run(
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         line = mpiexec.command(worker, num_ranks=np, nodes=nodes)
         code = supervise(line, environ=environ, timeout_s=timeout_s)
-        _raise_failure(folder, np, code, timeout_s)
-        return [_load(_result(folder, rank)) for rank in range(np)]
+        outcomes = {rank: file for rank in range(np) if (file := _outcome(folder, rank)).exists()}
+        results = [pickle.loads(file.read_bytes()) for file in outcomes.values()]  # noqa: S301 - ours
+        failures = [result for result in results if isinstance(result, Failure)]
+        if failures:  # says more than the exit code
+            first = min(failures, key=lambda failure: failure.when_s)
+            raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
+        if code == TIMED_OUT:
+            raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")
+        _require_all([str(rank) for rank in range(np) if rank not in outcomes], code)
+        return results
 
 
-def _raise_failure(folder: Path, np: int, code: int, timeout_s: float | None) -> None:
-    """Raise what went wrong; the exception of a rank says more than the exit code."""
-    failures = [_load(file) for file in folder.glob(FAILURE.format(rank="*"))]
-    if failures:
-        first: Failure = min(failures, key=lambda failure: failure.when_s)
-        raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
-    if code == TIMED_OUT:
-        raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")
-    missing = [str(rank) for rank in range(np) if not _result(folder, rank).exists()]
+def _require_all(missing: list[str], code: int) -> None:
     if missing or code:
         raise LaunchError(
             f"every rank must return from the function, mpirun ended with code {code} and "
@@ -123,12 +117,8 @@ def _exception(failure: Failure) -> BaseException | None:
     return exception if isinstance(exception, BaseException) else None
 
 
-def _load(file: Path) -> Any:
-    return pickle.loads(file.read_bytes())  # noqa: S301 - our own ranks wrote it
-
-
-def _result(folder: Path, rank: int) -> Path:
-    return folder / RESULT.format(rank=rank)
+def _outcome(folder: Path, rank: int) -> Path:
+    return folder / OUTCOME.format(rank=rank)
 
 
 def work() -> None:
@@ -145,10 +135,9 @@ def work() -> None:
         fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - ours
         result = cloudpickle.dumps(fn(*args, **kwargs))
     except BaseException as error:
-        failure = cloudpickle.dumps(_describe(rank, error))
-        _write(folder / FAILURE.format(rank=rank), failure)
+        _write(_outcome(folder, rank), cloudpickle.dumps(_describe(rank, error)))
         raise  # the hook of init ends the other ranks
-    _write(folder / RESULT.format(rank=rank), result)
+    _write(_outcome(folder, rank), result)
 
 
 def _describe(rank: int, error: BaseException) -> Failure:

@@ -27,13 +27,10 @@ LOOK_S = 1.0
 def deadline(
     started: float, after_s: float | None, job_end: float | None, margin_s: float
 ) -> float | None:
-    """Return when to stop, in seconds since 1970; None for never. Pure.
+    """Return when to stop a run of ``after_s`` seconds, in seconds since 1970; None for never.
 
-    Args:
-        started: when this run began.
-        after_s: its budget.
-        job_end: when the batch system ends the job.
-        margin_s: time to save before that; at most a tenth of what the job has left.
+    ``job_end`` is when the batch system ends the job; of the ``margin_s`` to save before that, at
+    most a tenth of what the job has left counts.
     """
     ends = []
     if after_s is not None:
@@ -77,13 +74,9 @@ class StopRequests:
         look_s: float = LOOK_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Say what to look at besides signals.
+        """Look at a file, every ``look_s`` seconds at most, and at a deadline by ``clock``.
 
-        Args:
-            stop_file: whoever makes this file asks for a stop; None looks at none.
-            deadline: when time is over, in seconds since 1970; None for never.
-            look_s: shortest time between two looks at the file.
-            clock: gives seconds since 1970.
+        Whoever makes ``stop_file`` asks for a stop; the deadline is in seconds since 1970.
         """
         self._stop_file, self._deadline = stop_file, deadline
         self._look_s, self._clock = look_s, clock

@@ -20,12 +20,11 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError
+from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.negotiation.whereabouts import LastCall
 from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, install, leave
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
-from hpctrain.runtime.rebuild import Rebuild, Stage
 
 if TYPE_CHECKING:
     from hpctrain.comm.liveness import Liveness
@@ -71,8 +70,6 @@ class World:
     """The same ranks for MPI; None in a world of one."""
     given: "MpiComm | None"
     """The communicator that ``init`` was given."""
-    rebuild: Rebuild
-    """Who holds state about the ranks."""
     timelines: Timelines
     """The timeline that this rank records, if any."""
     last_call: LastCall
@@ -142,7 +139,6 @@ def init(
 
 
 def _communicators(comm: object) -> list[object]:
-    """Return what is to be the world, and the communicators of process sets of it."""
     if isinstance(comm, Sequence) and comm and all(is_communicator(one) for one in comm):
         return list(comm)
     return [comm]
@@ -199,9 +195,6 @@ def join(settings: Settings, chosen: object = None) -> None:
         end=hooks.abort if hooks is not None else None,
     )
     sets = ProcessSets(inside, comm, controllers)
-    rebuild = Rebuild()
-    rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
-    rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
     _world = World(
         comm=comm,
         sets=sets,
@@ -214,7 +207,6 @@ def join(settings: Settings, chosen: object = None) -> None:
         hooks=hooks,
         ranks=ranks,
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
-        rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
         step_headers=WeakKeyDictionary(),
@@ -268,7 +260,8 @@ def _leave(leaving: World) -> None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
-    leaving.rebuild.close()
+    leaving.sets.close()
+    leaving.timelines.stop()
     leaving.comm.close()
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()

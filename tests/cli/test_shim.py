@@ -3,46 +3,37 @@
 import subprocess
 import sys
 
-REFUSED = """
-import sys
+import pytest
 from typer.testing import CliRunner
+
 from hpctrain.cli.main import app
 from hpctrain.core.errors import HpctrainError
 
-for words in (["-m", "no_such_module", "--help"], ["-m", "no_such_package.module"], ["-m", "sys"],
-              ["no-such.py"], ["."], [], ["-m"], ["--modul", "x"]):
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such.py"], "no-such.py"),
+        (["."], "a folder is at"),
+        ([], "a script is needed, got none"),
+        (["-m"], "requires an argument"),
+        (["--modul", "x"], "No such option"),
+    ],
+)
+def test_what_cannot_be_run_is_one_error(words, said):
     done = CliRunner().invoke(app, ["shim", *words])
     error = done.exception
-    print(error if isinstance(error, HpctrainError) else " ".join(done.stderr.split()))
-"""
+    assert said in (str(error) if isinstance(error, HpctrainError) else done.stderr)
 
 
-def test_what_cannot_be_run_is_one_error():
-    """In one process, as a module that is looked for has the shim already."""
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True
-    )
-    assert [
-        line
-        for line, text in zip(
-            done.stdout.splitlines(),
-            [
-                "there is no module 'no_such_module'",
-                "No module named 'no_such_package'",
-                "there is no module 'sys' to run",
-                "no-such.py",
-                "a folder is at",
-                "a script is needed, got none",
-                "requires an argument",
-                "No such option",
-            ],
-            strict=True,
-        )
-        if text not in line
-    ] == []
+def test_a_module_that_is_not_there_is_pythons_error():
+    line = [sys.executable, "-m", "hpctrain", "shim", "-m", "no_such_module", "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "No module named no_such_module" in done.stderr
 
 
-def test_a_script_has_all_behind_it_and_what_it_starts_has_no_shim(tmp_path):
+def test_a_script_has_all_behind_it_and_what_is_started_with_another_path_has_no_shim(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess, sys, horovod\n"

@@ -10,3 +10,8 @@ SEVERAL = pytest.mark.ranks(2, 3, 4)
 
 def allreduce(name, tensor, op=Sum):
     return Request(Kind.ALLREDUCE, name, [tensor], in_place=True, op=op)
+
+
+def joined(controller):
+    """Join, and return who came last."""
+    return controller.start_join().wait()[0]

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
 from hpctrain.negotiation.request import Average, Kind, Max, Request
-from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
+from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, joined
 
 
 @SIZES
@@ -31,35 +31,15 @@ def test_other_orders_on_every_rank_give_every_sum(controller):
 
 
 @SIZES
-def test_synchronous_and_asynchronous_ones_mix(controller):
-    rank, size = controller.comm.rank, controller.comm.size
-    early = controller.submit(allreduce("early" if rank else "late", torch.tensor([1.0])))
-    (now,) = controller.run(allreduce("now", torch.tensor([float(rank)]), Max))
-    late = controller.submit(allreduce("late" if rank else "early", torch.tensor([1.0])))
-    assert now.item() == size - 1
-    assert early.wait()[0].item() == late.wait()[0].item() == size
-    assert early.done()
-    assert late.done()
-
-
-@SIZES
 def test_without_names_the_order_of_the_calls_counts(controller):
     rank, size = controller.comm.rank, controller.comm.size
     handles = [
         controller.submit(allreduce(None, torch.tensor([rank + number])))
         for number in range(1500)  # more than there are numbers
     ]
+    joined(controller)
     total = sum(range(size))
     assert [h.wait()[0].item() for h in handles] == [total + size * n for n in range(1500)]
-
-
-@SIZES
-def test_what_nobody_waits_for_is_done_by_and_by(controller):
-    handle = controller.submit(allreduce("alone", torch.ones(3)))
-    end = time.monotonic() + 20
-    while not handle.done() and time.monotonic() < end:
-        time.sleep(0.002)
-    assert handle.done()
 
 
 @SIZES
@@ -123,7 +103,7 @@ def test_who_has_joined_takes_part_with_nothing(controller):
             (most,) = controller.run(allreduce(f"max {step}", torch.tensor([-rank - 1]), Max))
             assert most.item() == -min(there) - 1
             controller.run(allreduce(None, torch.tensor([rank])))
-        assert controller.join() == size - 1
+        assert joined(controller) == size - 1
         (total,) = controller.run(allreduce(None, torch.tensor([1])))
         assert total.item() == size
 
@@ -134,7 +114,7 @@ def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
     if comm.rank == 0:
         lasts = []
         joiners = [
-            threading.Thread(target=lambda: lasts.append(controller.join())) for _ in range(2)
+            threading.Thread(target=lambda: lasts.append(joined(controller))) for _ in range(2)
         ]
         for joiner in joiners:
             joiner.start()
@@ -148,13 +128,5 @@ def test_threads_of_a_rank_that_has_joined_hear_at_once_that_it_has(controller):
         assert len(set(lasts)) == 1
     else:
         comm.barrier()
-        lasts = [controller.join()]
+        lasts = [joined(controller)]
     assert lasts[0] > 0
-
-
-@SEVERAL
-def test_a_join_comes_after_operations_that_wait_for_a_number(controller):
-    size = controller.comm.size
-    handles = [controller.submit(allreduce(None, torch.ones(1))) for _ in range(1100)]
-    controller.join()
-    assert {handle.wait()[0].item() for handle in handles} == {size}

@@ -69,9 +69,7 @@ def test_fused_reductions_are_those_of_each_tensor(ranks, in_place, fusion_bytes
         (result,) = handle.wait()
         assert (result is tensor) == in_place
         assert in_place or torch.equal(tensor, was)
-        torch.testing.assert_close(
-            result.double(), expected(ranks.size, *case), rtol=1e-2, atol=0.0
-        )
+        assert torch.allclose(result.double(), expected(ranks.size, *case), rtol=1e-2, atol=0.0)
 
 
 @SIZES
@@ -89,6 +87,7 @@ def test_a_group_may_hold_several_dtypes_and_large_and_small_tensors(ranks):
 
 @SIZES
 def test_layouts_and_parameters_are_taken_as_they_are(ranks):
+    executor = Executor(ranks)
     column = torch.zeros(4, 3)[:, 1]
     parameter = torch.nn.Parameter(torch.full((2, 2), float(ranks.rank)))
     turned = torch.arange(6.0).view(2, 3).t()
@@ -96,9 +95,10 @@ def test_layouts_and_parameters_are_taken_as_they_are(ranks):
         Request(Kind.ALLREDUCE, None, (tensor,), in_place=True, op=Sum)
         for tensor in (column, parameter, turned)
     ]
-    for _ in range(2):  # together, and alone
+    for is_inference in (True, False):  # together, and alone
         column.fill_(1.0)
-        carried_out(Executor(ranks), requests)
+        with torch.inference_mode(mode=is_inference):
+            carried_out(executor, requests)
         assert column.tolist() == [ranks.size] * 4
         carried_out(Executor(ranks), requests[:1])
         assert column.tolist() == [ranks.size**2] * 4
@@ -137,15 +137,6 @@ def test_after_the_loss_of_a_rank_everything_fails():
             handle.wait()
 
 
-def test_what_was_made_in_inference_mode_can_be_used_outside_of_it(ranks):
-    executor = Executor(ranks)
-    pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
-    with torch.inference_mode():
-        carried_out(executor, pair)
-    for handle in carried_out(executor, pair):
-        assert handle.wait()[0].tolist() == [1.0, 1.0]
-
-
 @SIZES
 @pytest.mark.parametrize("op", [op for op in ReduceOp if op is not Adasum], ids=str)
 def test_a_stand_in_changes_nothing(ranks, op):
@@ -163,34 +154,11 @@ def test_a_stand_in_changes_nothing(ranks, op):
         if ranks.size > 1 and dtype is not torch.bool:
             value = {Sum: last, Average: last / ranks.size}.get(op, 1)
             value = value if dtype.is_floating_point or dtype.is_complex else int(value)
-            torch.testing.assert_close(handle.wait()[0], torch.full((2, 3), value).to(dtype))
+            pair = [handle.wait()[0], torch.full((2, 3), value).to(dtype)]
+            assert pair[0].dtype is dtype
+            assert torch.allclose(*(each.to(torch.complex128) for each in pair), rtol=1e-3)
         elif ranks.size > 1:
             assert bool(handle.wait()[0].all())
-
-
-@SIZES
-def test_a_stand_in_has_no_rows_and_leaves_room(ranks):
-    size, last = ranks.size, ranks.size - 1
-    rows = torch.full((2, 3), float(ranks.rank))
-    requests = [
-        Request(Kind.ALLGATHER, None, (rows,)),
-        Request(Kind.ALLTOALL, None, (rows[:1].expand(size, 3),)),
-        Request(Kind.BROADCAST, None, (rows.clone(),), in_place=True, root=0),
-        Request(Kind.REDUCESCATTER, None, (torch.ones(size, 3),), op=Sum),
-        Request(Kind.BARRIER, None, ()),
-    ]
-    if ranks.rank == last:
-        others = [stand_in(request.signature, size) for request in requests]
-        signatures = [request.signature for request in requests]
-        assert [request.signature for request in others] == signatures
-        requests = others if size > 1 else requests
-    gathered, exchanged, sent, scattered, met = carried_out(Executor(ranks), requests)
-    if size > 1:
-        assert gathered.wait()[0].shape == (2 * last, 3)
-        assert exchanged.wait()[0][1].tolist() == [1] * last + [0]
-        assert sent.wait()[0].tolist() == [[0.0] * 3] * 2
-        assert scattered.wait()[0].tolist() == [[float(last)] * 3]
-    assert met.wait() == []
 
 
 class Listener:
@@ -206,14 +174,11 @@ def test_a_timeline_hears_every_phase_of_every_operation(ranks):
     listener = Listener()
     pair = [Request(Kind.ALLREDUCE, None, (torch.ones(2),), op=Sum) for _ in range(2)]
     carried_out(Executor(ranks), [*pair, Request(Kind.BARRIER, None, ())], listener)
-    assert [event[0] for event in listener.heard if event[1] == "name 1"] == [
-        "start",
-        *["phase_start", "phase_end"] * 3,
-        "end",
-    ]
-    written = [event[0] for event in listener.heard if event[0] in ("start", "end", "flush")]
-    alone = ["start", "flush", "end", "flush"]
-    assert written == ["start", "start", "flush", "end", "end", "flush", *alone]
-    phases = [event[2] for event in listener.heard if event[0] == "phase_start"]
     copies = ["MEMCPY_IN_FUSION_BUFFER", "MPI_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
-    assert phases == [*(phase for phase in copies for _ in range(2)), "BARRIER"]
+    together = [("begin", "ALLREDUCE"), *(("begin", copy) for copy in copies)]
+    heard = [(what, *args) for what, name, *args in listener.heard if name == "name 1"]
+    assert [event for event in heard if event[0] == "begin"] == together
+    assert [what for what, *_ in heard] == ["begin", *["begin", "end"] * 3, "end"]
+    written = [(what, name) for what, name, *_ in listener.heard if what == "flush" or "2" in name]
+    alone = [("begin", "name 2"), ("flush", ""), *[(w, "name 2") for w in ("begin", "end", "end")]]
+    assert written == [("flush", ""), ("flush", ""), *alone, ("flush", "")]

@@ -53,43 +53,34 @@ raise ValueError("bad luck")
     assert "[rank 7] ValueError: bad luck" in ended.stderr
 
 
-def test_every_line_of_a_traceback_is_tagged_on_stderr_and_in_the_log(tmp_path: Path) -> None:
-    ended = run('install(World(), LOG)\nraise ValueError("two\\nlines")', tmp_path)
-    lines = ended.stderr.splitlines()
-    assert [line for line in lines if not line.startswith("[rank 7] ")] == []
-    assert lines[-2:] == ["[rank 7] ValueError: two", "[rank 7] lines"]
-    assert (tmp_path / "rank-7.log").read_text() == ended.stderr
-    assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
-
-
-def test_the_log_is_on_disk_before_all_ranks_are_ended(tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    run(
+def test_every_line_is_tagged_on_stderr_and_on_disk_before_all_ranks_are_ended(
+    tmp_path: Path,
+) -> None:
+    ended = run(
         """
 import pytest
 from tests.power_loss import Disk
 Disk(LOG, LOG / "record", pytest.MonkeyPatch())
 install(World(), LOG)
-raise ValueError("bad luck")
+raise ValueError("two\\nlines")
 """,
         tmp_path,
     )
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("[rank 7] ")] == []
+    assert lines[-2:] == ["[rank 7] ValueError: two", "[rank 7] lines"]
     log = tmp_path / "rank-7.log"
-    kept = (record / str(log.stat().st_ino)).read_text()
-    assert "ValueError: bad luck" in kept
-    assert kept == log.read_text()
+    kept = (tmp_path / "record" / str(log.stat().st_ino)).read_text()
+    assert kept == log.read_text() == ended.stderr
+    assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
+
+
+RANK_LOST = "from hpctrain.core.errors import RankLostError; raise RankLostError('gone')"
 
 
 @pytest.mark.parametrize(
     ("statement", "code", "words"),
-    [
-        ("raise KeyboardInterrupt", 130, "interrupted"),
-        (
-            "from hpctrain.core.errors import RankLostError; raise RankLostError('gone')",
-            87,
-            "gone",
-        ),
-    ],
+    [("raise KeyboardInterrupt", 130, "interrupted"), (RANK_LOST, 87, "gone")],
 )
 def test_what_is_no_fault_of_this_rank_is_one_line(
     statement: str, code: int, words: str, tmp_path: Path
@@ -115,24 +106,21 @@ print("parent goes on")
     assert "ValueError: a child's" in ended.stderr
 
 
-def test_a_thread_that_exits_is_no_failure(tmp_path: Path) -> None:
+def test_threads_that_exit_or_only_help_end_nobody_and_the_hooks_are_put_back(
+    tmp_path: Path,
+) -> None:
     ended = run(
         """
-install(World(), None)
-thread = threading.Thread(target=sys.exit, args=(1,))
-thread.start(); thread.join()
-""",
-        tmp_path,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+def in_thread(target, *args):
+    thread = threading.Thread(target=target, args=args)
+    thread.start(); thread.join()
 
-
-def test_uninstall_puts_the_hooks_back_and_leaves_no_process(tmp_path: Path) -> None:
-    ended = run(
-        """
+threading.excepthook = lambda args: print("heard", args.exc_value)  # the user's own
 before = sys.excepthook, threading.excepthook
 hooks = install(World(), LOG)
 assert (sys.excepthook, threading.excepthook) != before
+in_thread(sys.exit, 1)
+in_thread(lambda: 1 / 0)
 hooks.uninstall()
 assert (sys.excepthook, threading.excepthook) == before
 try:
@@ -142,20 +130,8 @@ except ChildProcessError:
 """,
         tmp_path,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "no child\n", "")
-
-
-def test_a_users_own_hook_hears_of_a_thread_that_only_helps(tmp_path: Path) -> None:
-    ended = run(
-        """
-threading.excepthook = lambda args: print("heard", args.exc_value)
-install(World(), None)
-thread = threading.Thread(target=lambda: 1 / 0)
-thread.start(); thread.join()
-""",
-        tmp_path,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "heard division by zero\n")
+    assert (ended.returncode, ended.stdout) == (0, "heard division by zero\nno child\n")
+    assert ended.stderr.count("Traceback") == 1
     assert "[rank 7] ZeroDivisionError" in ended.stderr
 
 

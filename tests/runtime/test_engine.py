@@ -12,7 +12,6 @@ from hpctrain.runtime import world as worlds
 from tests.runtime.victims import run_ranks
 
 ENDS = {
-    "an exception": 'raise ValueError("bad luck")',
     "a word": "sys.exit(3)",
     "a signal": f"os.kill(os.getpid(), {int(signal.SIGTERM)})",
 }

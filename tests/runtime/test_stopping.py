@@ -113,14 +113,17 @@ def test_the_budget_ends_at_the_deadline():
     assert requests.reason == "budget"
 
 
-def test_the_earlier_of_budget_and_end_of_job_counts():
-    assert deadline(100, None, None, 60) is None
-    assert deadline(100, 50, None, 60) == 150
-    assert deadline(100, None, 1000, 60) == 940
-    assert deadline(100, 5000, 1000, 60) == 940
-    assert deadline(100, 50, 1000, 60) == 150
-
-
-def test_a_short_job_trains_for_nine_tenths_of_its_time():
-    assert deadline(1000, None, 1060, 120) == 1054
-    assert deadline(1000, None, 900, 120) == 900
+@pytest.mark.parametrize(
+    ("after_s", "job_end", "margin_s", "end"),
+    [
+        (None, None, 60, None),
+        (50, None, 60, 150),
+        (None, 1000, 60, 940),
+        (5000, 1000, 60, 940),
+        (50, 1000, 60, 150),
+        (None, 160, 120, 154),  # a short job has nine tenths of its time
+        (None, 50, 120, 50),
+    ],
+)
+def test_the_earlier_of_budget_and_end_of_job_counts(after_s, job_end, margin_s, end):
+    assert deadline(100, after_s, job_end, margin_s) == end

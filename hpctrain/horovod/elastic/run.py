@@ -4,22 +4,19 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CommError, HorovodInternalError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
 from hpctrain.runtime import world
 
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=State)
 T = TypeVar("T")
-
+S = TypeVar("S", bound=State)
 
 MAX_STRAYS = 1000
 """Operations that other ranks may still have under way when one wants to agree."""
@@ -44,24 +41,28 @@ class Ending(NamedTuple):
     skip_sync: bool = False
     text: str = ""
     """What went wrong, by rank; of all ranks together."""
+    result: Any = None
 
 
-def agree(comm: "Communicator", mine: Ending) -> Ending:
+def agree(mine: Ending) -> Ending:
     """Return how the attempt has ended on all ranks together: as on the rank it is worst on.
 
     Collective, the same result on every rank. A rank that comes here meets others that are still
     training in whatever they do next: both raise, the others come here as well, and this one
     tries again.
     """
+    here = world.current()
+    if mine.end is not End.DONE:  # fetches those who wait for a named operation of this rank
+        here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
     told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
-    endings = _gather(comm, told)
+    endings = _gather(here.comm, told)
     worst = max(end for end, _, _ in endings)
     text = by_rank([message if end == worst else None for end, _, message in endings])
     skip_sync = all(end is End.UPDATED and skip for end, skip, _ in endings)
-    return Ending(worst, mine.error, skip_sync, text)
+    return Ending(worst, mine.error, skip_sync, text, mine.result)
 
 
-def _gather(comm: "Communicator", told: T) -> list[T]:
+def _gather(comm: Communicator, told: T) -> list[T]:
     for _ in range(MAX_STRAYS):
         with contextlib.suppress(MismatchError):
             return comm.allgather_object(told)
@@ -106,14 +107,13 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         resets = Resets(state)
         must_sync = True
         while True:
-            mine, result = _ending_of(functools.partial(attempt, must_sync=must_sync))
-            together = _agree(mine)
+            together = agree(_ending_of(functools.partial(attempt, must_sync=must_sync)))
             if together.end is End.DONE:
-                return result[0]
-            world.current().rebuild.renew()
+                return cast("R", together.result)
+            world.current().sets.renew()
             if together.end is End.MET_OTHERS:
-                raise mine.error or MismatchError(together.text)
-            resets.count(together, mine.error)
+                raise together.error or MismatchError(together.text)
+            resets.count(together)
             if together.end is End.FAILED:
                 state.restore()
             must_sync = not together.skip_sync
@@ -121,23 +121,15 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return cast("Callable[Concatenate[S, P], R]", training)
 
 
-def _ending_of(attempt: Callable[[], R]) -> tuple[Ending, list[R]]:
-    """Call it; return how it has ended, and its result if it has one."""
+def _ending_of(attempt: Callable[[], object]) -> Ending:
     try:
-        return Ending(End.DONE), [attempt()]
+        return Ending(End.DONE, result=attempt())
     except HorovodInternalError as error:
-        return Ending(End.FAILED, error), []
+        return Ending(End.FAILED, error)
     except MismatchError as error:  # perhaps met ranks that had failed already
-        return Ending(End.MET_OTHERS, error), []
+        return Ending(End.MET_OTHERS, error)
     except HostsUpdatedInterrupt as interrupt:
-        return Ending(End.UPDATED, interrupt, interrupt.skip_sync), []
-
-
-def _agree(mine: Ending) -> Ending:
-    here = world.current()
-    if mine.end is not End.DONE:  # fetches those who wait for a named operation of this rank
-        here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
-    return agree(here.comm, mine)
+        return Ending(End.UPDATED, interrupt, interrupt.skip_sync)
 
 
 MAX_IN_VAIN = 3
@@ -154,7 +146,7 @@ class Resets:
         self._commits = state.num_commits
         self._limit = world.current().settings.elastic_reset_limit
 
-    def count(self, ending: Ending, cause: Exception | None) -> None:
+    def count(self, ending: Ending) -> None:
         """Count one more, and say on rank 0 why.
 
         Raises:
@@ -169,12 +161,12 @@ class Resets:
             raise CommError(
                 f"training may be taken up again {self._limit} times and should be once more: "
                 f"{ending.text}; remove the cause or raise HPCTRAIN_ELASTIC_RESET_LIMIT"
-            ) from cause
+            ) from ending.error
         if self._in_vain > MAX_IN_VAIN:
             raise CommError(
                 f"training was taken up again {MAX_IN_VAIN} times from the same commit and failed "
                 f"each time, the last time with: {ending.text}; remove the cause, a retry does not"
-            ) from cause
+            ) from ending.error
         self.number += 1
         if world.rank() == 0:
             how = "from the last commit" if is_failure else "as it stands"

@@ -1,12 +1,11 @@
 """The import hook: ``horovod`` and all below it are made here, whatever is installed."""
 
-import multiprocessing.spawn
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.horovod.shim.modules import MARK, MODULES, fill, refusal
@@ -53,7 +52,7 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Let ``import horovod`` find ours from now on, in this process and those it spawns.
+    """Let ``import horovod`` find ours from now on, in this process.
 
     Not collective. Harmless when called again.
 
@@ -69,7 +68,6 @@ def install() -> None:
             f"from {getattr(loaded, '__file__', None)}; call hpctrain.horovod.shim.install() first"
         )
     sys.meta_path.insert(0, AliasFinder())
-    take_along(install)
 
 
 def uninstall() -> None:
@@ -77,35 +75,3 @@ def uninstall() -> None:
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, AliasFinder)]
     for name in [name for name, module in sys.modules.items() if hasattr(module, MARK)]:
         del sys.modules[name]
-    leave_alone()
-
-
-_original = multiprocessing.spawn.get_preparation_data
-
-
-class _First:
-    """What calls a function when it is unpickled."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function = function
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return self.function, ()
-
-
-def take_along(function: Callable[[], object]) -> None:
-    """Let every process that is spawned from now on call a function before it does anything.
-
-    Args:
-        function: can be pickled by its name.
-    """
-
-    def prepared(name: str) -> dict[str, Any]:
-        return {"hpctrain_shim": _First(function), **_original(name)}
-
-    multiprocessing.spawn.get_preparation_data = prepared
-
-
-def leave_alone() -> None:
-    """Spawn as Python does."""
-    multiprocessing.spawn.get_preparation_data = _original

@@ -1,22 +1,15 @@
-"""Functions of Horovod that hpctrain has in another form or only here."""
+"""``horovod.run``, by ``hpctrain.run``."""
 
-import functools
-import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.horovod.shim.finder import install
 from hpctrain.launch.hosts import check_hosts
-from hpctrain.runtime import built
 from hpctrain.runtime.run import run as hpctrain_run
-
-T = TypeVar("T")
 
 HARMLESS = {
     "disable_cache",
@@ -97,57 +90,3 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
 
 class HorovodVersionMismatchError(ImportError):
     """Never raised here: nothing is compiled that could not fit the installed torch."""
-
-
-@contextmanager
-def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables in a block, and put back what was there; None leaves one alone."""
-    given = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def is_iterable(x: Any) -> bool:
-    """Say whether something can be iterated over."""
-    try:
-        iter(x)
-    except TypeError:
-        return False
-    return True
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Say whether a number of ranks is a power of two; Adasum here works with any number."""
-    return num_rank > 0 and num_rank.bit_count() == 1
-
-
-def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
-    """Cut a sequence into ``n`` parts whose lengths differ by one at most, long ones first."""
-    least, longer = divmod(len(l), n)
-    starts = [i * least + min(i, longer) for i in range(n + 1)]
-    return [l[start:stop] for start, stop in pairwise(starts)]
-
-
-def _verbose(question: Callable[[], T]) -> Callable[..., T]:
-    """Give a question of ours the argument that Horovod's has, which changes nothing."""
-
-    @functools.wraps(question)
-    def asked(verbose: bool = False) -> T:  # noqa: ARG001, FBT001, FBT002 - Horovod's
-        return question()
-
-    return asked
-
-
-ccl_built = _verbose(built.ccl_built)
-ddl_built = _verbose(built.ddl_built)
-gloo_built = _verbose(built.gloo_built)
-mpi_built = _verbose(built.mpi_built)
-nccl_built = _verbose(built.nccl_built)

@@ -27,82 +27,45 @@ _STATES = "hpctrain.elastic"
 _HALF = "hpctrain.compress.half"
 _OURS = "hpctrain.horovod.shim.functions"
 
-_LOCAL = {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
-_ERRORS = {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
 _OWN = {"__version__", "check_replicas", "current", "elastic", "is_homogeneous", "run", "shard"}
-_OWN |= _LOCAL | _ERRORS
+_OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
+_OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
 """What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
-_TRAINING = {"DistributedOptimizer", "SyncBatchNorm"}
-_FUNCTIONS = {
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-}
-_PROCESS_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
-_TORCH = set(hpctrain.__all__) - _OWN
+_TORCH = _names(set(hpctrain.__all__) - _OWN)
+_BEHIND = {**_TORCH, **_names(("is_homogeneous",))}
+"""Names of the modules behind ``horovod.torch``: each of them has all, wherever Horovod has it."""
+_ELASTIC = _names(("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State"), _STATES)
+_ELASTIC |= {**_names(("TorchState", "run"), _STATES), **_names(("HorovodInternalError",))}
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
-_OURSITIES = ("env", "is_iterable", "num_rank_is_power_2", "split_list")
+_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
 
 MODULES: Mapping[str, Names] = MappingProxyType(
     {
-        "horovod": {
-            "__version__": "hpctrain.horovod.shim.modules:VERSION",
-            "run": "hpctrain.horovod.shim.functions:run",
-        },
+        "horovod": {"__version__": f"{__name__}:VERSION", "run": f"{_OURS}:run"},
         "horovod.common": {},
-        "horovod.common.elastic": {
-            **_names(("HorovodInternalError",)),
-            **_names(("HostsUpdatedInterrupt", "ObjectState", "State"), _STATES),
-        },
+        "horovod.common.elastic": _ELASTIC,
         "horovod.common.exceptions": {
-            "HorovodInternalError": "hpctrain:HorovodInternalError",
-            "HorovodVersionMismatchError": f"{_OURS}:HorovodVersionMismatchError",
-            "HostsUpdatedInterrupt": f"{_STATES}:HostsUpdatedInterrupt",
+            **_names(("HorovodInternalError",)),
+            **_names(("HostsUpdatedInterrupt",), _STATES),
+            **_names(("HorovodVersionMismatchError",), _OURS),
         },
-        "horovod.common.process_sets": _names(_PROCESS_SETS),
-        "horovod.common.util": _names((*_BUILT, *_OURSITIES), _OURS),
-        "horovod.runner": {"run": "hpctrain.horovod.shim.functions:run"},
-        "horovod.torch": _names(_TORCH),
+        "horovod.common.process_sets": _names(_SETS),
+        "horovod.common.util": _names(_BUILT),
+        "horovod.runner": _names(("run",), _OURS),
+        "horovod.torch": _TORCH,
         "horovod.torch.compression": {
-            "Compression": "hpctrain:Compression",
-            "Compressor": "hpctrain.compress.compressor:Compressor",
+            **_names(("Compression",)),
+            **_names(("Compressor",), "hpctrain.compress.compressor"),
             "FP16Compressor": f"{_HALF}:Compression.fp16",
             "NoneCompressor": f"{_HALF}:Compression.none",
         },
-        "horovod.torch.elastic": {
-            **_names(("ElasticSampler", "TorchState", "run"), _STATES),
-            **_names(("init", "shutdown")),
-        },
-        "horovod.torch.elastic.sampler": {
-            **_names(("ElasticSampler",), _STATES),
-            **_names(("rank", "size")),
-        },
-        "horovod.torch.elastic.state": {
-            **_names(("ElasticSampler", "ObjectState", "TorchState"), _STATES),
-            **_names((*_FUNCTIONS, "rank")),
-        },
-        "horovod.torch.functions": _names(
-            (
-                *_FUNCTIONS,
-                *("ProcessSet", "global_process_set", "rank", "size"),
-                *("allgather", "broadcast_", "broadcast_async_", "synchronize"),
-            )
-        ),
-        "horovod.torch.mpi_ops": {
-            **_names((_TORCH - _TRAINING - _FUNCTIONS) | {"is_homogeneous"}),
-            "num_rank_is_power_2": f"{_OURS}:num_rank_is_power_2",
-        },
-        "horovod.torch.optimizer": {
-            **_names(("Adasum", "Average", "Compression", "DistributedOptimizer", "Sum")),
-            **_names(("ProcessSet", "global_process_set", "rocm_built", "size", "synchronize")),
-            **_names(("allreduce_async_", "grouped_allreduce_async_", "sparse_allreduce_async")),
-            **_names(("broadcast_object",)),
-            "split_list": f"{_OURS}:split_list",
-        },
-        "horovod.torch.sync_batch_norm": _names(
-            ("Sum", "SyncBatchNorm", "allgather_async", "allreduce_async", "size", "synchronize")
-        ),
+        "horovod.torch.elastic": {**_ELASTIC, **_names(("init", "shutdown"))},
+        "horovod.torch.elastic.sampler": {**_BEHIND, **_ELASTIC},
+        "horovod.torch.elastic.state": {**_BEHIND, **_ELASTIC},
+        "horovod.torch.functions": _BEHIND,
+        "horovod.torch.mpi_ops": _BEHIND,
+        "horovod.torch.optimizer": _BEHIND,
+        "horovod.torch.sync_batch_norm": _BEHIND,
     }
 )
 """Every module that there is; what is in none of them is refused with an error that says so."""
@@ -119,11 +82,7 @@ FRAMEWORKS = {
 
 
 def refusal(name: str) -> str:
-    """Say that there is no such module or name, and the way out.
-
-    Args:
-        name: with its module, ``"horovod.torch.nonsense"``.
-    """
+    """Say that there is no such module or name (``"horovod.torch.nonsense"``), and the way out."""
     module, _, last = name.rpartition(".")
     framework = FRAMEWORKS.get(".".join(name.split(".")[:2]), "")
     if framework:

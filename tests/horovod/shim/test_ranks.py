@@ -67,12 +67,12 @@ def launched(num_ranks, script, *arguments, **variables):
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_script_of_horovods_trains_unchanged(num_ranks, tmp_path):
+def test_a_script_of_horovods_trains_unchanged(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = launched(num_ranks, tmp_path / "train.py", "--epochs", "3")
+    done = launched(2, tmp_path / "train.py", "--epochs", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"True {num_ranks} [1] True ['--epochs', '3']\n"
+    assert done.stdout == "True 2 [1] True ['--epochs', '3']\n"
+    assert "not a setting" not in done.stderr
 
 
 @pytest.mark.launches
