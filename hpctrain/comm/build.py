@@ -67,7 +67,10 @@ def share_memory(
     node.Free()
     reason = "; ".join(reasons)
     if wanted != "auto":
-        raise NodeMemoryError(f"HPCTRAIN_SHARED_MEMORY={wanted} cannot be had; {reason}")
+        raise NodeMemoryError(
+            f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "
+            f"wants, cannot be had: {reason}; leave that out"
+        )
     return None, reason
 
 

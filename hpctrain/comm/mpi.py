@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import describe, meet
+from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Combination, Op, combination, finish
@@ -32,7 +32,8 @@ from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator, Levels
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class MpiCommunicator:
         self._owner = Owner()
 
     @property
-    def levels(self) -> "Levels | None":
+    def levels(self) -> "HierarchicalCommunicator | None":
         """Flat: there are none."""
         return None
 
@@ -94,7 +95,8 @@ class MpiCommunicator:
         check_scale(values, scale)
         how = combination(values.dtype, op)
         where = f" in bucket {tensor.number}" if isinstance(tensor, Bucket) else ""
-        self.meet(f"allreduce by {describe(values, op, scale)}{where}")
+        call = tensor_call(op, values.dtype, values.numel(), scale)
+        self.meet(f"allreduce by {call.text}{where}")
         with flattened(values) as flat:
             for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
                 total = chunk.to(how.wide)
@@ -120,7 +122,8 @@ class MpiCommunicator:
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
-        self.meet(f"reduce_scatter by {describe(tensor, op, scale)} in parts of {parts}")
+        call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
+        self.meet(f"reduce_scatter by {call.text} in parts of {parts}")
         total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
         result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
         finish(total, scale, result)
@@ -151,7 +154,7 @@ class MpiCommunicator:
         """Broadcast in chunks."""
         check_tensor(tensor)
         check_rank(root, self.size, "root")
-        self.meet(f"broadcast of {describe(tensor)} from rank {root}")
+        self.meet(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
                 self._broadcast_flat_(chunk, root)
@@ -211,7 +214,7 @@ class MpiCommunicator:
         self._owner.check()
         if not self.is_open:
             raise CommError("this communicator was closed; make a new one")
-        meet(self._comm, call, self._watch)
+        meet(self._comm, call_of(call), self._watch)
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
         """Split the ranks off."""

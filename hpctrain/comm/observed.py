@@ -1,6 +1,5 @@
 """Listeners, which hear of every operation of a communicator: a trace, and a table at the end."""
 
-import os
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Levels, Rail, Traffic
+from hpctrain.comm.communicator import Communicator, Owner, Traffic
 from hpctrain.comm.plan.plan import Measurement
 from hpctrain.core.units import format_bytes, format_seconds
 
@@ -69,10 +68,8 @@ def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
 class ObservedCommunicator:
     """Does what the communicator inside does; the same listeners hear of its groups and levels."""
 
-    def __init__(
-        self, comm: Communicator | Levels | Rail, listeners: Sequence[Listener], prefix: str = ""
-    ) -> None:
-        self._inside: Any = comm
+    def __init__(self, comm: Any, listeners: Sequence[Listener], prefix: str = "") -> None:
+        self._inside = comm
         self._listeners = tuple(listeners)
         self._prefix = prefix
 
@@ -180,7 +177,7 @@ class Statistics:
         self._best_bandwidth = best_bandwidth
         self._counts: dict[str, Count] = {}
         self._counting = threading.Lock()
-        self._owner = os.getpid()
+        self._owner = Owner()
 
     def heard(self, call: Call) -> None:
         """Count ``call``."""
@@ -193,7 +190,7 @@ class Statistics:
         Collective: to be called only where every rank is known to come, or the others would wait
         for one that never does. Does nothing in forked children.
         """
-        if os.getpid() != self._owner:
+        if not self._owner.is_here:
             return
         counts = self._comm.gather_object(self._counts)
         if counts is not None:

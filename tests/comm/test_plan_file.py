@@ -9,14 +9,7 @@ import pytest
 
 from hpctrain.comm.plan.choice import rail_rule, tensors_rule
 from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.plan.plan_file import (
-    StoredPlan,
-    key_of,
-    load_cached,
-    misfit,
-    read,
-    store_cached,
-)
+from hpctrain.comm.plan.planning import StoredPlan, key_of, load_cached, store_cached
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError
 from tests.comm.test_plan import plan_for, topology_of
@@ -29,7 +22,7 @@ STORED = StoredPlan.of(TWO, plan_for(4, per_node=2))
 def test_what_was_written_is_read(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"topology": "for people", **STORED.as_dict()}))
-    assert read(file) == STORED
+    assert StoredPlan.read(file) == STORED
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def test_a_file_that_is_no_plan_is_an_error_that_names_it(tmp_path, content, pro
     if content is not None:
         file.write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError, match=problem) as caught:
-        read(file)
+        StoredPlan.read(file)
     assert str(file) in str(caught.value)
 
 
@@ -74,7 +67,7 @@ def stored_with(**changes):
     ],
 )
 def test_a_plan_fits_the_world_that_it_was_made_for(stored, topology, memory, problem):
-    found = misfit(stored, topology, memory)
+    found = stored.misfit(topology, memory)
     assert problem in found
     assert bool(found) == bool(problem)
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
-from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError

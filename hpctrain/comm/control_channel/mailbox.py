@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.segments import LINE_BYTES, Segment, Semaphore, private
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore, private
 from hpctrain.comm.waiting import BY_MPI, IN_NODE, Pace, Watch, wait_until
+from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI

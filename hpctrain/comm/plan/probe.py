@@ -10,12 +10,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm.communicator import Work
+from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
     BATCHING_SIZES,
@@ -26,7 +25,6 @@ from hpctrain.comm.plan.choice import (
     refine,
 )
 from hpctrain.comm.plan.plan import Measurement, Plan
-from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
@@ -53,26 +51,8 @@ RunBy = Callable[[str, torch.Tensor], object]
 _LOG = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Choosing(Protocol):
-    """A communicator that chooses between algorithms by a plan; others have no choice."""
-
-    @property
-    def rail(self) -> Rail | None:
-        """What carries its part between nodes; None where nothing does."""
-
-    def use(self, plan: Plan) -> None:
-        """Choose by ``plan`` from now on."""
-
-    def allreduce_by(self, way: str, tensor: torch.Tensor) -> Work:
-        """Sum by the algorithm of this name."""
-
-    def allreduce_(self, tensor: torch.Tensor) -> Work:
-        """Sum by the algorithm that the plan has for this size."""
-
-
 def measure(
-    comm: Choosing,
+    comm: HierarchicalCommunicator,
     world: MPI.Intracomm,
     plan: Plan,
     watch: Watch,
@@ -161,7 +141,9 @@ def _table(
     return measured
 
 
-def _shortest(comm: Choosing, stopwatch: "Stopwatch", until_s: float) -> dict[int, float]:
+def _shortest(
+    comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
+) -> dict[int, float]:
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 
     Returns:
