@@ -48,10 +48,8 @@ def connect(
 ) -> Connection:
     """Make a communicator of the ranks of ``world``. Collective.
 
-    Args:
-        world: from ``find_world``; the communicator keeps it.
-        settings: of this process; those of rank 0 decide where ranks must not differ.
-        threads_wanted: torch's threads, where the user chose them; None for the cores at hand.
+    The communicator keeps ``world``, which is from ``find_world``. Settings of rank 0 decide where
+    ranks must not differ. ``threads_wanted`` are torch's, where the user chose them.
 
     Raises:
         ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.

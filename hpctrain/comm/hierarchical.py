@@ -50,16 +50,10 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> None:
         """Take the levels.
 
-        Args:
-            world: all ranks of this communicator.
-            node: those that share memory with this one.
-            rail: the others that own the same slice; None where another rank's rail carries it.
-            plan: how many rails each node has, and how ordinary tensors travel: ``direct`` or
-                ``slices`` through the memory of one node, ``levels`` between nodes, ``library``
-                flat over MPI.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank; empty where it is the same.
-            make_group: makes communicators of some of the ranks.
+        ``node`` shares memory with this rank; ``rail`` has the owners of the same slice, None
+        where another rank's rail carries it. Ordinary tensors travel as ``plan`` says: ``direct``
+        or ``slices`` through the memory of one node, ``levels`` between nodes, ``library`` flat
+        over MPI.
         """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
         self.rail = rail
@@ -85,8 +79,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         All ranks call it between the same two operations.
 
-        Args:
-            plan: with as many rails as that of ``__init__``.
+        It has as many rails as that of ``__init__``.
         """
         self.plan = plan
         if self.rail is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -98,13 +98,17 @@ class HorovodCommunicator(MpiCommunicator):
             what = f"broadcast.{root} {_size(values)}"
             self._run(self._hvd.broadcast_async_, values, what, root_rank=source)
 
-    def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> Communicator | None:
+    def group(self, ranks: Sequence[int]) -> Communicator | None:
+        """Split the ranks off; all ranks count the groups, also those that they are not in."""
         self._num_groups += 1
+        return super().group(ranks)
+
+    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> Communicator:
         if len(ranks) < self.size:
-            return super()._make_flat_group(comm, ranks)
+            return super()._make_flat_group(members, ranks)
         of_world = [self._world_ranks[rank] for rank in ranks]
         return HorovodCommunicator(
-            cast("MPI.Intracomm", comm.Split(0, ranks.index(self.rank))),
+            members,
             self._library,
             watch=self._watch.of_group(of_world),
             world_ranks=of_world,

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator | None"]
-"""Makes a communicator of some ranks of an MPI communicator; collective over the latter."""
+MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator"]
+"""Makes a communicator of the ranks of an MPI communicator, which it keeps; collective over them.
+
+It is told what numbers they have in the communicator whose group they are."""
 
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
@@ -62,11 +64,8 @@ class MpiCommunicator:
     ) -> None:
         """Take the ranks.
 
-        Args:
-            comm: nothing else may use it; ``close`` frees it.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank; empty where it is the same.
-            make_group: makes communicators of some of the ranks; None for flat ones.
+        ``close`` frees ``comm``, which nothing else may use. ``world_ranks`` are the world's
+        numbers of the ranks, empty where they are the same.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -220,7 +219,11 @@ class MpiCommunicator:
         """Split the ranks off."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
-        return self._make_group(self._comm, ranks)
+        if self.rank not in ranks:
+            self._comm.Split(MPI.UNDEFINED)
+            return None
+        members = cast("MPI.Intracomm", self._comm.Split(0, ranks.index(self.rank)))
+        return self._make_group(members, ranks)
 
     def mail(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
@@ -289,11 +292,7 @@ class MpiCommunicator:
         self._library_bytes += chunk.nbytes
         self._comm.Bcast(bytes_of(chunk), root)
 
-    def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
-        if self.rank not in ranks:
-            comm.Split(MPI.UNDEFINED)
-            return None
-        members = cast("MPI.Intracomm", comm.Split(0, ranks.index(self.rank)))
+    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator":
         of_world = [self._world_ranks[rank] for rank in ranks]
         watch = self._watch.of_group(of_world)
         return MpiCommunicator(members, watch=watch, world_ranks=of_world)

@@ -50,12 +50,8 @@ def wait_until(
 ) -> bool:
     """Return when it is done: awake for a moment, then in naps that grow with the wait.
 
-    Args:
-        done: tries whether the wait is over.
-        look: is told the seconds waited, ten times a second; raises to end the wait.
-        pace: how long is stayed awake and slept.
-        nap: sleeps for so many seconds; true where the wait is over.
-        timeout_s: longest wait.
+    ``look`` is told the seconds waited, ten times a second, and raises to end the wait; ``nap``
+    sleeps for so many seconds, and is true where the wait is over.
 
     Returns:
         False if the time is over.
@@ -155,10 +151,8 @@ class Watch:
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
 
-        Args:
-            waited_s: how long this wait has lasted.
-            partner: the rank that is waited for, None for all.
-            over: the link that is waited on, such as ``rail 0``; empty inside a node.
+        ``partner`` is the rank that is waited for, None for all; ``over`` the link to it, such as
+        ``rail 0``, empty inside a node.
 
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.

@@ -1,8 +1,23 @@
 """Measurements change the rule's table only where the gain is clear."""
 
-import pytest
+import math
 
-from hpctrain.comm.plan.choice import GAIN, SIZES, candidates, expected_s, faster, refine
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm.plan.choice import (
+    BATCHING_SIZES,
+    DEFAULT,
+    GAIN,
+    LATENCY_SHARE,
+    SIZES,
+    batching,
+    candidates,
+    expected_s,
+    faster,
+    refine,
+)
 from hpctrain.comm.plan.plan import Measurement, SizeTable
 from hpctrain.core.units import KIB, MIB
 from tests.comm.test_plan import plan_for
@@ -97,3 +112,51 @@ def test_what_a_size_will_take_is_estimated_along_a_line():
     assert expected_s({10: 2.0}, 100) == 2
     assert expected_s({10: 2.0, 20: 3.0}, 100) == pytest.approx(11)
     assert expected_s({10: 3.0, 20: 2.0}, 100) == 2
+
+
+A_GBIT = 1e9 / 8
+"""Bytes per second."""
+
+
+def times(latency_s, bytes_per_s, sizes=BATCHING_SIZES):
+    return {size: latency_s + (size - BATCHING_SIZES[0]) / bytes_per_s for size in sizes}
+
+
+@given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
+def test_latency_is_a_small_share_of_a_full_message_and_no_shorter_than_a_cycle(
+    latency_s, bytes_per_s
+):
+    chosen = batching(times(latency_s, bytes_per_s))
+    assert 1 / 4.1 <= chosen.cycle_s / latency_s <= 1.05
+    if 64 * KIB < chosen.fusion_bytes < 64 * MIB:
+        share = latency_s * bytes_per_s / chosen.fusion_bytes
+        assert LATENCY_SHARE / 2.1 <= share <= LATENCY_SHARE * 2.1
+
+
+@given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
+def test_both_are_powers_of_four(latency_s, bytes_per_s):
+    chosen = batching(times(latency_s, bytes_per_s))
+    assert math.log(chosen.fusion_bytes, 4) == pytest.approx(
+        round(math.log(chosen.fusion_bytes, 4))
+    )
+    in_us = chosen.cycle_s / 1e-6
+    assert math.log(in_us, 4) == pytest.approx(round(math.log(in_us, 4)), abs=1e-6)
+
+
+@given(st.floats(0.1e-3, 1e-3))
+def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
+    slow, fast = batching(times(latency_s, A_GBIT / 5)), batching(times(latency_s, A_GBIT))
+    assert slow.fusion_bytes < fast.fusion_bytes
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {},
+        times(1e-3, 1e8, BATCHING_SIZES[:1]),
+        times(1e-3, -1e9),
+        dict.fromkeys(BATCHING_SIZES, 1e-3),
+    ],
+)
+def test_what_says_nothing_about_the_link_changes_nothing(seconds):
+    assert batching(seconds) == DEFAULT

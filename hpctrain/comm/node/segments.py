@@ -8,6 +8,7 @@ import ctypes
 import errno
 import mmap
 import time
+import weakref
 
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import (
@@ -43,28 +44,19 @@ _TIMED_WAIT, _YIELD = libc().sem_timedwait, libc().sched_yield
 _TIMED_WAIT.argtypes, _YIELD.argtypes = [_POINTER, ctypes.POINTER(_Timespec)], []
 
 
-class _Map:
-    """A map of the kernel, undone when nobody refers to it any more."""
-
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.address = map_memory(num_bytes, access, kind, descriptor=descriptor)
-        self.num_bytes = num_bytes
-
-    def __del__(self) -> None:
-        if hasattr(self, "num_bytes"):
-            unmap_memory(self.address, self.num_bytes)
-
-
 def map_shared(descriptor: int, num_bytes: int) -> Segment:
     """Map a file's first bytes, shared and already in the page table; the file may be closed.
+
+    The map is undone when nobody refers to the segment, or what was made from it, any more.
 
     Raises:
         OSError: the kernel refuses.
     """
-    mapped = _Map(descriptor, num_bytes)
-    segment = memory_at(mapped.address, num_bytes)
-    segment.keeps = mapped  # type: ignore[attr-defined]
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = map_memory(num_bytes, access, kind, descriptor=descriptor)
+    segment = memory_at(address, num_bytes)
+    # Not at the end of the process: others may still use the memory then.
+    weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
     return segment
 
 

@@ -43,12 +43,8 @@ class SharedMemory:
     ) -> None:
         """Take what the levels need in one piece: cells to compare, semaphores, the stage.
 
-        Args:
-            node: the ranks that share memory.
-            memory: how they do.
-            spin: whether each has a core of its own, so that a short wait may keep it.
-            watch: looks at the others during waits.
-            stage_bytes: of each rank, for ``stage``.
+        With ``spin`` each rank has a core of its own, so that a short wait may keep it;
+        ``stage_bytes`` are of each rank, for ``stage``.
 
         Raises:
             NodeMemoryError: there is not enough memory; on every rank of the node.
@@ -254,11 +250,7 @@ def combine_to(
 ) -> None:
     """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
 
-    Args:
-        out: the result; may be one of the first two pieces.
-        parts: one for each rank.
-        combination: what to do with the values.
-        scale: factor of the result.
+    ``out`` may be one of the first two pieces.
     """
     if combination.wide is not combination.lane or len(parts) == 1:
         total = parts[0].to(combination.wide, copy=True)

@@ -142,11 +142,6 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
 
     A measured size speaks for all that are nearer to it than to another of ``sizes``, by factor;
     the last one for all above. Where the rule's algorithm was not measured, the rule stays.
-
-    Args:
-        rule: the table without measurements.
-        measured: of one kind, at ``sizes``; some may be missing.
-        sizes: that were to be measured, in bytes, growing.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -165,9 +160,7 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
     One that gains does so in its median, and in each of several runs over each of the default's:
     what the machine does besides must not choose a plan.
 
-    Args:
-        measured: for one size, by algorithm; of equals the first is taken.
-        default: stays where it was not measured.
+    Of equals the first is taken; ``default`` stays where it was not measured.
     """
     if default not in measured:
         return default
@@ -183,15 +176,7 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Estimate the seconds for a size from those for smaller ones, along a line.
-
-    Args:
-        times: seconds by size in bytes, all below ``num_bytes``.
-        num_bytes: the size to estimate.
-
-    Returns:
-        0 where nothing is known.
-    """
+    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

@@ -157,14 +157,6 @@ def decide(
 ) -> PlanDecision:
     """Take the pinned plan, else what an earlier run has measured, else the rule. Collective.
 
-    Args:
-        comm: all ranks.
-        topology: of the world.
-        settings: of rank 0.
-        stored: from ``pinned``.
-        node_memory: how the ranks of every node share memory, see ``Plan``.
-        num_threads: torch's threads of this rank.
-
     Raises:
         ConfigError: the pinned plan cannot be used in this world; on every rank.
     """
@@ -209,15 +201,7 @@ def measured(
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """Measure where that is wanted, use what is fastest, and remember it. Collective.
-
-    Args:
-        decision: from ``decide``.
-        comm: of all ranks, joined with the plan that was decided.
-        world: the same ranks.
-        topology: of the world.
-        watch: looks at the others during waits.
-    """
+    """Measure where that is wanted, use what is fastest, and remember it. Collective."""
     if not decision.key:
         return decision
     from hpctrain.comm.plan.probe import measure  # noqa: PLC0415 - needs MPI

@@ -62,13 +62,7 @@ def measure(
 
     Also opens the connections between ranks, so that the first step need not.
 
-    Args:
-        comm: of all ranks, joined with ``plan``.
-        world: the same ranks; carries the figures.
-        plan: chosen by rule.
-        watch: looks at the others during waits.
-        budget_s: seconds after which nothing more is measured; sizes that were not reached keep
-            what the rule says.
+    Sizes that ``budget_s`` seconds do not reach keep what the rule says.
 
     Returns:
         The plan with refined tables, what follows for small operations, and all measurements.
@@ -178,10 +172,7 @@ class Stopwatch:
     ) -> float | None:
         """Call ``run`` so many times by the clock. Collective.
 
-        Args:
-            run: the same on every rank.
-            calls: how often.
-            warm_up: call it once before, to open what the first call has to open.
+        With ``warm_up`` once before, to open what the first call has to open.
 
         Returns:
             The mean seconds of a call, of the slowest rank; None where it failed on any.
