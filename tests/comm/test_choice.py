@@ -31,10 +31,6 @@ def figures(num_bytes, **seconds):
     return [Measurement("rail", num_bytes, name, (value,) * 3) for name, value in seconds.items()]
 
 
-def runs(**seconds):
-    return {name: Measurement("rail", 1, name, values) for name, values in seconds.items()}
-
-
 def test_without_measurements_the_rule_stays():
     assert refine(RULE, [], RAIL_SIZES) == RULE
 
@@ -49,32 +45,23 @@ def test_what_confirms_the_rule_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "winner"), [(0.8, "tree"), (0.9, "doubling"), (2.0, "doubling")]
+    ("measured", "winner"),
+    [
+        ({"rule": (1.0, 1.0), "tree": (0.8, 0.8)}, "tree"),
+        ({"rule": (1.0, 1.0), "tree": (0.9, 0.9)}, "rule"),  # the gain is not clear
+        ({"rule": (1.0, 1.0), "tree": (2.0, 2.0)}, "rule"),
+        ({"rule": (1.0, 1.0), "b": (1 - GAIN, 1 - GAIN)}, "b"),  # the smallest gain that counts
+        ({"rule": (1.0,), "b": (0.5, 0.5), "a": (0.5, 0.5)}, "b"),  # the first of equals
+        ({"tree": (0.1, 0.1)}, "rule"),  # it was not measured
+        ({"rule": (1.0, 5.0, 6.0), "other": (0.1, 0.1, 1.1)}, "rule"),  # some run says no: noise
+        ({"rule": (1.0, 5.0, 6.0), "other": (0.1,)}, "rule"),
+        # What is steady wins where the fastest is not.
+        ({"rule": (1.0, 1.0), "a": (0.1, 0.1, 2.0), "b": (0.5, 0.6, 0.7)}, "b"),
+    ],
 )
-def test_the_rule_stays_unless_the_gain_is_clear(seconds, winner):
-    assert faster(runs(doubling=(1.0, 1.0), tree=(seconds, seconds)), "doubling") == winner
-
-
-def test_the_smallest_gain_that_counts_counts():
-    assert faster(runs(a=(1.0, 1.0), b=(1 - GAIN, 1 - GAIN)), "a") == "b"
-
-
-def test_the_first_of_equals_is_taken():
-    assert faster(runs(slow=(1.0,), b=(0.5, 0.5), a=(0.5, 0.5)), "slow") == "b"
-
-
-def test_where_the_rule_was_not_measured_it_stays():
-    assert faster(runs(tree=(0.1, 0.1)), "doubling") == "doubling"
-
-
-@pytest.mark.parametrize("unsteady", [(0.1, 0.1, 1.1), (0.1,)])
-def test_a_gain_that_some_run_does_not_confirm_is_noise(unsteady):
-    assert faster(runs(rule=(1.0, 5.0, 6.0), other=unsteady), "rule") == "rule"
-
-
-def test_what_is_steady_wins_where_the_fastest_is_not():
-    times = runs(rule=(1.0, 1.0), first=(0.1, 0.1, 2.0), second=(0.5, 0.6, 0.7))
-    assert faster(times, "rule") == "second"
+def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, winner):
+    runs = {name: Measurement("rail", 1, name, values) for name, values in measured.items()}
+    assert faster(runs, "rule") == winner
 
 
 def test_a_size_speaks_for_its_neighbourhood():

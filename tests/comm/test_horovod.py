@@ -86,7 +86,7 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
     close(made)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3, 4)
 def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(world, comm):
     backwards = comm.group(range(world.size)[::-1])
     assert isinstance(backwards, HorovodCommunicator)
