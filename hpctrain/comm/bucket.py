@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,13 +10,6 @@ CHUNK_BYTES = 256 << 10
 """One piece of every rank's bucket and the running sum stay in a core's L2 cache."""
 ALIGN = 64
 """Slices begin at a multiple of so many elements: no cache line has two writers."""
-
-
-class BucketOwner(Protocol):
-    """A node level, as buckets know it."""
-
-    num_bytes: int
-    """Bytes that this rank has read and written in node memory so far."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +25,7 @@ class Bucket:
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
     number: int = 0
     """Counts the buckets of a communicator: the ranks compare it before they reduce."""
-    owner: BucketOwner | None = None
+    owner: object = None
     """The node level that made it; None in private memory."""
 
     @property

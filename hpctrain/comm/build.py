@@ -30,11 +30,7 @@ def share_memory(
 ) -> tuple[SharedMemory | None, str]:
     """Try the ways to share memory until one works on every node. Collective.
 
-    Args:
-        world: all ranks.
-        topology: says which of them are on my node.
-        wanted: one of ``config.SHARED_MEMORY``.
-        watch: looks at the others during waits.
+    ``wanted`` is one of ``config.SHARED_MEMORY``.
 
     Returns:
         The node level, or None where no way works, and why the ways before it do not.
@@ -67,7 +63,10 @@ def share_memory(
     node.Free()
     reason = "; ".join(reasons)
     if wanted != "auto":
-        raise NodeMemoryError(f"HPCTRAIN_SHARED_MEMORY={wanted} cannot be had; {reason}")
+        raise NodeMemoryError(
+            f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "
+            f"wants, cannot be had: {reason}; leave that out"
+        )
     return None, reason
 
 
@@ -81,13 +80,8 @@ def join(
 ) -> Communicator:
     """Make the communicator of all ranks, flat where ``node`` is None. Collective.
 
-    Args:
-        world: all ranks; the communicator keeps it.
-        node: from ``share_memory``.
-        topology: of these ranks.
-        plan: which algorithms they use.
-        watch: looks at the others during waits.
-        world_ranks: the world's number of each rank; empty where it is the same.
+    The communicator keeps ``world``; ``world_ranks`` are the world's numbers of its ranks, empty
+    where they are the same.
     """
     world_ranks = world_ranks or range(world.size)
     group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)
@@ -101,7 +95,7 @@ def join(
         plan=plan,
         watch=watch,
         world_ranks=world_ranks,
-        make_group=lambda comm, ranks: group(comm, ranks, plan=made.plan),
+        make_group=lambda members, ranks: group(members, ranks, plan=made.plan),
     )
     return made
 
@@ -127,33 +121,21 @@ def _rail(
 
 
 def _group(
-    comm: MPI.Intracomm,
+    members: MPI.Intracomm,
     ranks: Sequence[int],
     *,
     topology: Topology,
     plan: Plan,
     watch: Watch,
     world_ranks: Sequence[int],
-) -> Communicator | None:
-    """Make a communicator of some ``ranks`` of ``comm``, in this order. Collective over ``comm``.
-
-    Returns:
-        None on ranks that are not in the group.
-    """
-    mine = comm.rank in ranks
-    split = comm.Split(0 if mine else MPI.UNDEFINED, ranks.index(comm.rank) if mine else 0)
-    if not mine:
-        return None
+) -> Communicator:
+    """Make a communicator of ``members``, which are these ``ranks`` of a larger one."""
     if len(ranks) == 1:
-        split.Free()
+        members.Free()
         return SerialCommunicator()
-    members = cast("MPI.Intracomm", split)
     inside = topology.of_group(ranks)
     of_world = [world_ranks[rank] for rank in ranks]
     watch = watch.of_group(of_world)
-    node, _ = share_memory(members, inside, _same_way(plan), watch)
+    way = "off" if plan.node_memory == "none" else plan.node_memory
+    node, _ = share_memory(members, inside, way, watch)
     return join(members, node, inside, plan_for_group(plan, inside), watch, of_world)
-
-
-def _same_way(plan: Plan) -> str:
-    return "off" if plan.node_memory == "none" else plan.node_memory

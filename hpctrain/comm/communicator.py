@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
@@ -10,6 +10,9 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.control_channel.mailbox import Mailbox
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CommError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
@@ -60,43 +63,6 @@ class Finished:
 FINISHED = Finished()
 
 
-class Rail(Protocol):
-    """One rank of each node, which sum what they have."""
-
-    rank: int
-    size: int
-
-    def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
-        """Replace ``tensor`` by its sum over the rail, as ``Communicator.allreduce_`` does."""
-
-
-class Levels(Protocol):
-    """The steps of a bucket's all-reduce, for a codec that replaces the one in the middle.
-
-        part = levels.node_sum(bucket)    # each local rank sums its slice over the node
-        levels.rail.allreduce_(part)      # each slice is all-reduced over its rail
-        levels.publish(bucket)            # each local rank writes its slice into all buckets
-
-    All ranks take the same steps for the same buckets.
-    """
-
-    num_rails: int
-    """Local ranks of each node that take part in the slow link; 0 on one node."""
-
-    @property
-    def rail(self) -> Rail | None:
-        """What carries this rank's part; None where other ranks carry all."""
-
-    def part_of(self, bucket: Bucket) -> Tensor:
-        """Return the part of a bucket that this rank takes over its rail; it may be empty."""
-
-    def node_sum(self, bucket: Bucket, scale: float | None = None) -> Tensor:
-        """Sum the bucket inside the node, times ``scale``; return this rank's part of it."""
-
-    def publish(self, bucket: Bucket, scale: float | None = None) -> None:
-        """Write the sum, times ``scale``, into the bucket of every rank of the node."""
-
-
 class Communicator(Protocol):
     """A fixed group of ranks that move tensors.
 
@@ -117,7 +83,7 @@ class Communicator(Protocol):
     size: int
 
     @property
-    def levels(self) -> "Levels | None":
+    def levels(self) -> "HierarchicalCommunicator | None":
         """The steps of a bucket's all-reduce; None where nobody shares memory.
 
         Where operations have a thread, the steps are for what runs on it, see ``start_on``.

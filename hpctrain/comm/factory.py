@@ -3,7 +3,8 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,7 @@ from hpctrain.cluster.nics import num_cards
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import planning
-from hpctrain.comm.plan.choice import choose_plan
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
@@ -49,10 +48,8 @@ def connect(
 ) -> Connection:
     """Make a communicator of the ranks of ``world``. Collective.
 
-    Args:
-        world: from ``find_world``; the communicator keeps it.
-        settings: of this process; those of rank 0 decide where ranks must not differ.
-        threads_wanted: torch's threads, where the user chose them; None for the cores at hand.
+    The communicator keeps ``world``, which is from ``find_world``. Settings of rank 0 decide where
+    ranks must not differ. ``threads_wanted`` are torch's, where the user chose them.
 
     Raises:
         ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
@@ -104,34 +101,58 @@ def _watch(presence: "Liveness", topology: Topology, settings: Settings) -> Watc
 
 
 def _alone(settings: Settings) -> Connection:
-    topology = Topology.from_facts([_facts()], 0)
-    threads = [torch.get_num_threads()]  # torch's own: one rank is the plain loop, bit for bit
-    rule = choose_plan(topology, settings, node_memory="alone", threads=threads)
-    stored = planning.pinned(None, settings)
-    decision = planning.decide(None, topology, settings, stored, rule)
-    return Connection(
-        comm=SerialCommunicator(),
-        topology=topology,
-        plan=decision.plan,
-        plan_origin=decision.origin,
-        presence=None,
-        notes=(),
-        settings=settings,
+    topology, comm = Topology.from_facts([_facts()], 0), SerialCommunicator()
+    decision = planning.decide(
+        comm,
+        topology,
+        settings,
+        planning.pinned(comm, settings),
+        node_memory="alone",
+        num_threads=torch.get_num_threads(),  # torch's own: the plain loop, bit for bit
     )
+    return _connection(comm, topology, decision, settings)
 
 
 def _together(
     world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
 ) -> Connection:
-    from hpctrain.comm.liveness import Liveness  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.liveness import Liveness  # noqa: PLC0415
+    from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
 
     sharpen_sleep()
     presence = Liveness(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
     watch = _watch(presence, topology, settings)
-    ranks = _Ranks(world, topology, settings, num_threads, watch)
-    joined = _by_horovod(ranks) if settings.engine == "horovod" else _by_levels(ranks)
-    comm, decision, note = joined
-    notes = [preflight.core_warning(topology), note]
+    flat = MpiCommunicator(world, watch=watch)
+    stored = planning.pinned(flat, settings)
+    decide = partial(planning.decide, flat, topology, settings, stored, num_threads=num_threads)
+    notes = [preflight.core_warning(topology)]
+    comm: Communicator
+    if settings.engine == "horovod":
+        from hpctrain.comm import horovod_engine  # noqa: PLC0415 - only where it is wanted
+
+        decision = decide(node_memory="none")
+        comm = horovod_engine.join(world, topology, decision.plan, settings, watch)
+        notes.append(horovod_engine.unmet_wish(topology, settings))
+    else:
+        way = planning.memory_wanted(settings, stored)
+        node, refusal = build.share_memory(world, topology, way, watch)
+        decision = decide(node_memory=node.memory_name if node else "none")
+        comm = build.join(world, node, topology, decision.plan, watch)
+        decision = planning.measured(decision, comm, world, topology, watch)
+        path = f"through an MPI {node.memory_name}" if node else "flat over MPI"
+        notes.append(refusal and f"gradients go {path}: {refusal}")
+    return _connection(comm, topology, decision, settings, presence, notes)
+
+
+def _connection(
+    comm: Communicator,
+    topology: Topology,
+    decision: planning.PlanDecision,
+    settings: Settings,
+    presence: "Liveness | None" = None,
+    notes: Sequence[str | None] = (),
+) -> Connection:
     return Connection(
         comm=comm,
         topology=topology,
@@ -141,55 +162,3 @@ def _together(
         notes=tuple(note for note in notes if note),
         settings=settings,
     )
-
-
-class _Ranks(NamedTuple):
-    """Ranks that are to be joined."""
-
-    world: "MPI.Intracomm"
-    topology: Topology
-    settings: Settings
-    num_threads: int
-    watch: Watch
-
-    def decide(self, stored: StoredPlan | None, node_memory: str) -> planning.PlanDecision:
-        """Choose the plan; the same on every rank. Collective."""
-        world, topology = self.world, self.topology
-        mine = (self.num_threads, planning.machine(len(topology.cores)))
-        threads, machines = zip(*world.allgather(mine), strict=True)
-        rule = world.bcast(
-            choose_plan(topology, self.settings, node_memory=node_memory, threads=threads)
-        )
-        return planning.decide(world, topology, self.settings, stored, rule, machines)
-
-
-_Joined: TypeAlias = tuple[Communicator, planning.PlanDecision, str]
-"""All ranks, by which plan, and a warning."""
-
-
-def _by_levels(ranks: _Ranks) -> _Joined:
-    from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
-
-    world, topology, settings, _, watch = ranks
-    stored = planning.pinned(world, settings)
-    node, refusal = planning.share_memory(world, topology, settings, stored, watch)
-    way = node.memory_name if node else "none"
-    decision = ranks.decide(stored, way)
-    comm = build.join(world, node, topology, decision.plan, watch)
-    decision = planning.measured(decision, comm, world, topology, watch)
-    path = f"gradients go through an MPI {way}" if node else "gradients go flat over MPI"
-    return comm, decision, refusal and f"{path}: {refusal}"
-
-
-def _by_horovod(ranks: _Ranks) -> _Joined:
-
-    world, topology, settings, _, watch = ranks
-    decision = ranks.decide(planning.pinned(world, settings), "none")
-    from hpctrain.comm.engines import horovod  # noqa: PLC0415 - only where it is wanted
-
-    comm = horovod.join(
-        world, topology, decision.plan, settings, watch, measures=bool(decision.key)
-    )
-    decision = planning.measured(decision, comm, world, topology, watch)
-    comm.settle()
-    return comm, decision, horovod.unmet_wish(topology, settings)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, slice_bounds
-from hpctrain.comm.call_check import bucket_call, other_call, tensor_call
-from hpctrain.comm.communicator import FINISHED, Levels, Traffic, Work
+from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
+from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
-from hpctrain.comm.node.shared_slots import Stage
+from hpctrain.comm.node.shared_slots import SharedSlots
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
@@ -50,16 +50,10 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> None:
         """Take the levels.
 
-        Args:
-            world: all ranks of this communicator.
-            node: those that share memory with this one.
-            rail: the others that own the same slice; None where another rank's rail carries it.
-            plan: how many rails each node has, and how ordinary tensors travel: ``direct`` or
-                ``slices`` through the memory of one node, ``levels`` between nodes, ``library``
-                flat over MPI.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank; empty where it is the same.
-            make_group: makes communicators of some of the ranks.
+        ``node`` shares memory with this rank; ``rail`` has the owners of the same slice, None
+        where another rank's rail carries it. Ordinary tensors travel as ``plan`` says: ``direct``
+        or ``slices`` through the memory of one node, ``levels`` between nodes, ``library`` flat
+        over MPI.
         """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
         self.rail = rail
@@ -68,15 +62,15 @@ class HierarchicalCommunicator(MpiCommunicator):
         """What algorithms are chosen by; ``use`` changes it."""
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
-        self._stage = Stage(node)
+        self._slots = SharedSlots(node)
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
         if self._one_node:
-            self._ways = {"direct": self._stage.direct_, "slices": self._stage.slices_}
+            self._ways = {"direct": self._slots.direct_, "slices": self._slots.slices_}
 
     @property
-    def levels(self) -> Levels:
+    def levels(self) -> "HierarchicalCommunicator":
         """The steps of a bucket's all-reduce: those of this class."""
         return self
 
@@ -85,8 +79,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         All ranks call it between the same two operations.
 
-        Args:
-            plan: with as many rails as that of ``__init__``.
+        It has as many rails as that of ``__init__``.
         """
         self.plan = plan
         if self.rail is not None:
@@ -134,7 +127,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def meet(self, call: str = "barrier") -> None:
         """Meet in the node's memory where there is only one node."""
         if self._one_node:
-            self.node.meet(other_call(call), call)
+            self.node.meet(call_of(call))
         else:
             super().meet(call)
 
@@ -205,12 +198,12 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         early, late = _when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
-        for chunk in values.split(self._stage.numel(values.dtype)):
-            bucket = self._stage.enter(chunk, call)
+        for chunk in values.split(self._slots.numel(values.dtype)):
+            bucket = self._slots.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
             self._sum_over_rail(part, how)
             self.node.barrier()
-            self._stage.leave(chunk, bucket, late)
+            self._slots.leave(chunk, bucket, late)
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
         self.node.sum_slice(bucket, how, scale)

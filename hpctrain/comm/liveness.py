@@ -3,11 +3,13 @@
 import os
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
+from hpctrain.comm.communicator import Owner
+from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
 
@@ -25,7 +27,7 @@ BREAK_S = 2.0
 
 _LEFT, _BROKE_OFF = 1, 2
 _REASON_BYTES = 400
-_NAP_S = (50e-6, 20e-3)
+_FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
 class Liveness:
@@ -36,17 +38,15 @@ class Liveness:
     """
 
     def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
-        """Take a duplicate of the world and the processes of this node's ranks.
+        """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
 
-        Args:
-            control: nothing else may use it; ``farewell()`` frees it.
-            node_pids: world rank to process id, in the pid namespace of this process.
+        The processes are those of this node's ranks, in the pid namespace of this one.
         """
         self.rank: int = control.rank
         self._control = control
-        self._owner = os.getpid()
+        self._owner = Owner()
         self._born = {r: (p, birth(p)) for r, p in node_pids.items() if r != self.rank}
-        if birth(self._owner) is None:  # no /proc: nothing can be said about anybody
+        if birth(os.getpid()) is None:  # no /proc: nothing can be said about anybody
             self._born.clear()
         self._to_look: list[int] = []
         self._next_look = 0.0
@@ -85,13 +85,8 @@ class Liveness:
     def enter(self, name: str) -> int:
         """Enter a block of the program that all ranks leave together.
 
-        Not collective, but all ranks enter the same blocks in the same order.
-
-        Args:
-            name: of the block, for messages.
-
-        Returns:
-            The number of the block.
+        Not collective, but all ranks enter the same blocks in the same order. Returns the number
+        of the block; its name is for messages.
         """
         self._num_blocks += 1
         self._blocks[self._num_blocks] = name
@@ -100,7 +95,7 @@ class Liveness:
     def leave(self, number: int, error: BaseException | None) -> None:
         """Leave a block; with an error, the ranks that stay in it will know. Not collective."""
         name = self._blocks.pop(number)
-        if error is None or not self._open or os.getpid() != self._owner:
+        if error is None or not self._open or not self._owner.is_here:
             return
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
         text = f"{number} {reason}".encode()[:_REASON_BYTES]
@@ -120,33 +115,38 @@ class Liveness:
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for
             dynamic sparse data exchange", for the end: synchronous sends, then a barrier.
         """
-        if not self._open or os.getpid() != self._owner:
+        if not self._open or not self._owner.is_here:
             return
         self._open = False
         notices, has_announced = self._told, False
-        everyone_came = self._control.Ibarrier()
-        for waited_s in self._naps_until(everyone_came.Test):
+
+        def announce(waited_s: float) -> None:
+            nonlocal has_announced
             if waited_s > GRACE_S and not has_announced:
                 has_announced = True
-                notices += [self._control.Issend(array("b"), r, _LEFT) for r in self._to_tell()]
+                notices.extend(
+                    self._control.Issend(array("b"), rank, _LEFT) for rank in self._to_tell()
+                )
             self._raise_if_dead()
-        for _ in self._naps_until(lambda: all(notice.Test() for notice in notices)):
-            self._raise_if_dead()
-        everyone_heard = self._control.Ibarrier()
-        for waited_s in self._naps_until(everyone_heard.Test):
+
+        def look_late(waited_s: float) -> None:
             if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
                 self._raise_if_dead()
+
+        self._wait_until(self._control.Ibarrier().Test, announce)
+        self._wait_until(
+            lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
+        )
+        self._wait_until(self._control.Ibarrier().Test, look_late)
         self._control.Free()
 
-    def _naps_until(self, done: Callable[[], bool]) -> Iterator[float]:
-        """Yield the seconds waited so far, after ever longer naps, until ``done()``."""
-        start = time.monotonic()
-        nap_s, longest_s = _NAP_S
-        while not done():
-            time.sleep(nap_s)
-            nap_s = min(1.5 * nap_s, longest_s)
+    def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:
+        def done_and_heard() -> bool:
+            is_done = done()
             self._hear()
-            yield time.monotonic() - start
+            return is_done
+
+        wait_until(done_and_heard, look, _FAREWELL)
 
     def _to_tell(self) -> list[int]:
         """Return the ranks that hear something from this one."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import describe, meet
+from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Combination, Op, combination, finish
@@ -32,12 +32,15 @@ from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator, Levels
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
-MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator | None"]
-"""Makes a communicator of some ranks of an MPI communicator; collective over the latter."""
+MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator"]
+"""Makes a communicator of the ranks of an MPI communicator, which it keeps; collective over them.
+
+It is told what numbers they have in the communicator whose group they are."""
 
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
@@ -61,11 +64,8 @@ class MpiCommunicator:
     ) -> None:
         """Take the ranks.
 
-        Args:
-            comm: nothing else may use it; ``close`` frees it.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank; empty where it is the same.
-            make_group: makes communicators of some of the ranks; None for flat ones.
+        ``close`` frees ``comm``, which nothing else may use. ``world_ranks`` are the world's
+        numbers of the ranks, empty where they are the same.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -80,7 +80,7 @@ class MpiCommunicator:
         self._owner = Owner()
 
     @property
-    def levels(self) -> "Levels | None":
+    def levels(self) -> "HierarchicalCommunicator | None":
         """Flat: there are none."""
         return None
 
@@ -94,7 +94,8 @@ class MpiCommunicator:
         check_scale(values, scale)
         how = combination(values.dtype, op)
         where = f" in bucket {tensor.number}" if isinstance(tensor, Bucket) else ""
-        self.meet(f"allreduce by {describe(values, op, scale)}{where}")
+        call = tensor_call(op, values.dtype, values.numel(), scale)
+        self.meet(f"allreduce by {call.text}{where}")
         with flattened(values) as flat:
             for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
                 total = chunk.to(how.wide)
@@ -120,7 +121,8 @@ class MpiCommunicator:
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         parts = part_numels(tensor.numel(), self.size, numels)
-        self.meet(f"reduce_scatter by {describe(tensor, op, scale)} in parts of {parts}")
+        call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
+        self.meet(f"reduce_scatter by {call.text} in parts of {parts}")
         total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
         result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
         finish(total, scale, result)
@@ -151,7 +153,7 @@ class MpiCommunicator:
         """Broadcast in chunks."""
         check_tensor(tensor)
         check_rank(root, self.size, "root")
-        self.meet(f"broadcast of {describe(tensor)} from rank {root}")
+        self.meet(f"broadcast of {tensor.numel()} {name_of(tensor.dtype)} from rank {root}")
         with flattened(tensor) as values:
             for chunk in values.split(CHUNK_ELEMENTS):
                 self._broadcast_flat_(chunk, root)
@@ -211,13 +213,17 @@ class MpiCommunicator:
         self._owner.check()
         if not self.is_open:
             raise CommError("this communicator was closed; make a new one")
-        meet(self._comm, call, self._watch)
+        meet(self._comm, call_of(call), self._watch)
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
         """Split the ranks off."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
-        return self._make_group(self._comm, ranks)
+        if self.rank not in ranks:
+            self._comm.Split(MPI.UNDEFINED)
+            return None
+        members = cast("MPI.Intracomm", self._comm.Split(0, ranks.index(self.rank)))
+        return self._make_group(members, ranks)
 
     def mail(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
@@ -286,11 +292,7 @@ class MpiCommunicator:
         self._library_bytes += chunk.nbytes
         self._comm.Bcast(bytes_of(chunk), root)
 
-    def _make_flat_group(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator | None":
-        if self.rank not in ranks:
-            comm.Split(MPI.UNDEFINED)
-            return None
-        members = cast("MPI.Intracomm", comm.Split(0, ranks.index(self.rank)))
+    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator":
         of_world = [self._world_ranks[rank] for rank in ranks]
         watch = self._watch.of_group(of_world)
         return MpiCommunicator(members, watch=watch, world_ranks=of_world)

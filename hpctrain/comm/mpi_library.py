@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,28 +16,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint8: "UINT8_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-    torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
-_OPS = {
-    Op.SUM: "SUM",
-    Op.PRODUCT: "PROD",
-    Op.MIN: "MIN",
-    Op.MAX: "MAX",
-    Op.BAND: "BAND",
-    Op.BOR: "BOR",
-    Op.BXOR: "BXOR",
-}
+_OPS = {op: op.name for op in Op} | {Op.PRODUCT: "PROD"}
 
 LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 """How many threads may call MPI: none but the one of the program, ..., all at once."""
@@ -123,9 +107,7 @@ class LibraryAllreduce:
     def __init__(self, flat: Tensor, op: Op) -> None:
         """Take the memory, which must stay as it is until ``close()``. Collective.
 
-        Args:
-            flat: 1-D and contiguous, with fewer than 2^31 elements.
-            op: how values are combined.
+        It is 1-D and contiguous, with fewer than 2^31 elements.
 
         Raises:
             CommError: the library has no such type; on every rank.
@@ -135,8 +117,9 @@ class LibraryAllreduce:
         require_type(flat.dtype)
         self._flat = flat
         self._op: MPI.Op = getattr(MPI, _OPS[op])
+        kind = MPI.Datatype.fromcode(np.dtype(name_of(flat.dtype)).str[1:])
         values = MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.itemsize)
-        self._buffers = MPI.IN_PLACE, [values, flat.numel(), getattr(MPI, _TYPES[flat.dtype])]
+        self._buffers = MPI.IN_PLACE, [values, flat.numel(), kind]
         self._comm = MPI.COMM_WORLD.Dup()
 
     def __call__(self) -> None:

@@ -88,10 +88,6 @@ def is_communicator(value: object) -> bool:
 def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
     """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
 
-    Args:
-        world: from ``find_world``.
-        comm: any communicator that this process is in.
-
     Raises:
         ConfigError: a rank of ``comm`` is not in ``world``.
     """

@@ -1,10 +1,9 @@
 """Listeners, which hear of every operation of a communicator: a trace, and a table at the end."""
 
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol, cast
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Levels, Rail, Traffic
+from hpctrain.comm.communicator import Communicator, Owner, Traffic
 from hpctrain.comm.plan.plan import Measurement
 from hpctrain.core.units import format_bytes, format_seconds
 
@@ -69,10 +68,8 @@ def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
 class ObservedCommunicator:
     """Does what the communicator inside does; the same listeners hear of its groups and levels."""
 
-    def __init__(
-        self, comm: Communicator | Levels | Rail, listeners: Sequence[Listener], prefix: str = ""
-    ) -> None:
-        self._inside: Any = comm
+    def __init__(self, comm: Any, listeners: Sequence[Listener], prefix: str = "") -> None:
+        self._inside = comm
         self._listeners = tuple(listeners)
         self._prefix = prefix
 
@@ -172,15 +169,14 @@ class Statistics:
     def __init__(self, comm: Communicator, best_bandwidth: float | None = None) -> None:
         """Begin at nothing.
 
-        Args:
-            comm: gathers the counts at the end; not the one that is listened to.
-            best_bandwidth: the highest that a probe of all-reduce has seen, in bytes a second.
+        ``comm``, which gathers the counts at the end, is not the one that is listened to;
+        ``best_bandwidth`` is the highest that a probe of all-reduce has seen, in bytes a second.
         """
         self._comm = comm
         self._best_bandwidth = best_bandwidth
         self._counts: dict[str, Count] = {}
         self._counting = threading.Lock()
-        self._owner = os.getpid()
+        self._owner = Owner()
 
     def heard(self, call: Call) -> None:
         """Count ``call``."""
@@ -193,7 +189,7 @@ class Statistics:
         Collective: to be called only where every rank is known to come, or the others would wait
         for one that never does. Does nothing in forked children.
         """
-        if os.getpid() != self._owner:
+        if not self._owner.is_here:
             return
         counts = self._comm.gather_object(self._counts)
         if counts is not None:
@@ -205,10 +201,7 @@ def wanted_statistics(
 ) -> Statistics | None:
     """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective.
 
-    Args:
-        comm: all ranks.
-        measured: what the probe of the plan has seen.
-        here: whether this rank wants them.
+    ``measured`` is what the probe of the plan has seen.
     """
     if not comm.broadcast_object(here):
         return None
@@ -221,9 +214,7 @@ def describe(
 ) -> str:
     """Return the table: a line per operation, the one that took most time first.
 
-    Args:
-        counts_by_rank: operations of each rank, by name.
-        best_bandwidth: in bytes a second; its column is left out without it.
+    ``best_bandwidth`` is in bytes a second; its column is left out without it.
 
     Returns:
         Lines. Calls and bytes are means over the ranks, times are sums over the calls, with the
@@ -248,7 +239,8 @@ def _row(name: str, counts: Sequence[Count], best_bandwidth: float | None) -> li
         fmean, zip(*map(astuple, counts), strict=True)
     )
     bandwidth = num_bytes / seconds if num_bytes and seconds else None
-    row = [name, f"{calls:.10g}", *map(_bytes, (num_bytes, node_bytes, rail_bytes))]
+    row = [name, f"{calls:.10g}"]
+    row += [format_bytes(n) if n else "" for n in (num_bytes, node_bytes, rail_bytes)]
     row += _spread([count.seconds for count in counts])
     row += _spread([count.waited_s for count in counts])
     row.append("" if bandwidth is None else f"{format_bytes(bandwidth)}/s")
@@ -258,18 +250,11 @@ def _row(name: str, counts: Sequence[Count], best_bandwidth: float | None) -> li
     return row
 
 
-def _bytes(num_bytes: float) -> str:
-    return format_bytes(num_bytes) if num_bytes else ""
-
-
 def _spread(values: Sequence[float]) -> list[str]:
-    kinds: tuple[Callable[[Sequence[float]], float], ...] = (min, fmean, max)
-    return [format_seconds(kind(values)) for kind in kinds]
+    return [format_seconds(value) for value in (min(values), fmean(values), max(values))]
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.ljust(width) if place == 0 else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()
+    cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+    cells[0] = row[0].ljust(widths[0])
+    return "  ".join(cells).rstrip()

@@ -87,9 +87,7 @@ class Combination:
     def into(self, total: Tensor, other: Tensor) -> None:
         """Replace ``total`` by ``total (op) other``.
 
-        Args:
-            total: flat, of dtype ``lane`` or ``wide``.
-            other: flat, of dtype ``lane`` or ``wide``, with as many elements.
+        Both are flat, of dtype ``lane`` or ``wide``.
         """
         if total.dtype == self.wide:
             self.function(total, other.to(self.wide), out=total)

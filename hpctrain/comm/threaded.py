@@ -4,17 +4,17 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Communicator, Levels, Owner, Traffic, Work
+from hpctrain.comm.communicator import FINISHED, Communicator, Owner, Traffic, Work
 from hpctrain.comm.ops import Op
 
 if TYPE_CHECKING:
-    from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 class ThreadWork:
     """An operation that a communication thread carries out."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[Any]) -> None:
         self.is_awaited = False
         """Whether somebody has called ``wait()``, who then knows of an error."""
         self._future = future
@@ -66,22 +66,16 @@ class ThreadedCommunicator:
         self._works: list[ThreadWork] = []
 
     @property
-    def levels(self) -> Levels | None:
+    def levels(self) -> "HierarchicalCommunicator | None":
         """Those of the communicator inside, for what runs on the thread."""
         return self._comm.levels
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
         """Call a function of several operations on the thread, after all that was started.
 
-        Args:
-            function: takes ``args``; what it returns is lost.
-            args: of the function.
+        What it returns is lost.
         """
-
-        def run() -> None:
-            function(*args)
-
-        work = ThreadWork(self._start(run))
+        work = ThreadWork(self._start(partial(function, *args)))
         self._works = [w for w in self._works if not w.is_awaited] + [work]
         return work
 
@@ -95,71 +89,21 @@ class ThreadedCommunicator:
         """Start the broadcast."""
         return self.submit(lambda: self._comm.broadcast_(tensor, root).wait())
 
-    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
-        """Reduce a copy and wait for it."""
-        return self._result(lambda: self._comm.allreduce(tensor, op=op, scale=scale))
+    def __getattr__(self, name: str) -> Any:
+        """Find any other operation: it is carried out in its turn, and waited for."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = getattr(self._comm, name)
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        *,
-        op: Op = Op.SUM,
-        scale: float | None = None,
-        numels: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Reduce, and wait for this rank's part."""
-        return self._result(
-            lambda: self._comm.reduce_scatter(tensor, op=op, scale=scale, numels=numels)
-        )
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._start(partial(method, *args, **kwargs)).result()
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather, and wait for the tensors of all ranks."""
-        return self._result(lambda: self._comm.all_gather(tensor))
-
-    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange, and wait for what the ranks have sent here."""
-        return self._result(lambda: self._comm.alltoall(tensors))
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Broadcast, and wait for the object."""
-        return self._result(lambda: self._comm.broadcast_object(value, root))
-
-    def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """Gather, and wait for the objects."""
-        return self._result(lambda: self._comm.gather_object(value, root))
-
-    def allgather_object(self, value: T) -> list[T]:
-        """Gather, and wait for the objects."""
-        return self._result(lambda: self._comm.allgather_object(value))
-
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send, and wait until ``tensor`` may be overwritten."""
-        self._result(lambda: self._comm.send(tensor, dest, tag))
-
-    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Receive, and wait for it."""
-        self._result(lambda: self._comm.recv_(tensor, source, tag))
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self._result(self._comm.barrier)
-
-    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001
-        """Wait for what all ranks say."""
-        self._result(lambda: self._comm.agree(ok, message))
+        return call
 
     def group(self, ranks: Sequence[int]) -> "ThreadedCommunicator | None":
         """Make a group, with a thread of its own."""
-        made = self._result(lambda: self._comm.group(ranks))
+        made = self._start(lambda: self._comm.group(ranks)).result()
         return None if made is None else ThreadedCommunicator(made)
-
-    def mail(self) -> "Mailbox":
-        """Make mailboxes, which the caller uses beside the thread."""
-        return self._result(self._comm.mail)
-
-    def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
-        """Make a bucket, and wait for it."""
-        return self._result(lambda: self._comm.new_bucket(numel, dtype))
 
     def traffic(self) -> Traffic:
         """Return the counters at this moment; what was started may not be in them yet."""
@@ -177,9 +121,6 @@ class ThreadedCommunicator:
         """Do what ``drain`` does, then close the communicator."""
         self.drain()
         self._comm.close()
-
-    def _result(self, function: Callable[[], T]) -> T:
-        return self._start(function).result()
 
     def _start(self, function: Callable[[], T]) -> Future[T]:
         self._owner.check()

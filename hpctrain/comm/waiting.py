@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.core.errors import RankLostError
@@ -50,12 +50,8 @@ def wait_until(
 ) -> bool:
     """Return when it is done: awake for a moment, then in naps that grow with the wait.
 
-    Args:
-        done: tries whether the wait is over.
-        look: is told the seconds waited, ten times a second; raises to end the wait.
-        pace: how long is stayed awake and slept.
-        nap: sleeps for so many seconds; true where the wait is over.
-        timeout_s: longest wait.
+    ``look`` is told the seconds waited, ten times a second, and raises to end the wait; ``nap``
+    sleeps for so many seconds, and is true where the wait is over.
 
     Returns:
         False if the time is over.
@@ -85,36 +81,16 @@ def wait_until(
     return False
 
 
-class MpiRequest(Protocol):
-    """Something that is under way, such as a request of MPI."""
-
-    def Test(self, status: "MPI.Status | None", /) -> bool:  # noqa: N802 - MPI's name
-        """Say whether it is over."""
-
-
 def wait_request(
-    request: MpiRequest,
+    request: "MPI.Request",
     watch: "Watch",
     partner: int | None = None,
     over: str = "",
     status: "MPI.Status | None" = None,
 ) -> None:
-    """Return when a request is complete, without burning the core while a peer is late.
-
-    Args:
-        request: of a non-blocking call of MPI, or another that can be tested.
-        watch: looks at the others meanwhile.
-        partner: the world rank at the other end, None for all ranks.
-        over: the link to it, for messages.
-        status: is told what has arrived.
-    """
-    if request.Test(status):
-        return
-    start = time.perf_counter()
-    wait_until(
-        partial(request.Test, status), partial(watch.look, partner=partner, over=over), BY_MPI
-    )
-    watch.waited_s += time.perf_counter() - start
+    """Return when a request is complete, see ``Watch.wait``; ``status`` is told what has come."""
+    if not request.Test(status):
+        watch.wait(partial(request.Test, status), partner=partner, over=over)
 
 
 FindLost = Callable[[Collection[int] | None], None]
@@ -142,15 +118,7 @@ class Watch:
         timeout_s: float = math.inf,
         ranks: Collection[int] | None = None,
     ) -> None:
-        """Take what is needed to tell who is waited for.
-
-        Args:
-            find_lost: raises if a rank that is waited for is lost.
-            hosts: name of the node of every rank.
-            rank: of this process.
-            timeout_s: longest wait.
-            ranks: those that are waited for where nobody says more; None for all of the world.
-        """
+        """Take what is needed to tell who is waited for, and on which node each rank is."""
         self.waited_s = 0.0
         """Seconds that this process has waited so far."""
         self._find_lost = find_lost
@@ -158,25 +126,33 @@ class Watch:
         self._rank = rank
         self._timeout_s = timeout_s
         self._ranks = ranks
+        """Those that are waited for where nobody says more; None for all of the world."""
         self._named: set[int] = set()
 
     def of_group(self, ranks: Collection[int]) -> "Watch":
         """Return a watch over some ranks of the world: that others leave does not concern it."""
-        return Watch(
-            self._find_lost,
-            hosts=self._hosts,
-            rank=self._rank,
-            timeout_s=self._timeout_s,
-            ranks=ranks,
-        )
+        hosts, rank, timeout_s = self._hosts, self._rank, self._timeout_s
+        return Watch(self._find_lost, hosts=hosts, rank=rank, timeout_s=timeout_s, ranks=ranks)
+
+    def wait(
+        self,
+        done: Callable[[], object],
+        pace: Pace = BY_MPI,
+        *,
+        nap: Callable[[float], object] = time.sleep,
+        partner: int | None = None,
+        over: str = "",
+    ) -> None:
+        """Return when it is done, without burning the core while a peer is late; see ``look``."""
+        start = time.perf_counter()
+        wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
+        self.waited_s += time.perf_counter() - start
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
 
-        Args:
-            waited_s: how long this wait has lasted.
-            partner: the rank that is waited for, None for all.
-            over: the link that is waited on, such as ``rail 0``; empty inside a node.
+        ``partner`` is the rank that is waited for, None for all; ``over`` the link to it, such as
+        ``rail 0``, empty inside a node.
 
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.

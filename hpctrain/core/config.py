@@ -129,7 +129,7 @@ class Settings:
     """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
     horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"
     """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
-    ``auto`` for what is measured to be faster."""
+    ``auto``, which is ``flat``."""
     alone: Annotated[bool, _flag] = False
     """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 

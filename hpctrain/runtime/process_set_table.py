@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import by_rank
@@ -323,4 +323,6 @@ class ProcessSets:
 
 def beside(comm: Communicator, plan: Plan) -> Communicator:
     """Give a communicator the thread that the plan wants, if any: one, for all optimizers."""
-    return ThreadedCommunicator(comm) if plan.overlap == "thread" else comm
+    if plan.overlap != "thread":
+        return comm
+    return cast("Communicator", ThreadedCommunicator(comm))

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
 from hpctrain.launch.slurm.scheduler import restart_count

@@ -7,7 +7,7 @@ from typing import Any
 from hpctrain.cluster import env
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan import plan_file
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import all_keys, dumps, value_of
@@ -108,7 +108,7 @@ def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Pat
         engine: of this part.
     """
     try:
-        stored = plan_file.read(directory.plan)
+        stored = StoredPlan.read(directory.plan)
         before = load(directory.config).config
     except ConfigError:
         return None

@@ -5,7 +5,6 @@ JSON at its end, both on rank 0.
 """
 
 import argparse
-import hashlib
 import json
 import socket
 import sys
@@ -19,43 +18,15 @@ import hpctrain
 from hpctrain.comm.communicator import Communicator
 from hpctrain.runtime.world import current
 
-SIZES = (1, 1000, 70_001, 300_000)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
+
+def values(numel: int, rank: int) -> Tensor:
+    """Give numbers of one rank whose sums are exact."""
+    return (torch.arange(numel) % 5 + rank).float()
 
 
-def values(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Give numbers of one rank whose sums are exact in every dtype."""
-    return (torch.arange(numel) % 5 + rank).to(dtype)
-
-
-def total(numel: int, size: int, dtype: torch.dtype) -> Tensor:
+def total(numel: int, size: int) -> Tensor:
     """Compute the sum of ``values`` over all ranks, serially."""
-    return ((torch.arange(numel) % 5) * size + sum(range(size))).to(dtype)
-
-
-def check_sums(comm: Communicator) -> None:
-    """Sum buckets and ordinary tensors of all sizes and dtypes."""
-    for dtype in DTYPES:
-        for numel in SIZES:
-            tensor = values(numel, comm.rank, dtype)
-            comm.allreduce_(tensor).wait()
-            assert torch.equal(tensor, total(numel, comm.size, dtype)), (dtype, numel)
-            bucket = comm.new_bucket(numel, dtype)
-            bucket.flat.copy_(values(numel, comm.rank, dtype))
-            comm.allreduce_(bucket).wait()
-            assert torch.equal(bucket.flat, total(numel, comm.size, dtype)), (dtype, numel)
-
-
-def check_bits(comm: Communicator) -> None:
-    """Sum numbers whose sum is rounded: it must be close, and the same bits on every rank."""
-    inputs = [torch.randn(70_001, generator=torch.Generator().manual_seed(r)) for r in range(99)]
-    bucket = comm.new_bucket(70_001, torch.float32)
-    bucket.flat.copy_(inputs[comm.rank])
-    comm.allreduce_(bucket).wait()
-    expected = torch.stack(inputs[: comm.size]).double().sum(0).float()
-    torch.testing.assert_close(bucket.flat, expected, rtol=1e-5, atol=1e-5)
-    bits = hashlib.sha256(bucket.flat.numpy().tobytes()).hexdigest()
-    assert len(set(comm.allgather_object(bits))) == 1
+    return ((torch.arange(numel) % 5) * size + sum(range(size))).float()
 
 
 def sent_bytes() -> int:
@@ -68,7 +39,7 @@ def run_loop(options: argparse.Namespace, comm: Communicator) -> dict[str, objec
     """Sum one bucket many times; return what each rank saw of it."""
     numel = options.kib * 1024 // 4
     bucket = comm.new_bucket(numel, torch.float32)
-    expected = total(numel, comm.size, torch.float32)
+    expected = total(numel, comm.size)
     host = socket.gethostname()
     comm.barrier()
     if comm.rank == 0:
@@ -76,7 +47,7 @@ def run_loop(options: argparse.Namespace, comm: Communicator) -> dict[str, objec
         sys.stdout.flush()
     cpu_s, began, before = time.process_time(), time.monotonic(), sent_bytes()
     for _ in range(options.steps):
-        bucket.flat.copy_(values(numel, comm.rank, torch.float32))
+        bucket.flat.copy_(values(numel, comm.rank))
         time.sleep(options.late_s if host == options.late_node else options.pause_s)
         comm.allreduce_(bucket).wait()
         assert torch.equal(bucket.flat, expected)
@@ -93,7 +64,6 @@ def run_loop(options: argparse.Namespace, comm: Communicator) -> dict[str, objec
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--all-sums", action="store_true")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--kib", type=int, default=256)
     parser.add_argument("--pause-s", type=float, default=0.0)
@@ -103,9 +73,6 @@ def main() -> None:
 
     hpctrain.init()
     world = current()
-    if options.all_sums:
-        check_sums(world.comm)
-        check_bits(world.comm)
     ranks = world.comm.allgather_object(run_loop(options, world.comm))
     if world.comm.rank == 0:
         topology = world.topology

@@ -87,15 +87,6 @@ def test_any_number_of_ranks_combines_by_a_tree_of_pairs(size):
         assert {wire.num_messages for wire in wires} == {2 * 3 + 1 + 2 + 3}
 
 
-@pytest.mark.parametrize("size", range(1, 14))
-def test_the_reference_is_a_mean_of_parallel_and_a_sum_of_orthogonal_vectors(size):
-    torch.testing.assert_close(
-        reference([torch.arange(1.0, 6.0) * (rank + 1) for rank in range(size)]),
-        torch.arange(1.0, 6.0).double() * (size + 1) / 2,
-    )
-    torch.testing.assert_close(reference(list(torch.eye(size))), torch.ones(size).double())
-
-
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("numel", [1, 2, 5, 200_003])
 def test_parallel_gradients_are_averaged_and_orthogonal_ones_added(world, comm, numel):

@@ -1,128 +1,120 @@
-"""What is not a sum: objects, broadcasts, messages, tensors of all shapes, agreement."""
+"""Laws of all communicators, by every path; ``test_fuzz`` has what numpy can tell of results."""
+
+import hashlib
 
 import pytest
 import torch
 
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
-from hpctrain.core.errors import CommError, MismatchError
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from tests.comm.conftest import PATHS, close
+from tests.comm.fuzz import fuzz
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_broadcast_gives_every_rank_the_root_values(world, comm):
-    root = world.size - 1
-    for tensor in (
-        torch.full((5, 3), float(world.rank)),
-        torch.full((4, 4), world.rank, dtype=torch.bfloat16)[:, 1],
-        torch.tensor(world.rank),
-        torch.zeros(0),
-        torch.tensor([world.rank == root]),
-    ):
-        comm.broadcast_(tensor, root).wait()
-        assert bool((tensor == (1 if tensor.dtype is torch.bool else root)).all())
+def values_of(rank, numel, dtype=torch.float32):
+    source = torch.Generator().manual_seed(1000 * rank + numel)
+    return torch.randn(numel, generator=source, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_objects_go_to_all_and_come_from_all(world, comm):
-    assert comm.broadcast_object({"from": world.rank}, root=world.size - 1) == {
-        "from": world.size - 1
-    }
-    assert comm.allgather_object(world.rank) == list(range(world.size))
-    gathered = comm.gather_object("x" * world.rank)
-    assert gathered == (["x" * r for r in range(world.size)] if world.rank == 0 else None)
+def bits_of(tensor):
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# -- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_tensors_go_round_from_rank_to_rank(world, comm):
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    incoming = torch.zeros(3, 2, dtype=torch.float16)
-    outgoing = torch.full((3, 2), float(world.rank), dtype=torch.float16)
-    if world.rank % 2 == 0:
-        comm.send(outgoing, right, tag=7)
-        comm.recv_(incoming, left, tag=7)
-    else:
-        comm.recv_(incoming, left, tag=7)
-        comm.send(outgoing, right, tag=7)
-    assert bool((incoming == left).all())
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_all_ranks_raise_or_none_does(world, comm):
-    comm.agree(True)
-    last = world.size - 1
-    named = f"rank {last}: " if last else "^"
-    with pytest.raises(MismatchError, match=f"{named}disk of {last} is full"):
-        comm.agree(world.rank != last, f"disk of {world.rank} is full")
-    comm.barrier()
+@pytest.mark.parametrize("numel", [100_003, 5_000_003])  # the latter in several slots
+def test_the_same_plan_gives_the_same_bits_again_on_all_ranks(world, comm, numel):
+    given = values_of(world.rank, numel)
+    seen = set()
+    for _ in range(3):
+        bucket, tensor = comm.new_bucket(numel, given.dtype), given.clone()
+        bucket.flat.copy_(given)
+        for result, what in ((bucket.flat, bucket), (tensor, tensor)):
+            comm.allreduce_(what).wait()
+            seen.add((what is bucket, bits_of(result)))
+    assert len(seen) == 2
+    assert len(set(world.allgather(frozenset(seen)))) == 1
+    exact = sum(values_of(rank, numel).double() for rank in range(world.size))
+    assert (tensor.double() - exact).abs().max().item() < 1e-5
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_rank_that_does_not_exist_is_refused(world, comm):
-    with pytest.raises(CommError, match=f"root must be a rank from 0 to {world.size - 1}"):
-        comm.broadcast_(torch.zeros(1), root=world.size)
+def test_what_lies_between_the_elements_of_a_tensor_stays(world, comm):
+    whole = torch.zeros(6, 8)
+    columns = whole[:, ::2]  # neither contiguous nor dense
+    columns.copy_(torch.arange(24.0).view(6, 4) * (world.rank + 1))
+    comm.allreduce_(columns).wait()
+    assert torch.equal(columns, torch.arange(24.0).view(6, 4) * sum(range(1, world.size + 1)))
+    assert not whole[:, 1::2].any()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    comm.allreduce_(parameter).wait()
+    assert parameter.tolist() == [world.size] * 2
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_tensors_of_different_shapes_are_gathered(world, comm):
-    def of(rank, numel=2):
-        return torch.full((numel,) * rank, float(rank), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64])
+def test_a_part_of_a_bucket_is_reduced_as_a_tensor_is_and_the_rest_stays(comm, dtype):
+    bucket = comm.new_bucket(1 << 16, torch.uint8)
+    bucket.flat.fill_(comm.rank + 1)
+    for numel in (1000, 1, 4097, 0):
+        part = bucket.part(numel, dtype)
+        values = (torch.arange(numel) % 7 + comm.rank).to(dtype)
+        part.flat.copy_(values)
+        comm.allreduce_(part, op=Op.SUM).wait()
+        comm.allreduce_(values, op=Op.SUM).wait()
+        assert torch.equal(part.flat, values)
+    assert bool((bucket.flat[4097 * dtype.itemsize :] == comm.rank + 1).all())
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_large_tensors_are_gathered_by_messages_into_memory_of_their_own(world, comm):
+    def of(rank):
+        return torch.full((101,) * rank, float(rank), dtype=torch.bfloat16)
 
     gathered = comm.all_gather(of(world.rank))
     assert [torch.equal(t, of(rank)) for rank, t in enumerate(gathered)] == [True] * world.size
-    large = comm.all_gather(of(world.rank, 101))  # a million elements on rank 3: by messages
-    assert [torch.equal(t, of(rank, 101)) for rank, t in enumerate(large)] == [True] * world.size
-    gathered[0].fill_(7.0)  # each has memory of its own
+    gathered[0].fill_(7.0)
     assert not any((t == 7.0).any() for t in gathered[1:])
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_every_rank_sends_to_every_rank(world, comm):
-    def message(source, dest):
-        return torch.full((source, dest), 10 * source + dest, dtype=torch.uint16)
-
-    received = comm.alltoall([message(world.rank, dest) for dest in range(world.size)])
-    for source, tensor in enumerate(received):
-        assert tensor.shape == (source, world.rank)
-        assert torch.equal(tensor, message(source, world.rank))
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_ranks_that_disagree_about_a_dtype_all_learn_it(world, comm):
-    dtype = torch.float32 if world.rank else torch.float64
-    mine = torch.zeros(2, dtype=dtype)
-    for call in (comm.all_gather, comm.broadcast_, comm.reduce_scatter):
-        with pytest.raises(MismatchError, match=r"float64.*float32"):
-            call(mine)
-    with pytest.raises(MismatchError, match=r"alltoall of float64.*alltoall of float32"):
-        comm.alltoall([mine] * world.size)
-    comm.barrier()
+@pytest.mark.ranks(2)
+def test_more_than_two_to_the_31_elements(world):
+    connection = connect(find_world(), Settings())
+    numel = (1 << 31) + 5
+    tensor = torch.full((numel,), 100 + world.rank, dtype=torch.uint8)
+    connection.comm.allreduce_(tensor).wait()
+    ends = torch.cat((tensor[:100], tensor[-100:]))
+    assert bool((ends == 201).all())
+    assert int(tensor[:: 1 << 12].long().sum()) == 201 * len(range(0, numel, 1 << 12))
+    close(connection)
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_at_different_calls_all_learn_it(world, comm):
-    call = comm.gather_object if world.rank else comm.broadcast_object
-    with pytest.raises(
-        MismatchError, match="got rank 0: broadcast of an object from rank 0; rank"
-    ):
-        call(1)
+@pytest.mark.parametrize("path", ["one node", "nodes of two"])
+def test_sums_through_node_memory_are_right_when_ranks_come_late(world, jitter, path):
+    jitter()
+    connection = connect(find_world(), PATHS[path])
+    comm, total = connection.comm, sum(range(1, world.size + 1))
+    buckets = [comm.new_bucket(numel, torch.float64) for numel in (1, 1000, 40_003)]
+    for number in range(1, 9):
+        for bucket in buckets:
+            bucket.flat.fill_(number * (world.rank + 1))
+            comm.allreduce_(bucket).wait()
+            assert bool((bucket.flat == number * total).all())
+        tensor = torch.full((100_003,), float(number * (world.rank + 1)))
+        comm.allreduce_(tensor).wait()
+        assert bool((tensor == number * total).all())
+    close(connection)
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_alltoall_takes_one_tensor_for_each_rank(world, comm):
-    with pytest.raises(CommError, match=f"takes {world.size} tensors of one dtype, got"):
-        comm.alltoall([torch.zeros(1)] * (world.size + 1))
-    with pytest.raises(CommError, match=r"got 2 of \['float32', 'int64'\]|takes [13] tensors"):
-        comm.alltoall([torch.zeros(1), torch.zeros(1, dtype=torch.int64)])
-
-
-@pytest.mark.ranks(2, 3)
-def test_a_message_that_is_too_long_is_refused(world, comm):
-    if world.rank == 0:
-        comm.send(torch.zeros(100), 1)
-    elif world.rank == 1:
-        with pytest.raises(CommError, match=r"rank 1 takes .* and rank 0 sends more"):
-            comm.recv_(torch.zeros(10), 0)
-    comm.barrier()
+# -- messages ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -130,6 +122,7 @@ def test_a_message_waits_for_its_receiver_while_others_reduce(world, comm):
     # On the same communicator: the reductions, by messages of tag 0, must not take it.
     if world.rank == 0:
         comm.send(torch.tensor([42], dtype=torch.int16), 1)
+        comm.send(torch.zeros(100), 1)
     total = torch.full((1,), world.rank, dtype=torch.int16)
     comm.allreduce_(total, op=Op.MAX).wait()
     assert total.item() == world.size - 1
@@ -137,38 +130,9 @@ def test_a_message_waits_for_its_receiver_while_others_reduce(world, comm):
         incoming = torch.zeros(1, dtype=torch.int16)
         comm.recv_(incoming, 0)
         assert incoming.item() == 42
-    with pytest.raises(CommError, match="tag must be from 0"):
-        comm.send(total, 0, tag=-1)
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_only_dense_tensors_are_taken(comm):
-    with pytest.raises(CommError, match=r"must be dense, got torch\.sparse_coo"):
-        comm.allreduce_(torch.eye(3).to_sparse())
-    with pytest.raises(CommError, match="must be on the CPU, got one on meta"):
-        comm.broadcast_(torch.zeros(3, device="meta"))
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_groups_without_sense_are_refused(world, comm):
-    for ranks in ([], [0, 0], [world.size], [-1]):
-        with pytest.raises(CommError, match=f"from 0 to {world.size - 1}, each once, got"):
-            comm.group(ranks)
-
-
-@pytest.mark.ranks(2, 3)
-def test_flat_groups_number_their_ranks_in_the_given_order(world):
-    comm = MpiCommunicator(world.Dup())
-    backwards = comm.group(range(world.size - 1, -1, -1))
-    assert backwards.rank == world.size - 1 - world.rank
-    assert backwards.allgather_object(world.rank) == list(range(world.size - 1, -1, -1))
-    backwards.close()
-    alone = comm.group([1])
-    assert (alone is None) == (world.rank != 1)
-    if alone is not None:
-        assert alone.size == 1
-        alone.close()
-    comm.close()
+        with pytest.raises(CommError, match=r"rank 1 takes .* and rank 0 sends more"):
+            comm.recv_(torch.zeros(10), 0)
+    comm.barrier()
 
 
 @pytest.mark.ranks(2, 3)
@@ -180,3 +144,142 @@ def test_traffic_counts_what_was_sent(world):
     comm.alltoall([torch.zeros(10)] * world.size)
     assert comm.traffic().since(before).rail_bytes == 4000 + 40 * (world.size - 1)
     comm.close()
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_groups_number_their_ranks_in_the_given_order_and_overlap(world, comm):
+    size = world.size
+    named = [range(size)[::-2], range(size)[::-1], [size - 1]]
+    named += [(a, b) for a in range(size) for b in range(a + 1, size)]
+    groups = [(ranks, comm.group(ranks)) for ranks in map(list, named)]
+    for ranks, group in groups:
+        assert (group is None) == (world.rank not in ranks)
+        if group is not None:
+            assert (group.rank, group.size) == (ranks.index(world.rank), len(ranks))
+            assert group.allreduce(torch.full((300,), world.rank))[-1] == sum(ranks)
+            assert group.allgather_object(world.rank) == ranks
+    backwards = groups[1][1]
+    inner = backwards.group(list(range(size))[:2])  # its numbers, not those of the world
+    assert (inner is None) == (world.rank < size - 2)
+    if inner is not None:
+        assert inner.allgather_object(world.rank) == [size - 1, size - 2][: inner.size]
+    for group in (inner, *(group for _, group in groups)):
+        if group is not None and group is not comm:
+            group.close()
+    comm.barrier()
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+REFUSED = {
+    "floating point": lambda c: c.allreduce_(torch.ones(3, dtype=torch.int32), scale=0.5),
+    "min needs values that have an order, got complex64": lambda c: c.allreduce_(
+        torch.ones(3, dtype=torch.complex64), op=Op.MIN
+    ),
+    r"must be dense, got torch\.sparse_coo": lambda c: c.allreduce_(torch.eye(3).to_sparse()),
+    "must be on the CPU, got one on meta": lambda c: c.broadcast_(torch.zeros(3, device="meta")),
+    "root must be a rank from 0 to LAST": lambda c: c.broadcast_(torch.zeros(1), root=c.size),
+    "takes SIZE tensors of one dtype, got": lambda c: c.alltoall([torch.zeros(1)] * (c.size + 1)),
+    r"got SIZE of \['float32', 'int64'\]|takes 1 tensors": lambda c: c.alltoall(
+        [torch.zeros(1)] * (c.size - 1) + [torch.zeros(c.size, dtype=torch.int64)] * (c.size > 1)
+    ),
+    "10 elements in all": lambda c: c.reduce_scatter(torch.ones(10), numels=[1] * c.size),
+    r"from 0 to LAST, each once, got \[\]": lambda c: c.group([]),
+    r"from 0 to LAST, each once, got \[0, 0\]": lambda c: c.group([0, 0]),
+    r"from 0 to LAST, each once, got \[99\]": lambda c: c.group([99]),
+    r"from 0 to LAST, each once, got \[-1\]": lambda c: c.group([-1]),
+    "tag must be from 0|nobody to talk to": lambda c: c.send(torch.ones(1), 0, tag=-1),
+    "dest must be a rank from 0 to LAST|nobody": lambda c: c.send(torch.ones(1), c.size),
+}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_what_has_no_meaning_is_refused_at_once(comm):
+    for message, call in REFUSED.items():
+        match = message.replace("SIZE", str(comm.size)).replace("LAST", str(comm.size - 1))
+        with pytest.raises(CommError, match=match):
+            call(comm)
+    comm.barrier()
+
+
+DIFFERENT = {
+    r"gather of.* on rank 0.*|broadcast of an object": lambda c, last: (
+        c.gather_object if last else c.broadcast_object
+    )(1),
+    "float64.*float32": lambda c, last: c.all_gather(zeros_of(last)),
+    "float64.*from.*float32": lambda c, last: c.broadcast_(zeros_of(last)),
+    "float64.*float32.* in parts": lambda c, last: c.reduce_scatter(zeros_of(last)),
+    "alltoall of float64.*alltoall of float32": lambda c, last: c.alltoall(
+        [zeros_of(last)] * c.size
+    ),
+    "in parts of": lambda c, last: c.reduce_scatter(
+        torch.zeros(c.size), numels=[1] * c.size if last else [c.size] + [0] * (c.size - 1)
+    ),
+    "barrier": lambda c, last: c.group(range(c.size)) if last else c.barrier(),
+}
+
+
+def zeros_of(last):
+    return torch.zeros(2, dtype=torch.float32 if last else torch.float64)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_at_different_calls_all_learn_it(world, comm):
+    for message, call in DIFFERENT.items():
+        with pytest.raises(MismatchError, match=rf"same calls in the same order.*({message})"):
+            call(comm, world.rank == world.size - 1)
+    comm.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("path", ["flat MPI", "one node"])
+def test_ranks_that_disagree_about_a_sum_all_learn_it(world, path):
+    connection = connect(find_world(), PATHS[path])
+    last = world.rank == world.size - 1
+    for numel in (100, 3_000_000):
+        for dtype in (torch.float32, torch.float64):
+            mine = torch.zeros(numel + last, dtype=torch.float32 if last else dtype)
+            with pytest.raises(MismatchError, match="the same calls in the same order"):
+                connection.comm.allreduce_(mine).wait()
+    close(connection)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_all_ranks_raise_or_none_does(world, comm):
+    comm.agree(True)
+    with agreed(comm):
+        pass
+    last = world.size - 1
+    named = f"rank {last}: " if last else "^"
+    with pytest.raises(MismatchError, match=f"{named}disk of {last} is full"):
+        comm.agree(world.rank != last, f"disk of {world.rank} is full")
+
+    def check(fails):
+        with agreed(comm):
+            if fails:
+                raise ConfigError("the file is missing")
+
+    with pytest.raises(MismatchError, match=f"{named}the file is missing"):
+        check(world.rank == last)
+    with pytest.raises(MismatchError, match=r"^the file is missing$"):  # all ranks met it
+        check(fails=True)
+    with pytest.raises(ZeroDivisionError), agreed(comm):
+        raise ZeroDivisionError
+    comm.barrier()
+
+
+NUM_CASES = 1000
+"""By each path of ours; ``python -m tests.comm.fuzz -n N --seed S`` on any ranks for more."""
+NUM_CASES_OF_HOROVOD = 200
+"""Each takes a cycle of Horovod's, a millisecond, or several."""
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.limit(120)
+def test_random_collectives_equal_numpy(world, connection):
+    by_horovod = connection.plan.engine == "horovod"
+    num_cases = NUM_CASES_OF_HOROVOD if by_horovod else NUM_CASES
+    fuzz(connection.comm, num_cases, seed=world.size)

@@ -4,10 +4,17 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hpctrain.comm.control_channel import ring
+from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, tree_of
+from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.node.segments import Semaphore, private
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.errors import RankLostError
 from tests.comm.conftest import PATHS, close
@@ -191,3 +198,117 @@ def test_who_sleeps_or_flushes_hears_that_a_rank_has_left(path):
     connection = connect(find_world(), PATHS[path])
     leave_early(connection)
     connection.comm.close()
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[list[int]]:
+    """Deal ranks out to nodes, in any order."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=40))
+    ranks = list(range(sum(sizes)))
+    random.Random(draw(st.integers())).shuffle(ranks)
+    return [[ranks.pop() for _ in range(size)] for size in sizes]
+
+
+def trees_of(nodes: list[list[int]]) -> list[Tree]:
+    return [tree_of(nodes, rank) for rank in range(sum(map(len, nodes)))]
+
+
+def path_to_root(trees: list[Tree], rank: int) -> list[int]:
+    path = [rank]
+    while (parent := trees[path[-1]].parent) is not None:
+        path.append(parent)
+    return path
+
+
+@given(worlds())
+def test_every_rank_is_connected_with_rank_0_and_both_ends_know_of_each_edge(nodes):
+    trees = trees_of(nodes)
+    for rank, tree in enumerate(trees):
+        assert (tree.rank, tree.size) == (rank, len(trees))
+        assert path_to_root(trees, rank)[-1] == 0
+        assert all(trees[child].parent == rank for child in tree.children)
+        assert tree.parent is None or rank in trees[tree.parent].children
+        assert set(tree.neighbours) == {*tree.children, tree.parent} - {None}
+        assert len(tree.children) == len(set(tree.children)) <= 2 * FAN_OUT
+
+
+@given(worlds())
+def test_only_the_first_rank_of_a_node_has_a_parent_on_another_node(nodes):
+    trees = trees_of(nodes)
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    for ranks in nodes:
+        for rank in set(ranks) - {min(ranks)}:
+            assert node_of[trees[rank].parent] == node_of[rank]
+
+
+def test_a_thousand_ranks_are_a_few_steps_from_the_root():
+    one_each = trees_of([[rank] for rank in range(1000)])
+    of_sixteen = trees_of([list(range(n, n + 16)) for n in range(0, 1008, 16)])
+    assert max(len(path_to_root(one_each, rank)) for rank in range(1000)) - 1 == 5
+    assert max(len(path_to_root(of_sixteen, rank)) for rank in range(1008)) - 1 == 5
+
+
+SIZES = st.one_of(
+    st.integers(0, 200),
+    st.integers(RING_BYTES - 20, RING_BYTES + 20),
+    st.integers(0, 5 * RING_BYTES),
+)
+
+
+def semaphore() -> Semaphore:
+    made = Semaphore(private(64))
+    made.initialise()
+    return made
+
+
+class Pair:
+    """Both ends of a ring in one process."""
+
+    def __init__(self) -> None:
+        memory = np.zeros((HEAD_BYTES + RING_BYTES) // 8, np.uint64).view(np.uint8).data
+        fence = fence_of(semaphore())
+        self.reader_bell, self.writer_bell = semaphore(), semaphore()
+        self.outlet = Outlet(memory, self.reader_bell, fence)
+        self.inlet = Inlet(memory, self.writer_bell, fence)
+
+
+def message(number: int, num_bytes: int) -> bytes:
+    return bytes([number % 251]) * num_bytes
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["no fences", "fences"])
+@given(st.lists(st.one_of(SIZES.map(lambda size: ("send", size)), st.just(("receive", 0)))))
+def test_messages_of_any_size_arrive_in_order(in_order, steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "STORES_IN_ORDER", in_order)
+        pair = Pair()
+    sent, received = [], []
+    for what, size in steps:
+        if what == "send":
+            sent.append(message(len(sent), size))
+            pair.outlet.send(sent[-1])
+        else:
+            received += pair.inlet.receive() or []
+            assert received == sent[: len(received)]
+    while len(received) < len(sent):
+        if pair.outlet.is_stuck and pair.writer_bell.try_wait():
+            pair.outlet.push()
+        assert pair.reader_bell.try_wait()  # nothing comes without a ring
+        received += pair.inlet.receive() or []
+    assert received == sent
+    assert not pair.outlet.is_stuck
+    assert pair.inlet.receive() is None
+
+
+def test_a_writer_that_saw_a_full_ring_is_woken_by_the_next_read():
+    pair = Pair()
+    pair.outlet.send(bytes(RING_BYTES))
+    assert pair.outlet.is_stuck
+    pair.outlet.push()
+    assert not pair.writer_bell.try_wait()
+    assert pair.inlet.receive() == []
+    assert pair.writer_bell.try_wait()
+    pair.outlet.push()
+    assert not pair.outlet.is_stuck
+    assert pair.inlet.receive() == [bytes(RING_BYTES)]
+    assert not pair.writer_bell.try_wait()

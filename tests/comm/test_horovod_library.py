@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.engines import horovod_session
-from hpctrain.comm.engines.horovod_session import library
+from hpctrain.comm import horovod_engine
+from hpctrain.comm.horovod_engine import library
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import Installed
 
@@ -31,8 +31,8 @@ class Finder:
 if {imported}:
     sys.modules["horovod"] = alias
 sys.meta_path.insert(0, Finder)
-from hpctrain.comm.engines import horovod_session
-from hpctrain.comm.engines.horovod_session import library
+from hpctrain.comm import horovod_engine
+from hpctrain.comm.horovod_engine import library
 found = library()
 assert callable(found.torch.allreduce_async_), found.torch
 assert sys.meta_path[0] is Finder
@@ -62,7 +62,7 @@ def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found(imported):
     ],
 )
 def test_a_horovod_that_cannot_be_had_is_refused_before_it_is_loaded(monkeypatch, found, message):
-    monkeypatch.setattr(horovod_session, "installed", lambda: found)
-    monkeypatch.setattr(horovod_session, "loaded_libmpi", lambda: (OURS,))
+    monkeypatch.setattr(horovod_engine, "installed", lambda: found)
+    monkeypatch.setattr(horovod_engine, "loaded_libmpi", lambda: (OURS,))
     with pytest.raises(LaunchError, match=message):
         library.__wrapped__()

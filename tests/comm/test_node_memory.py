@@ -196,15 +196,6 @@ def test_memory_that_the_system_does_not_give_is_an_error_on_all_ranks(tmp_path)
         assert without == "[2.0]"  # libc takes the pages by storing to each
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.requires("root", "cluster")
-@pytest.mark.usefixtures("own_shm")
-def test_ranks_with_a_dev_shm_each_have_no_window_but_memfd(world):
-    told = refusals(world, Window(), MIB)
-    assert all("needs one /dev/shm for all ranks" in text for text in told)
-    check_shared(world, Memfd().allocate(world, 200 * MIB // world.size))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.requires("root", "cluster")
 @pytest.mark.usefixtures("own_shm")

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
-from hpctrain.comm.plan.plan_file import StoredPlan
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
@@ -51,14 +51,8 @@ def test_settings_that_make_another_rule_are_measured_for_themselves():
     assert planned(ranks_per_node=1).plan_origin == "measurement"
 
 
-@pytest.mark.ranks(1)
-def test_one_rank_measures_nothing(folder):
-    assert planned(probe="fresh").plan_origin == "rule"
-    assert not (folder / "plans").exists()
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_flat_mpi_measures_nothing(folder):
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_one_rank_and_flat_mpi_measure_nothing(folder):
     assert planned(shared_memory="off", probe="fresh").plan_origin == "rule"
     assert not (folder / "plans").exists()
 

@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,9 +10,10 @@ from hpctrain.comm.plan.choice import STEP_BYTES, rail_rule
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
+from hpctrain.comm.rail.mpi_wire import MpiWire
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.waiting import Watch
-from hpctrain.core.errors import RankLostError
+from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB
 
 SUM = combination(torch.float32, Op.SUM)
@@ -31,24 +31,6 @@ def make_rail(world):
     yield make
     for rail in made:
         rail.close()
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_reduces_what_it_is_given(world, make_rail, name):
-    rail = make_rail((0, name))
-    for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.uint8):
-        for op, function in ((Op.SUM, np.add), (Op.MAX, np.maximum)):
-            for numel in (0, 1, 1000, 50_000):
-                inputs = [np.arange(numel) % 50 + 20 * rank for rank in range(world.size)]
-                for reduce in (rail.reduce_, lambda *both: rail.allreduce_by(name, *both)):
-                    part = torch.tensor(inputs[world.rank]).to(dtype)
-                    reduce(part, combination(dtype, op))
-                    expected = torch.from_numpy(function.reduce(inputs)).to(dtype)
-                    if dtype is torch.bfloat16 and op is Op.SUM:  # rounded once per rank
-                        assert torch.allclose(part, expected, rtol=0.02)
-                    else:
-                        assert torch.equal(part, expected), (dtype, op, numel)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -134,3 +116,31 @@ def test_by_rule_middle_sizes_are_halved_where_nothing_must_be_folded_or_a_ring_
     by_nodes = {num_nodes: rail_rule(num_nodes).at(100 * KIB) for num_nodes in (3, 4, 6, 8, 9)}
     assert by_nodes == {3: "ring", 4: "halving", 6: "ring", 8: "halving", 9: "halving"}
     assert rail_rule(1000).at(10 * MIB) == "halving"
+
+
+@pytest.mark.ranks(2)
+def test_the_world_s_number_of_a_partner_is_in_the_message(world):
+    watch = Watch(hosts={4: "n4", 7: "n7"}, rank=4 + 3 * world.rank, timeout_s=0.3)
+    wire = MpiWire(world, watch=watch, world_ranks=[4, 7], name="rail 0")
+    incoming = torch.zeros(1)
+    if wire.rank == 0:
+        transfer = wire.start_receive(incoming, 1)
+        with pytest.raises(RankLostError, match=r"rank 4 on n4 .* for rank 7 on n7 over rail 0"):
+            wire.finish(transfer)
+    world.Barrier()
+    if wire.rank == 1:
+        wire.send(torch.ones(1), 0)
+    else:
+        wire.finish(transfer)
+        assert incoming.item() == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("numel", "sends"), [(5, "20 B"), (50, "more")])
+def test_a_message_of_another_size_is_an_error_that_names_both_ends(world, numel, sends):
+    wire = MpiWire(world)
+    if wire.rank == 0:
+        with pytest.raises(CommError, match=f"rank 0 takes 40 B and rank 1 sends {sends}"):
+            wire.receive_(torch.empty(10), 1)
+    else:
+        wire.send(torch.ones(numel), 0)

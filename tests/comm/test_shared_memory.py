@@ -39,17 +39,6 @@ def test_a_bucket_lives_as_long_as_its_tensor(world):
     assert flat.sum().item() == 50_000 * world.rank
 
 
-@pytest.mark.ranks(2, 4)
-def test_memfd_leaves_nothing_in_dev_shm():
-    before = set(os.listdir("/dev/shm"))  # noqa: PTH208
-    connection = connect(find_world(), Settings(shared_memory="memfd"))
-    bucket = connection.comm.new_bucket(1 << 20, torch.float32)
-    named = [name for name in set(os.listdir("/dev/shm")) - before if "hpctrain" in name]  # noqa: PTH208
-    assert not named
-    assert bucket.flat.numel() == 1 << 20
-    close(connection)
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_too_large_a_bucket_is_an_error_on_every_rank():
     connection = connect(find_world(), Settings())

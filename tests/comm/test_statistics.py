@@ -1,5 +1,6 @@
 """``HPCTRAIN_STATS=1`` prints one table of all ranks at the end, and only at an orderly end."""
 
+import re
 import subprocess
 
 import pytest
@@ -157,3 +158,20 @@ def test_a_program_that_loses_a_rank_prints_none_and_ends():
     done = launched("if hpctrain.rank(): os._exit(3)")
     assert done.returncode != 0
     assert "communicated" not in done.stderr
+
+
+LINE = re.compile(r"r\d+ \| allreduce_ {7}\| {2}400\.0 KiB \| +[\d.]+ (us|ms|s)\n")
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_each_collective_prints_rank_operation_size_and_time(monkeypatch, capfd):
+    monkeypatch.setenv("HPCTRAIN_TRACE", "1")
+    hpctrain.init()
+    total = hpctrain.allreduce(torch.ones(102_400), op=hpctrain.Sum)
+    hpctrain.barrier()
+    rank, size = hpctrain.rank(), hpctrain.size()
+    hpctrain.shutdown()
+    lines = capfd.readouterr().err.splitlines(keepends=True)
+    assert bool((total == size).all())
+    assert any(LINE.fullmatch(line) and line.startswith(f"r{rank} ") for line in lines), lines
+    assert any(line.startswith(f"r{rank} | barrier ") for line in lines), lines

@@ -53,7 +53,7 @@ def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("hpctrain.train.resume.plan_file.read", lambda _: stored(nodes))
+    monkeypatch.setattr("hpctrain.train.resume.StoredPlan.read", lambda _: stored(nodes))
     config = RunConfig(comm=CommConfig(ranks_per_node=per_node))
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(config))
@@ -63,7 +63,7 @@ def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
 def test_other_settings_of_the_way_and_another_engine_have_another_plan(tmp_path, monkeypatch):
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hpctrain.train.resume.plan_file.read", lambda _: stored((1,)))
+    monkeypatch.setattr("hpctrain.train.resume.StoredPlan.read", lambda _: stored((1,)))
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(RunConfig()))
     assert plan_to_keep(directory, RunConfig(), "hpctrain") == directory.plan

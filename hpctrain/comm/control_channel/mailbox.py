@@ -3,13 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.segments import LINE_BYTES, Segment, Semaphore, private
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore, private
 from hpctrain.comm.waiting import BY_MPI, IN_NODE, Pace, Watch, wait_until
+from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,10 +62,8 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     The first ranks of the nodes form a tree, and the ranks of each node another one below its
     first rank. So a node's messages leave it once.
 
-    Args:
-        nodes: the ranks of each node, numbered from 0 without gaps, in any order; a node is what
-            shares memory, at worst each rank by itself.
-        rank: whose place it is.
+    ``nodes`` has the ranks of each node, numbered from 0 without gaps, in any order; a node is
+    what shares memory, at worst each rank by itself.
     """
     members = sorted(sorted(ranks) for ranks in nodes)
     leaders = [ranks[0] for ranks in members]
@@ -83,13 +82,6 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
     return parent, tuple(ranks[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1])
 
 
-class Edge(NamedTuple):
-    """A neighbour on the same node."""
-
-    outlet: Outlet
-    inlet: Inlet
-
-
 class Mailbox:
     """This rank's mailboxes to its parent and its children.
 
@@ -99,7 +91,7 @@ class Mailbox:
     def __init__(
         self,
         tree: Tree,
-        edges: Mapping[int, Edge],
+        edges: Mapping[int, tuple[Outlet, Inlet]],
         bell: Semaphore,
         *,
         network: "Network | None" = None,
@@ -108,21 +100,16 @@ class Mailbox:
     ) -> None:
         """Take the ways to the neighbours.
 
-        Args:
-            tree: of all ranks.
-            edges: the neighbours on this node, by rank; the others are reached by ``network``.
-            bell: of this process.
-            network: None where all neighbours are on this node.
-            watch: looks at the others during sleeps.
-            spin: whether each rank has a core of its own.
+        ``edges`` leads to the neighbours on this node, by rank, ``network`` to the others;
+        ``bell`` is of this process; with ``spin`` each rank has a core of its own.
         """
         self.tree = tree
-        self._outlets = {rank: edge.outlet for rank, edge in edges.items()}
+        self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
             outlet for rank, outlet in self._outlets.items() if rank in tree.children
         )
-        self._inlets = [(rank, edge.inlet.receive) for rank, edge in edges.items()]
+        self._inlets = [(rank, inlet.receive) for rank, (_, inlet) in edges.items()]
         self._bell = bell
         self._try_wait = bell.try_wait
         self._network = network
@@ -140,10 +127,6 @@ class Mailbox:
 
         What a neighbour has no room for yet stays here, and leaves in later calls of ``send``,
         ``receive``, ``flush`` and ``sleep``. The messages to one neighbour arrive in order.
-
-        Args:
-            to: the parent or a child.
-            message: of any size.
         """
         outlet = self._outlets.get(to)
         if outlet is not None:
@@ -172,8 +155,7 @@ class Mailbox:
         A large message leaves when its receiver calls ``receive``, ``flush`` or ``sleep``. What
         comes meanwhile is read, so that neighbours that send too get on.
 
-        Args:
-            down: whether only what goes to children counts.
+        With ``down`` only what goes to children counts.
 
         Raises:
             RankLostError: a rank is lost, or the wait has lasted too long.
@@ -260,23 +242,13 @@ def alone() -> Mailbox:
 
 
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
-    """Make mailboxes between ranks that share no memory. Collective.
-
-    Args:
-        comm: the ranks; it is duplicated.
-        watch: looks at the others during sleeps.
-    """
+    """Make mailboxes between ranks that share no memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
     return Mailbox(tree, {}, _private_bell(), network=_network(comm), watch=watch, spin=True)
 
 
 def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
     """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
-
-    Args:
-        comm: the ranks; it is duplicated where there are several nodes.
-        node: those that share memory with this one.
-        watch: looks at the others during sleeps.
 
     Raises:
         NodeMemoryError: there is not enough memory; on every rank of the node.
@@ -303,7 +275,9 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
     )
 
 
-def _edges(tree: Tree, boxes: dict[int, Segment], spare: Semaphore) -> dict[int, Edge]:
+def _edges(
+    tree: Tree, boxes: dict[int, Segment], spare: Semaphore
+) -> dict[int, tuple[Outlet, Inlet]]:
     """Connect this rank with those of its neighbours that have a box on this node."""
     fence = fence_of(spare)
     edges = {}
@@ -315,8 +289,9 @@ def _edges(tree: Tree, boxes: dict[int, Segment], spare: Semaphore) -> dict[int,
             box, out, back = boxes[tree.rank], _UP, _DOWN
         else:
             box, out, back = boxes[rank], _DOWN, _UP
-        edges[rank] = Edge(
-            Outlet(_part(box, out), bell, fence), Inlet(_part(box, back), bell, fence)
+        edges[rank] = (
+            Outlet(_part(box, out), bell, fence),
+            Inlet(_part(box, back), bell, fence),
         )
     return edges
 

@@ -26,8 +26,7 @@ def fence_of(semaphore: Semaphore) -> Callable[[], object] | None:
 
     A post releases, taking it again acquires: together nothing passes them.
 
-    Args:
-        semaphore: nobody else uses it.
+    Nobody else uses the semaphore.
 
     Returns:
         None where the processor needs none.
@@ -50,13 +49,7 @@ class Outlet:
     def __init__(
         self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
     ) -> None:
-        """Take ``HEAD_BYTES + RING_BYTES`` zeros.
-
-        Args:
-            memory: of bytes, aligned to eight.
-            bell: of the reader.
-            fence: from ``fence_of``.
-        """
+        """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's bell."""
         self.is_stuck = False
         """Whether messages wait for room."""
         self._counters = memory[:HEAD_BYTES].cast("Q")
@@ -124,13 +117,7 @@ class Inlet:
     def __init__(
         self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
     ) -> None:
-        """Take the same memory as the writer.
-
-        Args:
-            memory: of bytes, aligned to eight.
-            bell: of the writer.
-            fence: from ``fence_of``.
-        """
+        """Take the same memory as the writer, and the writer's bell."""
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
         self._bell = bell.post

@@ -9,8 +9,9 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hpctrain.cluster.memory import rooms, shortage
-from hpctrain.comm.node.segments import Segment, clear, map_shared, take_pages, view_of
+from hpctrain.comm.node.segments import clear, map_shared, take_pages
 from hpctrain.core.errors import NodeMemoryError
+from hpctrain.core.libc import Segment, memory_at
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class Window:
             raise NodeMemoryError(f"MPI has no shared window for this node: {error}") from error
         window.Lock_all(MPI.MODE_NOCHECK)  # MPICH wants an epoch around every access
         segments = [
-            view_of(window.Shared_query(rank)[0].address, num_bytes) for rank in range(node.size)
+            memory_at(window.Shared_query(rank)[0].address, num_bytes) for rank in range(node.size)
         ]
         # Another program may have filled /dev/shm meanwhile; a store would then be a SIGBUS.
         if not all(node.allgather(take_pages(segments[node.rank]))):

@@ -1,4 +1,4 @@
-"""Memory that several processes map, and semaphores in it: the door to libc.
+"""Memory that several processes map, and semaphores in it: calls of libc.
 
 Python's own ``mmap`` keeps a duplicate of the descriptor for each map. With 128 ranks on a node
 that map each other's buckets, the usual limit of 1024 open files would be reached by eight.
@@ -7,76 +7,57 @@ that map each other's buckets, the usual limit of 1024 open files would be reach
 import ctypes
 import errno
 import mmap
-import os
 import time
-from typing import TypeAlias
+import weakref
 
 from hpctrain.core.errors import NodeMemoryError
-
-Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"
-"""Bytes at a fixed address; what is made from it keeps it, and it keeps its map."""
+from hpctrain.core.libc import (
+    Segment,
+    advise_memory,
+    instant_libc,
+    libc,
+    map_memory,
+    memory_at,
+    unmap_memory,
+)
 
 LINE_BYTES = 64
 """Room for one semaphore, which takes 32 bytes: a cache line each avoids false sharing."""
 
 _POPULATE_WRITE = 23
-_FAILED = ctypes.c_void_p(-1).value
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_LIBC = ctypes.CDLL(None, use_errno=True)  # gives up Python's lock during a call
-_INSTANT = ctypes.PyDLL(None)  # keeps it: these calls take less time than giving it up
-for _library, _name, _arguments in (
-    (_LIBC, "mmap", [_POINTER, _SIZE, _INT, _INT, _INT, ctypes.c_long]),
-    (_LIBC, "munmap", [_POINTER, _SIZE]),
-    (_LIBC, "madvise", [_POINTER, _SIZE, _INT]),
-    (_LIBC, "sem_timedwait", [_POINTER, ctypes.POINTER(_Timespec)]),
-    (_LIBC, "sched_yield", []),
-    (_INSTANT, "sem_init", [_POINTER, _INT, ctypes.c_uint]),
-    (_INSTANT, "sem_post", [_POINTER]),
-    (_INSTANT, "sem_trywait", [_POINTER]),
-):
-    getattr(_library, _name).argtypes = _arguments
-_LIBC.mmap.restype = _POINTER
-_POST, _TRY_WAIT = _INSTANT.sem_post, _INSTANT.sem_trywait
-
-
-class _Map:
-    """A map of the kernel, undone when nobody refers to it any more."""
-
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.num_bytes = 0
-        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.address = _LIBC.mmap(None, num_bytes, access, kind, descriptor, 0)
-        if self.address == _FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        self.num_bytes = num_bytes
-
-    def __del__(self) -> None:
-        if self.num_bytes:
-            _LIBC.munmap(self.address, self.num_bytes)
+_POINTER = ctypes.c_void_p
+_INIT, _POST, _TRY_WAIT = (
+    getattr(instant_libc(), name) for name in ("sem_init", "sem_post", "sem_trywait")
+)
+_INIT.argtypes, _POST.argtypes, _TRY_WAIT.argtypes = (
+    [_POINTER, ctypes.c_int, ctypes.c_uint],
+    [_POINTER],
+    [_POINTER],
+)
+_TIMED_WAIT, _YIELD = libc().sem_timedwait, libc().sched_yield
+_TIMED_WAIT.argtypes, _YIELD.argtypes = [_POINTER, ctypes.POINTER(_Timespec)], []
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Segment:
     """Map a file's first bytes, shared and already in the page table; the file may be closed.
 
+    The map is undone when nobody refers to the segment, or what was made from it, any more.
+
     Raises:
         OSError: the kernel refuses.
     """
-    mapped = _Map(descriptor, num_bytes)
-    segment = view_of(mapped.address, num_bytes)
-    segment.keeps = mapped  # type: ignore[attr-defined]
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = map_memory(num_bytes, access, kind, descriptor=descriptor)
+    segment = memory_at(address, num_bytes)
+    # Not at the end of the process: others may still use the memory then.
+    weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
     return segment
-
-
-def view_of(address: int, num_bytes: int) -> Segment:
-    """Look at memory that somebody else keeps."""
-    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 def private(num_bytes: int) -> Segment:
@@ -94,16 +75,13 @@ def take_pages(segment: Segment) -> bool:
 
     Kernels before 5.14 cannot say: True.
     """
-    start = ctypes.addressof(segment)
-    end, start = start + len(segment), start - start % mmap.PAGESIZE
-    if _LIBC.madvise(start, end - start, _POPULATE_WRITE) == 0:
-        return True
-    return ctypes.get_errno() == errno.EINVAL
+    refusal = advise_memory(ctypes.addressof(segment), len(segment), _POPULATE_WRITE)
+    return refusal in (0, errno.EINVAL)
 
 
 def yield_core() -> None:
     """Let others have the core, and other threads Python's lock, before going on."""
-    _LIBC.sched_yield()
+    _YIELD()
 
 
 class Semaphore:
@@ -118,7 +96,7 @@ class Semaphore:
 
     def initialise(self) -> None:
         """Set the counter to zero; the owner calls this before anybody else uses it."""
-        if _INSTANT.sem_init(self._address, 1, 0) != 0:
+        if _INIT(self._address, 1, 0) != 0:
             raise NodeMemoryError("this system has no process-shared semaphores")
 
     def post(self) -> None:
@@ -133,4 +111,4 @@ class Semaphore:
         """Sleep in the kernel until there is one and take it; False when the time is over."""
         nanoseconds, one_second = time.time_ns() + int(timeout_s * 1e9), 1_000_000_000
         deadline = _Timespec(*divmod(nanoseconds, one_second))
-        return bool(_LIBC.sem_timedwait(self._address, ctypes.byref(deadline)) == 0)
+        return bool(_TIMED_WAIT(self._address, ctypes.byref(deadline)) == 0)

@@ -5,7 +5,6 @@ cache, and writes the sum back into every rank's own bucket. So every byte cross
 once per reader instead of being packed into messages, and every rank owns its copy of the sum.
 """
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
-from hpctrain.comm.call_check import bucket_call, describe_call, disagreement
+from hpctrain.comm.call_check import Call, bucket_call, disagreement
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node.node_memory import NodeMemory
-from hpctrain.comm.node.segments import LINE_BYTES, Segment, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.ops import Combination
-from hpctrain.comm.waiting import IN_NODE, Watch, wait_until
+from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.core.errors import CommError, NodeMemoryError
+from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,12 +43,8 @@ class SharedMemory:
     ) -> None:
         """Take what the levels need in one piece: cells to compare, semaphores, the stage.
 
-        Args:
-            node: the ranks that share memory.
-            memory: how they do.
-            spin: whether each has a core of its own, so that a short wait may keep it.
-            watch: looks at the others during waits.
-            stage_bytes: of each rank, for ``stage``.
+        With ``spin`` each rank has a core of its own, so that a short wait may keep it;
+        ``stage_bytes`` are of each rank, for ``stage``.
 
         Raises:
             NodeMemoryError: there is not enough memory; on every rank of the node.
@@ -105,12 +101,8 @@ class SharedMemory:
             )
             raise
 
-    def meet(self, call: int, text: str = "") -> None:
+    def meet(self, call: Call) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
-
-        Args:
-            call: what this rank is about to do, see ``calls``.
-            text: the same in words, where the number does not tell.
 
         Raises:
             MismatchError: another rank is about to do something else; on every rank.
@@ -118,12 +110,12 @@ class SharedMemory:
         """
         self._owner.check()
         turn = self.turn
-        self._calls[self.local_rank * _CELLS + turn] = call
+        self._calls[self.local_rank * _CELLS + turn] = call.number
         self.barrier()
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
-        if calls.count(call) != self.local_size:
-            raise disagreement(self._node.allgather(text or describe_call(call)))
+        if calls.count(call.number) != self.local_size:
+            raise disagreement(self._node.allgather(call.text))
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
@@ -237,12 +229,7 @@ class NodeBarrier:
         for mine, next_one in self._rounds:
             next_one.post()
             if not mine.try_wait():
-                self._take(mine)
-
-    def _take(self, semaphore: Semaphore) -> None:
-        start = time.perf_counter()
-        wait_until(semaphore.try_wait, self._watch.look, self._pace, nap=semaphore.wait)
-        self._watch.waited_s += time.perf_counter() - start
+                self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
@@ -263,11 +250,7 @@ def combine_to(
 ) -> None:
     """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
 
-    Args:
-        out: the result; may be one of the first two pieces.
-        parts: one for each rank.
-        combination: what to do with the values.
-        scale: factor of the result.
+    ``out`` may be one of the first two pieces.
     """
     if combination.wide is not combination.lane or len(parts) == 1:
         total = parts[0].to(combination.wide, copy=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
-from hpctrain.comm.call_check import tensor_call
+from hpctrain.comm.call_check import Call, tensor_call
 from hpctrain.comm.node.shared_memory import SharedMemory, combine_to
 from hpctrain.comm.ops import Combination, scale_
 
@@ -19,7 +19,7 @@ MOST_SEEN = 256
 """Views that are kept: making one costs as much as a small sum."""
 
 
-class Stage:
+class SharedSlots:
     """Two slots per rank, in the stage of ``node``; every method is collective over the node."""
 
     def __init__(self, node: SharedMemory) -> None:
@@ -51,12 +51,8 @@ class Stage:
             self._node.barrier()
             self.leave(chunk, bucket, None)
 
-    def enter(self, values: Tensor, call: int) -> Bucket:
-        """Copy ``values`` into this rank's slot and meet; they must fit.
-
-        Args:
-            values: flat.
-            call: what they are part of, a number of ``calls``.
+    def enter(self, values: Tensor, call: Call) -> Bucket:
+        """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
 
         Returns:
             The slots of all ranks, as a bucket.
@@ -73,7 +69,7 @@ class Stage:
             scale_(values, scale)
         self._node.num_bytes += values.numel() * values.itemsize
 
-    def _put(self, values: Tensor, call: int) -> Slots:
+    def _put(self, values: Tensor, call: Call) -> Slots:
         numel, node = values.numel(), self._node
         slots = self._views(values.dtype, numel, node.turn)
         slots[node.local_rank].copy_(values)

@@ -34,7 +34,6 @@ BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
 _SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
 _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 _NO_RAIL = SizeTable(((0, "library"),))
-_FLAT, _TWO_LEVEL = SizeTable(((0, "flat"),)), SizeTable(((0, "two-level"),))
 
 
 def choose_plan(
@@ -42,11 +41,7 @@ def choose_plan(
 ) -> Plan:
     """Choose the plan by rule, from facts that are the same on every rank.
 
-    Args:
-        topology: of the world.
-        settings: of rank 0.
-        node_memory: name of the way that every node can share memory, or ``none``.
-        threads: torch's threads of each rank.
+    ``node_memory`` is a way that every node has, ``threads`` are torch's of each rank.
     """
     overlap = settings.overlap
     if overlap == "auto":
@@ -57,8 +52,8 @@ def choose_plan(
     one_level = topology.num_nodes == 1 or node_memory == "none"
     tensors = _tensors_of(topology, node_memory)
     if settings.engine == "horovod" and node_memory != "alone":
-        forced = settings.horovod_way == "two-level" and has_equal_nodes(topology)
-        tensors = _TWO_LEVEL if forced else _FLAT
+        two_level = settings.horovod_way == "two-level" and has_equal_nodes(topology)
+        tensors = SizeTable(((0, "two-level" if two_level else "flat"),))
     return Plan(
         node_memory=node_memory,
         num_rails=0 if one_level else min(topology.max_rails, 2 * topology.cards),
@@ -78,13 +73,7 @@ def has_equal_nodes(topology: Topology) -> bool:
 
 
 def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable:
-    """Choose how ordinary tensors travel, without a measurement.
-
-    Args:
-        num_nodes: nodes of the world.
-        node_memory: see ``Plan``.
-        local_size: ranks of the largest node.
-    """
+    """Choose how ordinary tensors travel, for so many ranks on the largest node, unmeasured."""
     if node_memory in ("none", "alone"):
         return SizeTable(((0, "library"),))
     if num_nodes > 1:
@@ -141,9 +130,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
     """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
-    if plan.engine == "horovod":
-        sensible = BY_HOROVOD
-    elif what == "tensors":
+    if what == "tensors":
         sensible = BETWEEN_NODES if plan.num_rails else ON_A_NODE
     else:
         sensible = _SMALL_PARTS if num_bytes < 64 * KIB else _LARGE_PARTS
@@ -155,11 +142,6 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
 
     A measured size speaks for all that are nearer to it than to another of ``sizes``, by factor;
     the last one for all above. Where the rule's algorithm was not measured, the rule stays.
-
-    Args:
-        rule: the table without measurements.
-        measured: of one kind, at ``sizes``; some may be missing.
-        sizes: that were to be measured, in bytes, growing.
     """
     edges = [0, *(math.isqrt(a * b) for a, b in pairwise(sizes))]
     steps: list[tuple[int, str]] = []
@@ -178,9 +160,7 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
     One that gains does so in its median, and in each of several runs over each of the default's:
     what the machine does besides must not choose a plan.
 
-    Args:
-        measured: for one size, by algorithm; of equals the first is taken.
-        default: stays where it was not measured.
+    Of equals the first is taken; ``default`` stays where it was not measured.
     """
     if default not in measured:
         return default
@@ -196,15 +176,7 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
 
 
 def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Estimate the seconds for a size from those for smaller ones, along a line.
-
-    Args:
-        times: seconds by size in bytes, all below ``num_bytes``.
-        num_bytes: the size to estimate.
-
-    Returns:
-        0 where nothing is known.
-    """
+    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
     sizes = sorted(times)
     if not sizes:
         return 0.0

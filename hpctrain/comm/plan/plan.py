@@ -153,9 +153,6 @@ class Plan:
 
         The algorithm that the plan takes for a size is marked by ``*``.
 
-        Args:
-            what: ``tensors`` or ``rail``.
-
         Returns:
             No row at all where nothing was measured.
         """
@@ -206,27 +203,24 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return read
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError("a whole number from 0 on is needed")
-    return value
+def _whole(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise TypeError(f"a whole number from {least} on is needed")
+        return value
 
-
-def _at_least_one(value: object) -> int:
-    if (number := _count(value)) == 0:
-        raise ValueError("at least 1 is needed")
-    return number
+    return read
 
 
 def _table(value: Any) -> SizeTable:
-    return SizeTable(tuple((_count(size), _text(name)) for size, name in value))
+    return SizeTable(tuple((_whole(0)(size), _text(name)) for size, name in value))
 
 
 def _measured(value: Any) -> tuple[Measurement, ...]:
     return tuple(
         Measurement(
             _one_of("tensors", "rail")(entry["what"]),
-            _count(entry["num_bytes"]),
+            _whole(0)(entry["num_bytes"]),
             _text(entry["algorithm"]),
             _seconds(entry["runs"]),
         )
@@ -248,14 +242,14 @@ def _seconds(value: Any) -> tuple[float, ...]:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "node_memory": _one_of("memfd", "window", "none", "alone"),
-    "num_rails": _count,
-    "bucket_bytes": _at_least_one,
+    "num_rails": _whole(0),
+    "bucket_bytes": _whole(1),
     "overlap": _one_of("thread", "inline", "end"),
-    "threads": _at_least_one,
+    "threads": _whole(1),
     "tensors": _table,
     "rail": _table,
     "measured": _measured,
-    "fusion_bytes": _count,
+    "fusion_bytes": _whole(0),
     "cycle_s": _time,
     "engine": _one_of(*ENGINES),
 }

@@ -1,35 +1,119 @@
 """The source of a world's plan: a file, an earlier measurement, a new one, or the rule."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain import __version__
 from hpctrain.cluster import env
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.plan.choice import has_equal_nodes
-from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.plan_file import (
-    StoredPlan,
-    key_of,
-    load_cached,
-    misfit,
-    read,
-    store_cached,
+from hpctrain.comm import mpi_library
+from hpctrain.comm.agreement import on_root
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.choice import (
+    BETWEEN_NODES,
+    BY_HOROVOD,
+    ON_A_NODE,
+    choose_plan,
+    has_equal_nodes,
 )
-from hpctrain.core import horovod_variables
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.algorithms import ALGORITHMS
+from hpctrain.core import config
+from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import ConfigError, NodeMemoryError
+from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.node.shared_memory import SharedMemory
     from hpctrain.comm.waiting import Watch
 
 _CPU = Path("/proc/cpuinfo")
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan:
+    """A plan and the world it was made for, as they lie on disk."""
+
+    nodes: tuple[int, ...]
+    """Ranks of each node."""
+    plan: Plan
+
+    @classmethod
+    def of(cls, topology: Topology, plan: Plan) -> Self:
+        """Take the plan of the world with this topology."""
+        return cls(nodes=_sizes(topology), plan=plan)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {"nodes": list(self.nodes), "plan": self.plan.as_dict()}
+
+    @classmethod
+    def from_dict(cls, content: object) -> Self:
+        """Return what ``as_dict`` gave; further keys are left to other readers.
+
+        Raises:
+            ConfigError: a key is missing or its value is not valid; names it.
+        """
+        if not isinstance(content, dict):
+            raise ConfigError("it is no table with the keys nodes and plan")
+        nodes, plan = content.get("nodes"), content.get("plan")
+        if (
+            not nodes
+            or not isinstance(nodes, list)
+            or not all(type(n) is int and n > 0 for n in nodes)
+        ):
+            raise ConfigError(f"nodes must list the ranks of each node, got {nodes!r}")
+        if not isinstance(plan, dict):
+            raise ConfigError(f"plan must be a table, got {plan!r}")
+        return cls(nodes=tuple(nodes), plan=Plan.from_dict(plan))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file that holds a plan, such as the ``plan.json`` of a run.
+
+        Raises:
+            ConfigError: it cannot be read, or what it says is no plan.
+        """
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, ConfigError) as error:
+            raise ConfigError(
+                f"{path} is no file with a plan: {reason_of(error)}; name the plan.json of a run "
+                f"directory, or leave HPCTRAIN_PLAN out"
+            ) from None
+
+    def misfit(self, topology: Topology, node_memory: str, engine: str = "hpctrain") -> str:
+        """Say what keeps a world from using the plan; empty where nothing does. Pure."""
+        plan, sizes = self.plan, _sizes(topology)
+        if self.nodes != sizes:
+            return f"it is for {_nodes(self.nodes)}, and this world has {_nodes(sizes)}"
+        if plan.engine != engine:
+            return f"it is for the engine {plan.engine}, and HPCTRAIN_ENGINE is {engine}"
+        if plan.node_memory != node_memory:
+            return f"it wants node memory {plan.node_memory}, and this world has {node_memory}"
+        one_level = topology.num_nodes == 1 or node_memory in ("none", "alone")
+        fewest, most = (0, 0) if one_level else (1, topology.max_rails)
+        if not fewest <= plan.num_rails <= most:
+            return f"it wants {plan.num_rails} rails, and this world can have {fewest} to {most}"
+        for name, table, known in (
+            ("tensors", plan.tensors, _ways(topology, node_memory, engine)),
+            ("rail", plan.rail, tuple(ALGORITHMS) if plan.num_rails else ("library",)),
+        ):
+            if unknown := sorted({algorithm for _, algorithm in table.steps} - {*known}):
+                return (
+                    f"its {name} go by {', '.join(unknown)}, and here there are {', '.join(known)}"
+                )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,90 +127,51 @@ class PlanDecision:
     """Where a measurement is to be kept; empty where none is wanted."""
 
 
-def pinned(world: "MPI.Intracomm | None", settings: Settings) -> StoredPlan | None:
+def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
     """Return what ``settings.plan`` holds, None where there is none. Collective.
-
-    Args:
-        world: rank 0 of it reads for all; None in a world of one.
-        settings: the same on every rank.
 
     Raises:
         ConfigError: it cannot be read; on every rank.
     """
     if settings.plan is None:
         return None
-    found: StoredPlan | str = ""
-    if world is None or world.rank == 0:
-        try:
-            found = read(settings.plan)
-        except ConfigError as error:
-            found = str(error)
-    if world is not None:
-        found = world.bcast(found)
-    if isinstance(found, str):
-        raise ConfigError(found)
-    return found
+    return on_root(comm, partial(StoredPlan.read, settings.plan), ConfigError)
 
 
-def share_memory(
-    world: "MPI.Intracomm",
-    topology: Topology,
-    settings: Settings,
-    stored: StoredPlan | None,
-    watch: "Watch",
-) -> "tuple[SharedMemory | None, str]":
-    """Share memory as ``levels.share_memory`` does, in the way of the stored plan if there is one.
-
-    Raises:
-        ConfigError: the way of the plan cannot be had; on every rank.
-        NodeMemoryError: a way was forced by the settings and does not work; on every rank.
-    """
-    from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
-
+def memory_wanted(settings: Settings, stored: StoredPlan | None) -> str:
+    """Return the way to share memory: that of the settings, or of the plan where they are open."""
     if stored is None or settings.shared_memory != "auto":
-        return build.share_memory(world, topology, settings.shared_memory, watch)
+        return settings.shared_memory
     way = stored.plan.node_memory
-    if way in ("none", "alone"):
-        return None, ""
-    try:
-        return build.share_memory(world, topology, way, watch)
-    except NodeMemoryError as error:
-        raise ConfigError(
-            f"the plan of {settings.plan} wants node memory {way}, which cannot be had here: "
-            f"{error}; leave HPCTRAIN_PLAN out"
-        ) from None
+    return "off" if way in ("none", "alone") else way
 
 
 def decide(
-    world: "MPI.Intracomm | None",
+    comm: Communicator,
     topology: Topology,
     settings: Settings,
     stored: StoredPlan | None,
-    rule: Plan,
-    machines: Sequence[str] = (),
+    *,
+    node_memory: str,
+    num_threads: int,
 ) -> PlanDecision:
     """Take the pinned plan, else what an earlier run has measured, else the rule. Collective.
-
-    Args:
-        world: all ranks; None in a world of one.
-        topology: of the world.
-        settings: of rank 0.
-        stored: from ``pinned``.
-        rule: the plan that follows from facts and settings.
-        machines: ``machine()`` of every rank.
 
     Raises:
         ConfigError: the pinned plan cannot be used in this world; on every rank.
     """
+    threads = comm.allgather_object(num_threads)
+    rule = choose_plan(topology, settings, node_memory=node_memory, threads=threads)
+    rule = comm.broadcast_object(rule)
     if stored is not None:
-        if problem := misfit(stored, topology, rule.node_memory, rule.engine):
+        if problem := stored.misfit(topology, rule.node_memory, rule.engine):
             raise ConfigError(
                 f"the plan of {settings.plan} does not fit: {problem}; start the ranks that it "
                 f"is for, or leave HPCTRAIN_PLAN out"
             )
         return PlanDecision(plan=stored.plan, origin=str(settings.plan))
     by_rule = PlanDecision(plan=rule, origin="rule")
-    if world is None or settings.probe == "off" or not _has_choice(topology, settings, rule):
+    if settings.probe == "off" or rule.node_memory in ("none", "alone"):  # there is no choice
         return by_rule
     key = key_of(
         {
@@ -134,54 +179,80 @@ def decide(
             "nodes": topology.nodes,
             "hosts": len({host.partition("#")[0] for host in topology.hosts}),
             "environment": env.tuning(),
-            "horovod": horovod_variables.found() if rule.engine == "horovod" else {},
             "cards": topology.cards,
-            "machines": machines,
-            "mpi": _mpi_library(),
+            "machines": comm.allgather_object(machine(len(topology.cores))),
+            "mpi": mpi_library.version(),
             "hpctrain": __version__,
         }
     )
     if settings.probe == "auto":
-        found = load_cached(key) if world.rank == 0 else None
-        if found is not None and misfit(found, topology, rule.node_memory, rule.engine):
+        found = load_cached(key) if comm.rank == 0 else None
+        if found is not None and found.misfit(topology, rule.node_memory, rule.engine):
             found = None
-        if (found := world.bcast(found)) is not None:
+        if (found := comm.broadcast_object(found)) is not None:
             return PlanDecision(plan=found.plan, origin="a measurement in an earlier run")
     return replace(by_rule, key=key)
 
 
 def measured(
     decision: PlanDecision,
-    comm: "Communicator",
+    comm: Communicator,
     world: "MPI.Intracomm",
     topology: Topology,
     watch: "Watch",
 ) -> PlanDecision:
-    """Measure where that is wanted, use what is fastest, and remember it. Collective.
-
-    Args:
-        decision: from ``decide``.
-        comm: of all ranks, joined with the plan that was decided.
-        world: the same ranks.
-        topology: of the world.
-        watch: looks at the others during waits.
-    """
+    """Measure where that is wanted, use what is fastest, and remember it. Collective."""
     if not decision.key:
         return decision
-    from hpctrain.comm.plan.probe import Choosing, measure  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.plan.probe import measure  # noqa: PLC0415 - needs MPI
 
-    assert isinstance(comm, Choosing)
-    plan = measure(comm, world, decision.plan, watch)
+    assert comm.levels is not None
+    plan = measure(comm.levels, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))
     return PlanDecision(plan=plan, origin="measurement")
 
 
-def _has_choice(topology: Topology, settings: Settings, rule: Plan) -> bool:
-    """Say whether there are several algorithms to choose from."""
-    if rule.engine == "horovod":
-        return settings.horovod_way == "auto" and has_equal_nodes(topology)
-    return rule.node_memory != "none"
+def key_of(facts: Mapping[str, Any]) -> str:
+    """Return a name for what a measured plan depends on: the same facts, the same name."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_cached(key: str) -> StoredPlan | None:
+    """Return what an earlier run measured; None where there is nothing that can be used."""
+    path = _cached(key)
+    if path is None or not path.exists():
+        return None
+    try:
+        return StoredPlan.read(path)
+    except ConfigError as error:
+        _LOG.debug("a plan that was measured earlier is left aside: %s", error)
+        return None
+
+
+def store_cached(key: str, stored: StoredPlan) -> None:
+    """Remember a plan for the next run; where that cannot be, the next run measures again.
+
+    Jobs that write the same plan at the same time do not disturb each other: the last one stays.
+    """
+    if (path := _cached(key)) is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False
+        ) as file:
+            json.dump(stored.as_dict(), file, indent=1)
+        sync(Path(file.name))
+        Path(file.name).replace(path)
+    except OSError as error:
+        _LOG.debug("the plan is not remembered in %s: %s", path, reason_of(error))
+
+
+def _cached(key: str) -> Path | None:
+    folder = config.cache_folder()
+    return None if folder is None else folder / "plans" / f"{key}.json"
 
 
 def machine(num_cores: int) -> str:
@@ -195,7 +266,20 @@ def machine(num_cores: int) -> str:
     return f"{num_cores} x {model.partition(':')[2].strip()}"
 
 
-def _mpi_library() -> str:
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+def _sizes(topology: Topology) -> tuple[int, ...]:
+    return tuple(map(len, topology.nodes))
 
-    return MPI.Get_library_version()
+
+def _nodes(sizes: Sequence[int]) -> str:
+    smallest, largest = min(sizes), max(sizes)
+    per_node = str(largest) if smallest == largest else f"{smallest} to {largest}"
+    plural = "" if len(sizes) == 1 else "s"
+    return f"{len(sizes)} node{plural} of {per_node} rank{'s' * (per_node != '1')}"
+
+
+def _ways(topology: Topology, node_memory: str, engine: str) -> tuple[str, ...]:
+    if engine == "horovod" and node_memory != "alone":
+        return BY_HOROVOD if has_equal_nodes(topology) else BY_HOROVOD[:1]
+    if node_memory in ("none", "alone"):
+        return ("library",)
+    return ON_A_NODE if topology.num_nodes == 1 else BETWEEN_NODES

@@ -10,12 +10,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm.communicator import Work
+from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
     BATCHING_SIZES,
@@ -26,7 +25,6 @@ from hpctrain.comm.plan.choice import (
     refine,
 )
 from hpctrain.comm.plan.plan import Measurement, Plan
-from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
@@ -53,26 +51,8 @@ RunBy = Callable[[str, torch.Tensor], object]
 _LOG = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Choosing(Protocol):
-    """A communicator that chooses between algorithms by a plan; others have no choice."""
-
-    @property
-    def rail(self) -> Rail | None:
-        """What carries its part between nodes; None where nothing does."""
-
-    def use(self, plan: Plan) -> None:
-        """Choose by ``plan`` from now on."""
-
-    def allreduce_by(self, way: str, tensor: torch.Tensor) -> Work:
-        """Sum by the algorithm of this name."""
-
-    def allreduce_(self, tensor: torch.Tensor) -> Work:
-        """Sum by the algorithm that the plan has for this size."""
-
-
 def measure(
-    comm: Choosing,
+    comm: HierarchicalCommunicator,
     world: MPI.Intracomm,
     plan: Plan,
     watch: Watch,
@@ -82,13 +62,7 @@ def measure(
 
     Also opens the connections between ranks, so that the first step need not.
 
-    Args:
-        comm: of all ranks, joined with ``plan``.
-        world: the same ranks; carries the figures.
-        plan: chosen by rule.
-        watch: looks at the others during waits.
-        budget_s: seconds after which nothing more is measured; sizes that were not reached keep
-            what the rule says.
+    Sizes that ``budget_s`` seconds do not reach keep what the rule says.
 
     Returns:
         The plan with refined tables, what follows for small operations, and all measurements.
@@ -161,7 +135,9 @@ def _table(
     return measured
 
 
-def _shortest(comm: Choosing, stopwatch: "Stopwatch", until_s: float) -> dict[int, float]:
+def _shortest(
+    comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
+) -> dict[int, float]:
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 
     Returns:
@@ -196,10 +172,7 @@ class Stopwatch:
     ) -> float | None:
         """Call ``run`` so many times by the clock. Collective.
 
-        Args:
-            run: the same on every rank.
-            calls: how often.
-            warm_up: call it once before, to open what the first call has to open.
+        With ``warm_up`` once before, to open what the first call has to open.
 
         Returns:
             The mean seconds of a call, of the slowest rank; None where it failed on any.

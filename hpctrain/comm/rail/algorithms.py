@@ -98,11 +98,7 @@ def pairwise_reduce_scatter(
 ) -> Tensor:
     """Combine everybody's ``parts[rank]`` on this rank. Collective.
 
-    Args:
-        wire: the ranks.
-        parts: one for each rank, flat and contiguous, of dtype ``combination.lane``; the same
-            numbers of elements on every rank.
-        combination: how.
+    Parts are flat and contiguous, of dtype ``combination.lane``, alike on every rank.
 
     Returns:
         A new tensor of dtype ``combination.wide``, as long as this rank's part.

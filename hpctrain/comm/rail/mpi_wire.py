@@ -72,11 +72,8 @@ class MpiWire(Wire):
     ) -> None:
         """Take the ranks and how they are called.
 
-        Args:
-            comm: nothing else may send on it.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank of ``comm``; empty where it is the same.
-            name: such as ``rail 0``, for messages.
+        ``world_ranks`` are the world's numbers of the ranks, empty where they are the same;
+        ``name``, such as ``rail 0``, is for messages.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size

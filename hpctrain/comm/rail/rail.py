@@ -32,12 +32,8 @@ class Rail:
     ) -> None:
         """Take the ranks and the choice of algorithms.
 
-        Args:
-            comm: nothing else may use it; ``close`` frees it.
-            table: names of ``ALGORITHMS`` by bytes of the part.
-            watch: looks at the others during waits.
-            world_ranks: the world's number of each rank of ``comm``; empty where it is the same.
-            name: such as ``rail 0``, for messages.
+        ``table`` has names of ``ALGORITHMS`` by bytes of the part; the rest as for ``MpiWire``.
+        ``close`` frees ``comm``.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size

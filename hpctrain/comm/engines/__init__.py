@@ -1,1 +1,0 @@
-"""Engines of others below the same protocol: Horovod."""

@@ -1,0 +1,378 @@
+"""Horovod as an engine: its own operations behind the methods of a communicator."""
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.cluster.libraries import family, loaded_libmpi
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.agreement import raise_if_any
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.ops import Combination, Op
+from hpctrain.comm.plan.choice import has_equal_nodes
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.tensor_arguments import flat_of, name_of
+from hpctrain.comm.waiting import Watch
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, LaunchError
+from hpctrain.launch.installed_horovod import installed
+
+
+class HorovodCommunicator(MpiCommunicator):
+    """All-reduces, gathers and broadcasts are Horovod's, as far as it has them; all else is MPI's.
+
+    The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
+    that is late, lost, or about to do something else. Groups of all ranks are Horovod's too, in
+    any order; groups of some go over MPI.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        library: "Library",
+        *,
+        watch: Watch,
+        world_ranks: Sequence[int] = (),
+        levels: "_Levels | None" = None,
+        name: str = "hpctrain",
+    ) -> None:
+        """Take all ranks of the world that Horovod serves, in any order; ``close`` frees ``comm``.
+
+        Sums take the ``levels`` if there are any. All names of operations begin with ``name``,
+        which no other communicator has.
+        """
+        super().__init__(comm, watch=watch, world_ranks=world_ranks)
+        self._library, self._hvd = library, library.torch
+        self._levels = levels
+        self._name = name
+        self._num_groups = 0
+        self._by_world_rank = sorted(range(comm.size), key=self._world_ranks.__getitem__)
+
+    def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
+        name = operation(how)
+        if name is None:
+            super()._allreduce_wide_(total, how)
+        elif total.numel():
+            wire, levels = total.to(_WIRE[total.dtype]), self._levels
+            op = getattr(self._hvd, name)
+            if levels and name == "Sum" and wire.numel() >= levels.local_size:
+                self._sum_by_levels_(wire, levels)
+            else:
+                self._run(self._hvd.allreduce_async_, wire, f"allreduce {_size(wire)}", op=op)
+            if wire is not total:
+                total.copy_(wire)
+
+    def _sum_by_levels_(self, wire: Tensor, levels: "_Levels") -> None:
+        """Sum inside each node, each rank its part; over the nodes; and gather in each node."""
+        hvd, what = self._hvd, f"two-level {_size(wire)}"
+        node, rail = {"process_set": levels.node}, {"process_set": levels.rail}
+        part = self._run(hvd.reducescatter_async, wire, f"{what}: node", op=hvd.Sum, **node)
+        self._run(hvd.allreduce_async_, part, f"{what}: rail", op=hvd.Sum, **rail)
+        wire.copy_(self._run(hvd.allgather_async, part, f"{what}: publish", **node))
+
+    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        values, lanes = as_lanes(mine)
+        if not 0 < sum(numels) * lanes <= MOST_LANES:
+            return super()._gather_flat(mine, numels)
+        packed = self._run(self._hvd.allgather_async, values, "all_gather")
+        # Horovod gives them in the order of the world.
+        parts = packed.view(mine.dtype).split([numels[rank] for rank in self._by_world_rank])
+        found = dict(zip(self._by_world_rank, parts, strict=True))
+        return [found[rank].clone() for rank in range(self.size)]
+
+    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
+        values, _ = as_lanes(chunk)
+        if values.numel():
+            source = self._world_ranks[root]
+            what = f"broadcast.{root} {_size(values)}"
+            self._run(self._hvd.broadcast_async_, values, what, root_rank=source)
+
+    def group(self, ranks: Sequence[int]) -> Communicator | None:
+        """Split the ranks off; all ranks count the groups, also those that they are not in."""
+        self._num_groups += 1
+        return super().group(ranks)
+
+    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> Communicator:
+        if len(ranks) < self.size:
+            return super()._make_flat_group(members, ranks)
+        of_world = [self._world_ranks[rank] for rank in ranks]
+        return HorovodCommunicator(
+            members,
+            self._library,
+            watch=self._watch.of_group(of_world),
+            world_ranks=of_world,
+            levels=self._levels,
+            name=f"{self._name}.{self._num_groups}",
+        )
+
+    def _run(self, start: Any, values: Tensor, what: str, **options: Any) -> Any:
+        """Let Horovod ``start`` an operation; sleep meanwhile and look for lost ranks.
+
+        What has the same name must be alike each time, since Horovod remembers it.
+
+        Raises:
+            CommError: Horovod refuses it, or fails.
+            RankLostError: a rank was lost meanwhile. Horovod may still use the tensors.
+        """
+        name = f"{self._name} {what}"
+        self._library_bytes += values.nbytes
+        try:
+            handle = start(values, name=name, **options)
+            self._watch.wait(partial(self._hvd.poll, handle))
+            return self._hvd.synchronize(handle)
+        except (self._hvd.HorovodInternalError, ValueError) as error:
+            raise CommError(
+                f"Horovod {self._library.version} could not do it: {error}; see what it has "
+                f"printed, or set HPCTRAIN_ENGINE=hpctrain"
+            ) from error
+
+
+def _size(values: Tensor) -> str:
+    return f"of {values.numel()} {name_of(values.dtype)}"
+
+
+class _Levels(NamedTuple):
+    """Horovod's process sets of this rank's node, and of the ranks of its number on all nodes."""
+
+    node: Any
+    rail: Any
+    local_size: int
+
+    @classmethod
+    def make(cls, hvd: Any, nodes: Sequence[Sequence[int]], rank: int) -> "_Levels":
+        """Make the sets of all ``nodes``, which have equally many ranks. Collective."""
+        on_nodes = [sorted(ranks) for ranks in nodes]
+        across = [list(ranks) for ranks in zip(*on_nodes, strict=True)]
+        sets = [(ranks, hvd.add_process_set(ranks)) for ranks in (*on_nodes, *across)]
+        node, rail = (made for ranks, made in sets if rank in ranks)
+        return cls(node, rail, len(on_nodes[0]))
+
+
+class _World(HorovodCommunicator):
+    """All ranks, with which Horovod begins and ends; collective."""
+
+    def __init__(
+        self, world: MPI.Intracomm, library: "Library", settings: Settings, watch: Watch
+    ) -> None:
+        super().__init__(world, library, watch=watch)
+        self._world = world.Dup()
+        with _environment(variables_for(settings)):
+            self._hvd.init(comm=self._world)
+
+    def take_levels(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Let sums travel in two levels from now on. Collective."""
+        self._levels = _Levels.make(self._hvd, nodes, self.rank)
+
+    def close(self) -> None:
+        """Free the MPI communicator, and end Horovod."""
+        was_open = self.is_open
+        super().close()
+        if was_open:
+            self._hvd.shutdown()
+            self._world.Free()
+
+
+def join(
+    world: MPI.Intracomm, topology: Topology, plan: Plan, settings: Settings, watch: Watch
+) -> HorovodCommunicator:
+    """Start Horovod and make the communicator of all ranks, which keeps ``world``. Collective.
+
+    Raises:
+        LaunchError: some rank has no Horovod that works, or its Horovod is in use; on every rank.
+    """
+    refusal, here = None, None
+    try:
+        here = library()
+        if here.torch.is_initialized():
+            refusal = (
+                "Horovod serves one world of a process at a time, and it serves one already: "
+                "leave out this program's own call of Horovod's init(), shut the other world "
+                "down first, or set HPCTRAIN_ENGINE=hpctrain"
+            )
+    except LaunchError as error:
+        refusal = str(error)
+    raise_if_any(world.allgather(refusal), LaunchError)
+    assert here is not None
+    made = _World(world, here, settings, watch)
+    if plan.tensors.at(0) == "two-level":
+        made.take_levels(topology.nodes)
+    return made
+
+
+def unmet_wish(topology: Topology, settings: Settings) -> str:
+    """Return what to tell where two levels are wanted and cannot be; empty else."""
+    if settings.horovod_way != "two-level" or has_equal_nodes(topology):
+        return ""
+    sizes = [len(ranks) for ranks in topology.nodes]
+    return (
+        f"two levels of Horovod need several nodes with several ranks each, as many on every one, "
+        f"got {sizes}: sums go flat; set HPCTRAIN_HOROVOD_WAY=flat"
+    )
+
+
+MOST_LANES = (1 << 31) - 1
+"""Elements of all ranks together in one operation: Horovod's offsets have 32 bits."""
+
+_WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}
+_WIRE |= dict.fromkeys(
+    (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8), torch.int32
+)
+"""Small integers are summed in 32 bits, whose low ones are their sum that wraps around: Horovod's
+torch has no operations for some of them, and the MPI library below it saturates others."""
+_LOGICAL = {torch.bitwise_or: "Max", torch.bitwise_and: "Min"}
+_ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
+_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of a tensor of any dtype and layout as numbers that Horovod moves.
+
+    Returns:
+        The same memory if possible, and how many numbers an element of the tensor is.
+    """
+    lane = _LANES[tensor.itemsize]
+    return flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize
+
+
+def operation(how: Combination) -> str | None:
+    """Return the name of Horovod's operation with the same result for values in ``how.wide``.
+
+    Returns:
+        None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod
+        knows nothing.
+    """
+    if how.wide is torch.bool:
+        return _LOGICAL.get(how.function)
+    if how.wide not in _WIRE:
+        return None
+    if how.op in (Op.SUM, Op.PRODUCT):
+        return "Sum" if how.op is Op.SUM else "Product"
+    return None if how.wide.is_floating_point else _ORDER.get(how.function)
+
+
+class Library(NamedTuple):
+    """Horovod as it is loaded into this process."""
+
+    version: str
+    torch: Any
+    """The module ``horovod.torch``."""
+
+
+@functools.cache
+def library() -> Library:
+    """Load Horovod, MPI being loaded; modules that stand in for it are left as they are.
+
+    Raises:
+        LaunchError: it is not installed, does not load, or was built for another MPI.
+    """
+    if problem := _problem():
+        raise LaunchError(_remedy(problem))
+    with _unveiled():
+        try:
+            package = importlib.import_module("horovod")
+            return Library(package.__version__, importlib.import_module("horovod.torch"))
+        except (ImportError, OSError) as error:
+            raise LaunchError(_remedy(f"Horovod does not load: {error}")) from error
+
+
+def _problem() -> str:
+    """Say what keeps Horovod from being loaded, before it brings another MPI; else empty."""
+    found = installed()
+    if found is None:
+        return "Horovod is not installed"
+    if not found.needs:
+        return "Horovod was built without PyTorch or without MPI"
+    here = loaded_libmpi()
+    if here and found.family not in [family(path) for path in here]:
+        return f"Horovod was built for another MPI ({found.needs}) than {here[0]}"
+    return ""
+
+
+def _remedy(what: str) -> str:
+    return (
+        f"{what}, and the engine horovod needs it; `hpctrain horovod build` builds it for this "
+        f"Python and MPI, HPCTRAIN_ENGINE=hpctrain does without"
+    )
+
+
+@contextmanager
+def _unveiled() -> Iterator[None]:
+    """Take away what stands in for Horovod, for a while; what was loaded then is kept apart.
+
+    Where nothing stands in for it, what is loaded stays for all.
+    """
+    stands_in = {name: one for name, one in _modules() if not _is_real(name, one)}
+    finders = list(sys.meta_path)
+    sys.meta_path[:] = [one for one in finders if not getattr(one, "hpctrain_shim", False)]
+    is_veiled = bool(stands_in) or len(sys.meta_path) < len(finders)
+    for name in stands_in:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = finders
+        if is_veiled:
+            for name, _ in _modules():
+                del sys.modules[name]
+            sys.modules.update(stands_in)
+
+
+def _modules() -> list[tuple[str, ModuleType]]:
+    return [
+        (name, one) for name, one in sys.modules.items() if name.partition(".")[0] == "horovod"
+    ]
+
+
+def _is_real(name: str, module: ModuleType) -> bool:
+    spec = getattr(module, "__spec__", None)
+    stands_in = vars(module).get("__hpctrain_shim__", False)
+    return spec is not None and spec.name == name and not stands_in
+
+
+def variables_for(settings: Settings) -> dict[str, str | None]:
+    """Return what Horovod must find in its environment, whatever the user has set.
+
+    Its own fusion and cycle are part of the settings, where ours are not set. None takes a
+    variable away.
+    """
+    found: dict[str, str | None] = {
+        "HOROVOD_CONTROLLER": "mpi",
+        "HOROVOD_CPU_OPERATIONS": "mpi",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOROVOD_TIMELINE": None,  # that timeline is ours: both cannot write one file
+    }
+    if settings.fusion_bytes is not None:
+        found["HOROVOD_FUSION_THRESHOLD"] = str(settings.fusion_bytes)
+    if settings.cycle_s is not None:
+        found["HOROVOD_CYCLE_TIME"] = f"{1000 * settings.cycle_s:.6g}"
+    return found
+
+
+@contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for a while; None takes one away."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, text in values.items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = text
