@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.slurm import batch_script
-from hpctrain.launch.slurm.lint.job_checks import DEFAULT_EVERY
 from hpctrain.launch.slurm.lint.lint import lint
+from hpctrain.launch.slurm.lint.rules import DEFAULT_EVERY
 from hpctrain.launch.slurm.lint.script import LintFacts
 from hpctrain.launch.slurm.scheduler import sbatch_time, time_limit_s
 from hpctrain.train.config import CheckpointConfig
