@@ -91,12 +91,9 @@ class RunInDirectory:
     def carry_out(
         self, config_text: str, requests: StopRequests, *, continues: bool
     ) -> Outcome | Stopped:
-        """Train to the end or to a stop. Collective.
+        """Train to the end or to a stop, from the last checkpoint if the run goes on. Collective.
 
-        Args:
-            config_text: the configuration, as it is kept.
-            requests: who wants a stop.
-            continues: go on from the last checkpoint, if there is any.
+        ``config_text`` is the configuration as it is kept.
 
         Raises:
             MismatchError: the run directory cannot be written, or no checkpoint read; on all.

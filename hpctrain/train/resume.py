@@ -28,15 +28,10 @@ _NOT_MATHEMATICS = (
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
-    """Say whether there is a run to go on with, and that is wanted.
-
-    Args:
-        config: of this part.
-        directory: of the run.
-        asked: whether it must go on: ``--resume``.
+    """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``.
 
     Raises:
-        ConfigError: it must, and there is none.
+        ConfigError: it is asked for, and there is none.
     """
     if asked and not directory.is_used():
         raise ConfigError(
@@ -76,12 +71,8 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:
     """Return the configuration with the number of micro-shards, so that it is kept with the run.
 
-    Collective. What the user leaves open is what the run has, or follows from the ranks here.
-
-    Args:
-        config: of this part; the same on every rank, or the error of that comes later.
-        directory: of the run to go on with; None where it begins.
-        comm: all ranks.
+    Collective. What the user leaves open is what the run in ``directory`` has, or follows from the
+    ranks here where it begins.
 
     Raises:
         MismatchError: the configuration of the run cannot be read, or the global batch is too
@@ -100,13 +91,7 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the plan of the run where this part can use it: the same plan, the same bits.
-
-    Args:
-        directory: of the run.
-        config: of this part.
-        engine: of this part.
-    """
+    """Return the plan of the run where this part can use it: the same plan, the same bits."""
     try:
         stored = plan_file.read(directory.plan)
         before = load(directory.config).config

@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
@@ -32,7 +31,6 @@ from hpctrain.train.metrics import result
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.task import Task, build
 
@@ -52,17 +50,10 @@ class How:
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
-    """Train as ``loaded`` says, from the start or from the last checkpoint.
+    """Train as ``loaded`` says, from the start or from the last checkpoint; return the exit code.
 
-    Collective over all ranks that were started together.
-
-    Args:
-        loaded: the configuration.
-        environment_settings: what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
-        how: from the start or not.
-
-    Returns:
-        The exit code: 0 at the end of the run, 85 after a stop.
+    Collective over all ranks that were started together. 0 is the end of the run, 85 a stop.
+    ``environment_settings`` are what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
 
     Raises:
         MismatchError: something is wrong with the configuration; on all ranks.
@@ -270,18 +261,10 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
 def held(
     directory: RunDirectory, comm: Communicator, console: Console, *, force: bool
 ) -> Iterator[Lease | None]:
-    """Hold the lease of a run directory while the block lasts. Collective at its begin.
+    """Hold the lease of a run directory in the block; yields it on rank 0, None elsewhere.
 
-    Waits for a job that is about to end, or takes over from a dead one.
-
-    Args:
-        directory: of the run, which is there.
-        comm: all ranks.
-        console: tells of the wait, on rank 0.
-        force: take over also from a job that lives.
-
-    Yields:
-        The lease on rank 0, None elsewhere.
+    Collective at its begin. Waits for a job that is about to end, takes over from a dead one, and
+    by ``force`` also from one that lives.
 
     Raises:
         MismatchError: another job holds it and goes on, or the directory cannot be written; on
@@ -291,7 +274,10 @@ def held(
     told = ""
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
-            console.print(_losses(directory, holder))
+            console.print(
+                f"--force takes {directory.path} from {holder.describe()}, which stops if it "
+                "still lives; what was learnt since its last checkpoint is lost"
+            )
         while True:
             waits_for = ""
             with agreed(comm):
@@ -309,18 +295,3 @@ def held(
     finally:
         if lease is not None:
             lease.release()
-
-
-def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Say what a job loses from which the run is taken."""
-    newest, last = None, 0
-    with suppress(CheckpointError):
-        newest, _ = CheckpointDirectory(directory.checkpoints).newest()
-    with suppress(OSError, ValueError):
-        last = last_record(directory.metrics).get("step", 0)
-    start = f"the checkpoint of step {newest}" if newest is not None else "the start"
-    return (
-        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
-        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
-        f"step {last}"
-    )

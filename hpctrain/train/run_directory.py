@@ -71,11 +71,7 @@ class RunDirectory:
         return self.config.exists() or self.metrics.exists()
 
     def check_unused(self) -> None:
-        """Raise if a run was here before.
-
-        Raises:
-            ConfigError: its files are there; says how to choose another folder.
-        """
+        """Raise a ``ConfigError`` if a run was here before."""
         if self.is_used():
             raise ConfigError(
                 f"{self.path} holds the results of a run already; go on with it by --resume, "
@@ -106,13 +102,9 @@ class RunDirectory:
             _publish({self.config: config})  # the last: with it the folder counts as used
 
     def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
-        """Let another part of the run begin behind the first records; not collective.
+        """Let another part of the run begin, behind ``num_records`` records; not collective.
 
-        Args:
-            config: the configuration of this part.
-            plan: topology and plan of this part.
-            num_records: records of ``metrics.jsonl`` that stay: later ones come again.
-            step: that the part goes on after; 0 where it begins again.
+        Later records come again. The part goes on after ``step``, 0 where it begins again.
 
         Raises:
             ConfigError: the folder cannot be written.

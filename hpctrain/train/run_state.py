@@ -79,13 +79,10 @@ class RunState:
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Go on from a state. Collective.
+        """Go on from what ``shared`` and ``own`` returned. Collective.
 
-        Args:
-            shared: what ``shared`` returned.
-            own: what ``own`` returned on this rank; None where the number of ranks has changed:
-                then random numbers begin anew, and each rank has the buffers of rank 0, and the
-                mean of the replicas.
+        ``own`` is None where the number of ranks has changed: then random numbers begin anew, and
+        each rank has the buffers of rank 0, and the mean of the replicas.
 
         Raises:
             CheckpointError: the model, the optimizer or the local method does not fit the state.
@@ -138,10 +135,6 @@ class RunState:
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """Return if a checkpoint has all tensors of a model, in its shapes and types, and no others.
-
-    Args:
-        have: path and tensor, as they were read.
-        want: path and tensor, as the model has them; only shapes and types count.
 
     Raises:
         CheckpointError: it has not; lists every tensor.

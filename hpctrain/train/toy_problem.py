@@ -44,11 +44,7 @@ def model(width: int = 64) -> nn.Sequential:
 def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
     """Open the training and the test points, which rank 0 writes when they are not there yet.
 
-    Collective.
-
-    Args:
-        comm: all ranks.
-        folder: which all of them see.
+    Collective; all ranks see ``folder``.
 
     Raises:
         HpctrainError: they cannot be written or read; on every rank.
