@@ -83,22 +83,18 @@ def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shar
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_model_is_tested_at_its_interval_and_at_the_end(here, configure, shared):
-    config = configure("train.epochs=5", "test.every_epochs=2", "test.metric=loss")
-    scores = train_together(build(config, here.comm), here, shared / "metrics.jsonl")
+@pytest.mark.parametrize("metric", ["loss", "tests.train.problem:distance"])
+def test_the_model_is_tested_at_its_interval_and_at_the_end(here, configure, shared, metric):
+    config = configure("train.epochs=5", "test.every_epochs=2", f"test.metric={metric}")
+    task = build(config, here.comm)
+    scores = train_together(task, here, shared / "metrics.jsonl")
     assert scores.num_samples == NUM_SAMPLES
+    assert task.metric_name == metric.rpartition(":")[2]
     if here.comm.rank == 0:
         records = [r for r in read(shared / "metrics.jsonl") if r["event"] == "test"]
         assert [record["epoch"] for record in records] == [2, 4, 5]
-        assert records[-1]["metric"] == records[-1]["loss"] == scores.loss
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_metric_may_be_a_function_of_the_user(here, configure, shared):
-    config = configure("train.epochs=1", "test.metric=tests.train.problem:distance")
-    task = build(config, here.comm)
-    assert task.metric_name == "distance"
-    assert train_together(task, here, shared / "metrics.jsonl").metric > 0
+        assert (records[-1]["metric"], records[-1]["loss"]) == (scores.metric, scores.loss)
+        assert (scores.metric == scores.loss) == (metric == "loss")
 
 
 @pytest.mark.ranks(2, 3)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.errors import ConfigError, DataError, MismatchError
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.micro_shards import aligned_parts
 from hpctrain.gradients.reproducible import Reproducible
@@ -155,19 +155,6 @@ def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
     for refuse in (lambda: build(small, here.comm), lambda: settled(small, None, here.comm)):
         with pytest.raises(MismatchError, match=r"train.global_batch .* 4 micro-shards .* got 3"):
             refuse()
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.micro_shards=128"], "train.global_batch gives each of 128 micro-shards"),
-        (["data.on_corrupt=skip"], "data.on_corrupt is raise for train.reproducible"),
-    ],
-)
-def test_what_would_move_samples_is_refused(configure, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        configure("train.reproducible=true", *overrides)
 
 
 def test_samples_of_different_lengths_are_refused(here, configure):
