@@ -18,6 +18,7 @@ from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
+from hpctrain.train.config import seconds
 from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
@@ -157,7 +158,7 @@ class RunInDirectory:
             every=table.every,
             keep=table.keep,
             keep_best=table.keep_best,
-            mtbf=table.mtbf_s,
+            mtbf=seconds(table.mtbf),
             background=table.background,
             guard=self._check_lease,
         )

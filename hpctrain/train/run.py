@@ -21,7 +21,7 @@ from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig
+from hpctrain.train.config import RunConfig, seconds
 from hpctrain.train.console import make_console
 from hpctrain.train.keys import render
 from hpctrain.train.lease import TIMES, Holder, Lease
@@ -130,7 +130,8 @@ def _requests(
             f"the run cannot stop by itself before its job ends: {error}; set stop.after"
         )
         ends = None
-    end = deadline(started, config.stop.after_s, ends, config.stop.margin_s)
+    margin_s = seconds(config.stop.margin) or 0.0
+    end = deadline(started, seconds(config.stop.after), ends, margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 

@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,51 +19,26 @@ from hpctrain.train.metrics import cut
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Where each file of a run lies; ``create`` makes the folders, on one rank only."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
         """The configuration as it was used."""
-        return self.path / "config.toml"
-
-    @property
-    def environment(self) -> Path:
+        self.environment = path / "env.json"
         """Versions, machine, command line."""
-        return self.path / "env.json"
-
-    @property
-    def plan(self) -> Path:
+        self.plan = path / "plan.json"
         """Topology and plan of the communication."""
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
         """One JSON record per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = path / "log"
         """The folder of ``rank-N.log``."""
-        return self.path / "log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
         """The folder of figures."""
-        return self.path / "plots"
-
-    @property
-    def stop(self) -> Path:
+        self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
-        return self.path / "STOP"
 
     def is_used(self) -> bool:
         """Say whether a run was here before."""
