@@ -55,7 +55,6 @@ class Run:
         return [r for r in found if not events or r["event"] in events]
 
     def parts(self) -> list[dict[str, Any]]:
-        """Return the first record of each part."""
         return self.records("started", "resumed")
 
     def wait_for_step(self, step: int, *, part: int = 1, timeout_s: float = 240) -> None:

@@ -246,11 +246,3 @@ def test_a_directory_that_cannot_be_written_is_an_error():
         finally:
             if is_root:
                 os.seteuid(0)
-
-
-def test_waiting_needs_no_processor(lease):
-    one = lease(host="a")
-    take(one)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.25

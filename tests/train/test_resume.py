@@ -159,7 +159,6 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
 
 
 def drawn() -> list[float]:
-    """The next number of each generator."""
     return [torch.rand(()).item(), np.random.random(), random.random()]  # noqa: NPY002
 
 

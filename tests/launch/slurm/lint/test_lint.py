@@ -18,7 +18,6 @@ RUN = "srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty folder to submit in."""
     monkeypatch.chdir(tmp_path)
 
 
