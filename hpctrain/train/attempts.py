@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan_file import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
@@ -111,16 +111,17 @@ class RunInDirectory:
         if continues:
             with agreed(comm):
                 self._load(manager)
-        part = Attempt()
-        with agreed(comm):
-            if comm.rank == 0:
-                self._check_lease()
-                part = self._part()
-            if comm.rank == 0 and continues:
-                state = self._state
+
+        def begin() -> Attempt:
+            self._check_lease()
+            part, state = self._part(), self._state
+            if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
-            elif comm.rank == 0:
+            else:
                 directory.create(config_text, environment(), plan)
+            return part
+
+        part = on_root(comm, begin)
         with self._metrics() as metrics:
             self._tell_beginning(metrics, part)
             told = {

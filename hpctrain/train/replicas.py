@@ -111,13 +111,6 @@ def restore(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any] | None
             parameter.copy_(own["parameters"][name])
 
 
-def shared_sync(task: Task) -> dict[str, Any] | None:
-    """Return the state of the local method that is the same on every rank. Collective."""
-    if task.sync is None:
-        return None
-    return {"method": task.config.sync.method, **task.sync.shared_state()}
-
-
 def restore_sync(
     sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import plan_file
 from hpctrain.core.errors import ConfigError
@@ -78,13 +78,13 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
         MismatchError: the configuration of the run cannot be read, or the global batch is too
             small; on all ranks.
     """
-    found: int | None = None
-    with agreed(comm):
-        if comm.rank == 0:
-            before = load(directory.config).config.train if directory else config.train
-            same = before.reproducible and not config.train.micro_shards
-            found = (before if same else config.train).micro_shards_on(comm.size)
-    found = comm.broadcast_object(found)
+
+    def micro_shards() -> int | None:
+        before = load(directory.config).config.train if directory else config.train
+        same = before.reproducible and not config.train.micro_shards
+        return (before if same else config.train).micro_shards_on(comm.size)
+
+    found = on_root(comm, micro_shards)
     if found is None or not config.train.reproducible:
         return config
     return replace(config, train=replace(config.train, micro_shards=found))

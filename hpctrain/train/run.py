@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
@@ -91,7 +92,7 @@ def _carry_out(
     comm = here.comm
     # Again: the job before may have begun the run, or ended it, by now.
     config, continues, changes = _plan_part(loaded.config, directory, how, comm)
-    last = comm.broadcast_object(finished(directory) if continues and not comm.rank else None)
+    last = on_root(comm, lambda: finished(directory) if continues else None)
     if last is not None:
         _tell_finished(console, directory, last)
         return 0
@@ -162,40 +163,31 @@ def _end(
 def _plan_part(
     config: RunConfig, directory: RunDirectory, how: How, comm: Communicator
 ) -> tuple[RunConfig, bool, list[str]]:
-    """Return the configuration, whether a run goes on, and on rank 0 what changes in it.
+    """Return the configuration, whether a run goes on, and what changes in it.
 
     Collective.
 
     Raises:
         MismatchError: the directory is not to be used so; on all ranks.
     """
-    continues = False
-    with agreed(comm):
-        if comm.rank == 0 and not how.dry_run:
-            continues = goes_on(config, directory, asked=how.resume)
-    continues = comm.broadcast_object(continues)
+    continues = on_root(
+        comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
+    )
     config = settled(config, directory if continues else None, comm)
     text = render(config)
     comm.agree(
         comm.broadcast_object(text) == text,
         "this rank has read another configuration than rank 0; all must see the same file",
     )
-    changes: list[str] = []
-    with agreed(comm):
-        if comm.rank == 0:
-            changes = _check_directory(directory, config, how, continues=continues)
-    return config, continues, changes
 
+    def changes() -> list[str]:
+        if continues:
+            return check_same(directory, config, changed=how.changed)
+        if not how.dry_run:
+            directory.check_unused()
+        return []
 
-def _check_directory(
-    directory: RunDirectory, config: RunConfig, how: How, *, continues: bool
-) -> list[str]:
-    """Return what changes in the run; raise if the directory is not to be used. On one rank."""
-    if continues:
-        return check_same(directory, config, changed=how.changed)
-    if not how.dry_run:
-        directory.check_unused()
-    return []
+    return config, continues, on_root(comm, changes)
 
 
 def _settings(
@@ -279,15 +271,7 @@ def held(
                 f"--force takes {directory.path} from {holder.describe()}, which stops if it "
                 "still lives; what was learnt since its last checkpoint is lost"
             )
-        while True:
-            waits_for = ""
-            with agreed(comm):
-                if lease is not None:
-                    with directory.explained():
-                        waits_for = lease.attempt(force=force)
-            waits_for = comm.broadcast_object(waits_for)
-            if not waits_for:
-                break
+        while waits_for := on_root(comm, partial(_attempt, lease, directory, force=force)):
             if waits_for != told:
                 console.print(waits_for)
                 told = waits_for
@@ -296,3 +280,9 @@ def held(
     finally:
         if lease is not None:
             lease.release()
+
+
+def _attempt(lease: Lease | None, directory: RunDirectory, *, force: bool) -> str:
+    assert lease is not None
+    with directory.explained():
+        return lease.attempt(force=force)

@@ -50,9 +50,10 @@ class RunState:
         Buffers such as running means differ between ranks: here are those of rank 0, or their
         mean where replicas differ.
         """
+        sync, method = self.task.sync, self.task.config.sync.method
         return {
             **replicas.shared_replica(self.task, comm),
-            "sync": replicas.shared_sync(self.task),
+            "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
