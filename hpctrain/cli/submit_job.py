@@ -43,8 +43,7 @@ class Job:
     def check_free(self, after: str) -> None:
         """Raise where another job works on this run, or it is finished.
 
-        Args:
-            after: for what the job will wait, so that it does not work at the same time.
+        ``after`` is for what the job will wait, so that it does not work at the same time.
 
         Raises:
             ConfigError: the run is finished.
@@ -92,12 +91,7 @@ class Job:
         return number
 
     def how_to_watch(self, number: int, output: str) -> str:
-        """Return the lines that tell a user where to look.
-
-        Args:
-            number: of the job.
-            output: file of the output, in Slurm's patterns.
-        """
+        """Return the lines that tell a user where to look; ``output`` is in Slurm's patterns."""
         values = {"j": number, "A": number, "x": self.name, "a": "*", "%": "%"}
         file = re.sub(r"%\d*(.)", lambda found: str(values.get(found[1], "*")), output)
         run = self.folder / "INDEX" if self.is_array else self.folder

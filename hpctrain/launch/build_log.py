@@ -5,9 +5,8 @@ import re
 import shlex
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -49,33 +48,27 @@ class BuildLog:
             LaunchError: ``failure``, and the lines that tell why.
         """
         said: list[str] = []
-        child = None
         self._file.write(f"$ {shlex.join(words)}\n")
-        try:
-            with _signals_held_back():
-                child = subprocess.Popen(  # noqa: S603 - pip and compilers
-                    words,
-                    cwd=folder,
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,
-                )
-            assert child.stdout is not None
-            with child.stdout:
-                for line in child.stdout:
+        with subprocess.Popen(  # noqa: S603 - pip and compilers
+            words,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as child:
+            try:
+                for line in child.stdout or ():
                     self._hear(line)
                     said.append(line.rstrip())
-            code = child.wait()
-        except BaseException:
-            if child is not None:
+                code = child.wait()
+            except BaseException:
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            raise
+                raise
         if code:
             lines = telling(said) or [f"exit code {code}, it has printed nothing"]
             raise LaunchError(f"{failure}; {self.path} ends with:\n" + "\n".join(lines))
@@ -94,21 +87,3 @@ def telling(lines: list[str]) -> list[str]:
     """Pick the lines of a failure that people look for: errors, or else the last ones."""
     errors = [line for line in lines if _TELLING.search(line)]
     return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM come when a program that starts in the block can be ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-    if caught:
-        signal.raise_signal(caught[0])

@@ -1,6 +1,5 @@
 """Recipe for Horovod: its published sources, built for the torch and MPI of this environment."""
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -12,8 +11,7 @@ import sysconfig
 import tarfile
 import tempfile
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -124,9 +122,8 @@ def build(plan: BuildPlan, say: Say) -> Built:
     is_cached = wheel is not None
     if wheel is None:
         check(mpi, plan)
-        with _locked(folder, say):
-            wheel = None if plan.force else _wheel_in(folder)  # another build may have made it
-            wheel = wheel or _make(plan, mpi, folder, say)
+        _made(folder)
+        wheel = _make(plan, mpi, folder, say)
     if not plan.install:
         return Built(wheel=wheel, is_cached=is_cached)
     say("installing")
@@ -282,24 +279,14 @@ def _wheel_in(folder: Path) -> Path | None:
     return max(folder.glob("horovod-*.whl"), default=None)
 
 
-@contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """Keep all other builds away from a folder; waits for one that is under way."""
+def _made(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise LaunchError(
             f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
             "name another folder with --wheel-dir"
         ) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another build of this wheel is under way: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(plan: BuildPlan, mpi: Mpi, folder: Path, say: Say) -> Path:

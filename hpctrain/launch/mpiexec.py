@@ -72,14 +72,9 @@ def command(
 ) -> list[str]:
     """Write the command line that runs ``argv`` on ``num_ranks`` ranks.
 
-    Args:
-        argv: the program and its arguments.
-        num_ranks: how many ranks, at least 1.
-        mpirun: the launcher; by default the one that ``find_mpirun`` finds.
-        nodes: declare so many nodes on this host; by default what the environment says.
-        hosts: real hosts with their ranks, ``"a:2,b:2"``; by default this host, or those
-            the scheduler lends.
-        options: binding, tags, whether a scheduler lends the hosts, and more.
+    ``mpirun`` is by default what ``find_mpirun`` finds. ``nodes`` declares so many nodes on this
+    host; ``hosts`` are real ones with their ranks, ``"a:2,b:2"``, by default this host or those
+    that the scheduler lends.
 
     Raises:
         LaunchError: ranks, nodes and hosts do not fit together, there is no ``mpirun``, or no
@@ -117,11 +112,7 @@ def environment(
 
     Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
     our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
-
-    Args:
-        environ: what to copy; by default this process's.
-        num_ranks: with ``nodes``, declares nodes as ``command`` does.
-        nodes: how many nodes to declare on this host.
+    ``num_ranks`` and ``nodes`` declare nodes as ``command`` does.
     """
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in INSIDE)

@@ -43,10 +43,8 @@ class Mpirun:
 def find_mpirun(path: str | Path | None = None) -> Mpirun:
     """Find the ``mpirun`` to use: the one named, else this environment's, else that of PATH.
 
-    Where ``MPI4PY_LIBMPI`` names a library, its own comes before that of this environment.
-
-    Args:
-        path: a program or a name to look up in PATH; its flavour is asked, not guessed.
+    Where ``MPI4PY_LIBMPI`` names a library, its own comes before that of this environment. The
+    flavour of a named one is asked, not guessed.
 
     Raises:
         LaunchError: there is none, or it is neither Open MPI's nor MPICH's nor Intel's.

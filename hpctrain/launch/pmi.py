@@ -60,10 +60,7 @@ class Mpi:
 
 
 def needed_pmi(library: Path | None = None) -> str:
-    """Return what follows ``srun --mpi=`` for an MPI library, such as ``pmix`` or ``pmi2``.
-
-    Args:
-        library: the file; None for the one that mpi4py will load, from ``libmpi``.
+    """Return what follows ``srun --mpi=`` for an MPI library, by default that of ``libmpi``.
 
     Raises:
         LaunchError: there is no MPI library.
@@ -77,12 +74,9 @@ def libmpi(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def load(environ: Mapping[str, str] | None = None) -> Mpi:
-    """Find the MPI library that mpi4py loads in a rank of this environment.
+    """Find the MPI library that mpi4py loads in a rank with this environment.
 
     A process of its own loads it, so this one stays free of MPI.
-
-    Args:
-        environ: of that process; None for this one's.
 
     Raises:
         LaunchError: mpi4py is not installed, or there is no library for it.

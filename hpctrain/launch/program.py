@@ -47,13 +47,7 @@ def ask(
     text: str = "",
     timeout_s: float,
 ) -> Said:
-    """Run a program to its end, whatever its exit code.
-
-    Args:
-        line: its path and its arguments.
-        environ: its environment; None for this process's.
-        text: its standard input.
-        timeout_s: time that it gets.
+    """Run a program to its end, whatever its exit code; ``text`` is its standard input.
 
     Raises:
         OSError: it cannot be run; ``TimeoutError`` where it does not end in time.

@@ -50,14 +50,8 @@ def supervise(
     Where all ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and
     the others wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not.
     SIGUSR1 goes to mpirun, which hands it to the ranks: they may stop in their own time.
-    A signal that ends mpirun itself comes back as 128 plus its number, as a shell has it.
-
-    Args:
-        line: the command line.
-        environ: environment of mpirun, see ``mpiexec.environment``.
-        timeout_s: end the launch after so many seconds and return 124.
-        grace_s: see above.
-        save_s: see above.
+    A signal that ends mpirun itself comes back as 128 plus its number, as a shell has it, and a
+    launch that took more than ``timeout_s`` as 124.
 
     Raises:
         LaunchError: the program cannot be started.
@@ -89,11 +83,9 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
     Left to itself, Open MPI 5 names their folder after the process id of mpirun, and one that is
     killed leaves it behind: the next one that happens to get this id ends with exit code 213.
+    A folder that ``environ`` names stays.
 
     There also lies the file in which the ranks find who asked them to stop.
-
-    Args:
-        environ: of mpirun so far; a folder that it names stays.
     """
     try:
         folder = TemporaryDirectory(prefix="hpctrain-mpirun-", ignore_cleanup_errors=True)

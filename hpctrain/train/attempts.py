@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
@@ -18,6 +18,7 @@ from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
+from hpctrain.train.config import seconds
 from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
@@ -91,12 +92,9 @@ class RunInDirectory:
     def carry_out(
         self, config_text: str, requests: StopRequests, *, continues: bool
     ) -> Outcome | Stopped:
-        """Train to the end or to a stop. Collective.
+        """Train to the end or to a stop, from the last checkpoint if the run goes on. Collective.
 
-        Args:
-            config_text: the configuration, as it is kept.
-            requests: who wants a stop.
-            continues: go on from the last checkpoint, if there is any.
+        ``config_text`` is the configuration as it is kept.
 
         Raises:
             MismatchError: the run directory cannot be written, or no checkpoint read; on all.
@@ -113,16 +111,17 @@ class RunInDirectory:
         if continues:
             with agreed(comm):
                 self._load(manager)
-        part = Attempt()
-        with agreed(comm):
-            if comm.rank == 0:
-                self._check_lease()
-                part = self._part()
-            if comm.rank == 0 and continues:
-                state = self._state
+
+        def begin() -> Attempt:
+            self._check_lease()
+            part, state = self._part(), self._state
+            if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
-            elif comm.rank == 0:
+            else:
                 directory.create(config_text, environment(), plan)
+            return part
+
+        part = on_root(comm, begin)
         with self._metrics() as metrics:
             self._tell_beginning(metrics, part)
             told = {
@@ -160,7 +159,7 @@ class RunInDirectory:
             every=table.every,
             keep=table.keep,
             keep_best=table.keep_best,
-            mtbf=table.mtbf_s,
+            mtbf=seconds(table.mtbf),
             background=table.background,
             guard=self._check_lease,
         )

@@ -38,15 +38,10 @@ class Boundary:
         facts: Mapping[str, Any] | None = None,
         lease: Lease | None = None,
     ) -> None:
-        """Take what is needed; without ``manager`` nothing is saved.
+        """Take what is needed; nothing is saved without ``manager``.
 
-        Args:
-            comm: all ranks.
-            requests: who wants a stop.
-            manager: of the checkpoints.
-            metrics: records of the run.
-            facts: what checkpoints tell people about the run.
-            lease: on the run directory, on the rank that holds it.
+        ``facts`` are what checkpoints tell people about the run, ``lease`` is that of the run
+        directory, on the rank that holds it.
         """
         self._lease = lease
         self._comm, self._requests, self._manager = comm, requests, manager
@@ -76,9 +71,7 @@ class Boundary:
     def save(self, state: RunState, *, score: float | None = None) -> None:
         """Save while training goes on; a disk that refuses is a warning. Collective.
 
-        Raises:
-            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
-            MismatchError: another job has taken the run directory; on every rank.
+        Raises as ``finish``, but for a state that cannot be written.
         """
         if self._manager is None:
             return
@@ -105,13 +98,7 @@ class Boundary:
             self._write(self._manager, state, wait=True, score=score)
 
     def stop(self, state: RunState) -> str:
-        """Save, and return who wanted the stop, for people. Collective.
-
-        Raises:
-            CheckpointError: the state cannot be written; on every rank.
-            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
-            MismatchError: another job has taken the run directory; on every rank.
-        """
+        """Save, and return who wanted the stop, for people. Collective; raises as ``finish``."""
         self.check_lease()
         reasons = self._comm.allgather_object(self._requests.reason)
         if self._manager is not None:

@@ -334,11 +334,6 @@ class CheckpointConfig:
             self.mtbf,
         )
 
-    @property
-    def mtbf_s(self) -> float | None:
-        """``mtbf`` in seconds; None where it is not known."""
-        return seconds(self.mtbf)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConfig:
@@ -349,16 +344,6 @@ class StopConfig:
     margin: Time = "2min"
     """Time before the end of a Slurm job at which to stop, where Slurm tells the end; at most a
     tenth of the job."""
-
-    @property
-    def after_s(self) -> float | None:
-        """``after`` in seconds; None without a budget."""
-        return seconds(self.after)
-
-    @property
-    def margin_s(self) -> float:
-        """``margin`` in seconds."""
-        return seconds(self.margin) or 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

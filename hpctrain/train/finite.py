@@ -74,13 +74,7 @@ class StepGuard:
         self._told_of_test = False
 
     def begin(self, step: int, lr: float, flags: int) -> None:
-        """Begin a step.
-
-        Args:
-            step: its number.
-            lr: its learning rate.
-            flags: what else this rank wants to be known.
-        """
+        """Begin a step; ``flags`` are what else this rank wants to be known."""
         self._step, self._lr = step, lr
         self._flags = flags | (NOT_FINITE if self._finding else 0)
         self._task.exchange.raise_flags(self._flags)
@@ -95,11 +89,8 @@ class StepGuard:
     def may_step(self, loss: float, norm: float | None) -> bool:
         """Say whether the step is taken; if not, note what this rank has seen.
 
-        The same on all ranks whose gradients are averaged.
-
-        Args:
-            loss: of this rank, or of all.
-            norm: of the gradients; None where nobody has asked for it.
+        The same on all ranks whose gradients are averaged. ``loss`` is of this rank, or of all;
+        ``norm`` that of the gradients, None where nobody has asked for it.
         """
         if self._mode == "ignore":
             return True
@@ -153,10 +144,7 @@ class StepGuard:
     def check_test(self, scores: Scores, step: int, epoch: int) -> None:
         """Stop after a test whose loss is not finite, or warn once. Collective.
 
-        Args:
-            scores: the same on every rank.
-            step: steps that are done.
-            epoch: that has ended.
+        ``scores`` are the same on every rank, ``step`` steps are done and ``epoch`` has ended.
 
         Raises:
             NotFiniteError: the run stops; on every rank.

@@ -151,13 +151,9 @@ class Lease:
         """Take the lease if nobody has it, or its holder is dead; else to be called again.
 
         Only the time between two calls counts that is near ``look_s``: while the file system or
-        this process was held up, the holder may have been so too.
-
-        Args:
-            force: take it, once, from a holder that lives.
-
-        Returns:
-            Whom this process waits for, for people; empty once it holds the lease.
+        this process was held up, the holder may have been so too. ``force`` takes it, once, from a
+        holder that lives. Returns whom this process waits for, for people; empty once it holds the
+        lease.
 
         Raises:
             ConfigError: the holder lives, and was waited for.
@@ -261,9 +257,7 @@ class Lease:
         A lease that is gone is lost, and not put back: another job may have taken it over, come to
         its end and given it back while this one was stopped. Where the file cannot be read for
         another reason the last answer stands, with a warning: a disk that is away is no end.
-
-        Args:
-            looks: look at the file, also if that was done less than ``look_s`` ago.
+        ``looks`` looks at the file also if that was done less than ``look_s`` ago.
         """
         with self._lock:
             now = time.monotonic()

@@ -73,10 +73,9 @@ def load(
 ) -> LoadedData:
     """Read ``path``, then let the environment and after it ``overrides`` replace its values.
 
-    Args:
-        path: a TOML file; None for the defaults alone.
-        overrides: ``key=value`` each, the value as in TOML. What TOML cannot read is text.
-        environment: settings that ``HPCTRAIN_*`` variables give, by the names of ``Settings``.
+    Without ``path`` there are the defaults. ``overrides`` are ``key=value`` each, the value as in
+    TOML; what TOML cannot read is text. ``environment`` has settings that ``HPCTRAIN_*`` variables
+    give, by the names of ``Settings``.
 
     Raises:
         ConfigError: names the source, the key, what it takes and what it got.

@@ -170,14 +170,9 @@ def _must_meet(task: Task, boundary: Boundary, step: int) -> bool:
 def is_recorded(task: Task, step: int, since: int) -> bool:
     """Say whether a record is written after ``step``: the same on every rank.
 
-    Where ranks take steps of their own a record that is due waits for the end of the round, or of
-    the epoch: no step costs a message more. Nothing here depends on a clock, so that a run that
-    was stopped writes the same records.
-
-    Args:
-        task: the run.
-        step: that was taken.
-        since: steps since the last record.
+    ``since`` steps were taken since the last record. Where ranks take steps of their own a record
+    that is due waits for the end of the round, or of the epoch: no step costs a message more.
+    Nothing here depends on a clock, so that a run that was stopped writes the same records.
     """
     epoch_steps = len(task.train)
     if not ends_interval(step, epoch_steps, task.config.log.every_steps, since=since):
@@ -221,11 +216,7 @@ def _score(task: Task, scores: Scores | None) -> float | None:
 def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int = 1) -> bool:
     """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals.
 
-    Args:
-        step: that was taken.
-        epoch_steps: steps of an epoch.
-        every_steps: length of an interval, about.
-        since: steps since the last record.
+    ``every_steps`` is the length of an interval, about; ``since`` steps were taken since the last.
     """
     num_intervals = max(1, round(epoch_steps / every_steps))
     last = (step - 1) % epoch_steps + 1
@@ -238,17 +229,11 @@ def train_step(
     """Learn from one global batch, of which this rank holds its part.
 
     Collective. Parts are weighted by their samples, so the step is that of the global batch. A
-    rank whose part of a short last batch is empty computes nothing and still takes the step.
+    rank whose part of a short last batch is empty computes nothing and still takes the step. A
+    ``guard`` that has begun the step decides whether it is taken.
 
-    Args:
-        task: the run.
-        batch: this rank's part.
-        comm: all ranks.
-        guard: decides whether the step is taken, after its ``begin``; None for another one.
-
-    Returns:
-        A mean loss, and the number of samples that it is the mean of: over all ranks each sample
-        is in one of them. Then whether the step was taken; if not, no sample counts.
+    Returns a mean loss, and the number of samples that it is the mean of: over all ranks each
+    sample is in one of them. Then whether the step was taken; if not, no sample counts.
     """
     config, optimizer = task.config.train, task.optimizer
     guard = guard or StepGuard(task, comm)

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from hpctrain.core.atomic import publishing, sync
@@ -22,12 +21,10 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
-        """Open the file.
+        """Open the file, which is made if missing.
 
-        Args:
-            path: of the file, which is made if missing.
-            may_write: asked before each record; one that may not be written is left out, and
-                whoever has asked for it learns elsewhere why.
+        ``may_write`` is asked before each record; one that may not be written is left out, and
+        whoever has asked for it learns elsewhere why.
         """
         self._may_write = may_write
         self._file = None
@@ -59,25 +56,16 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def cut(path: Path, num_records: int, step: int) -> None:
     """Leave the first whole records of a file, at once or not at all; a missing file stays away.
 
-    A machine that died may have lost some of them, or left zeros in their place: then those that
+    Of the first ``num_records`` lines those stay that are not of later steps than ``step``. A
+    machine that died may have lost some of them, or left zeros in their place: then those that
     are there stay, and a warning names the lines that are none.
-
-    Args:
-        path: of the file.
-        num_records: so many lines stay at most.
-        step: that the run goes on after; records of later steps come again.
 
     Raises:
         OSError: the file system refuses.

@@ -102,10 +102,7 @@ def own_replica(task: Task, comm: Communicator) -> dict[str, Any] | None:
 def restore(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
     """Give model and optimizer what ``shared_replica`` and ``own_replica`` returned.
 
-    Args:
-        task: the run.
-        shared: of all ranks.
-        own: of this rank; None where there is none, or the number of ranks has changed.
+    ``own`` is None where there is none, or the number of ranks has changed.
     """
     task.model.load_state_dict(shared["model"])
     task.optimizer.load_state_dict(_copied((own or shared)["optimizer"]))
@@ -114,23 +111,10 @@ def restore(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any] | None
             parameter.copy_(own["parameters"][name])
 
 
-def shared_sync(task: Task) -> dict[str, Any] | None:
-    """Return the state of the local method that is the same on every rank. Collective."""
-    if task.sync is None:
-        return None
-    return {"method": task.config.sync.method, **task.sync.shared_state()}
-
-
 def restore_sync(
     sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> None:
-    """Let a local method go on. Collective; model and optimizer come before.
-
-    Args:
-        sync: the method.
-        method: its name in the configuration.
-        shared: the shared state of the run.
-        own: what this rank had in the middle of a round; None to begin one.
+    """Let a local method go on; ``own`` is None to begin a round. Collective, behind ``restore``.
 
     Raises:
         CheckpointError: the checkpoint is of another method.

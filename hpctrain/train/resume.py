@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import ConfigError
@@ -28,15 +28,10 @@ _NOT_MATHEMATICS = (
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
-    """Say whether there is a run to go on with, and that is wanted.
-
-    Args:
-        config: of this part.
-        directory: of the run.
-        asked: whether it must go on: ``--resume``.
+    """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``.
 
     Raises:
-        ConfigError: it must, and there is none.
+        ConfigError: it is asked for, and there is none.
     """
     if asked and not directory.is_used():
         raise ConfigError(
@@ -76,37 +71,27 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:
     """Return the configuration with the number of micro-shards, so that it is kept with the run.
 
-    Collective. What the user leaves open is what the run has, or follows from the ranks here.
-
-    Args:
-        config: of this part; the same on every rank, or the error of that comes later.
-        directory: of the run to go on with; None where it begins.
-        comm: all ranks.
+    Collective. What the user leaves open is what the run in ``directory`` has, or follows from the
+    ranks here where it begins.
 
     Raises:
         MismatchError: the configuration of the run cannot be read, or the global batch is too
             small; on all ranks.
     """
-    found: int | None = None
-    with agreed(comm):
-        if comm.rank == 0:
-            before = load(directory.config).config.train if directory else config.train
-            same = before.reproducible and not config.train.micro_shards
-            found = (before if same else config.train).micro_shards_on(comm.size)
-    found = comm.broadcast_object(found)
+
+    def micro_shards() -> int | None:
+        before = load(directory.config).config.train if directory else config.train
+        same = before.reproducible and not config.train.micro_shards
+        return (before if same else config.train).micro_shards_on(comm.size)
+
+    found = on_root(comm, micro_shards)
     if found is None or not config.train.reproducible:
         return config
     return replace(config, train=replace(config.train, micro_shards=found))
 
 
 def plan_to_keep(directory: RunDirectory, config: RunConfig, engine: str) -> Path | None:
-    """Return the plan of the run where this part can use it: the same plan, the same bits.
-
-    Args:
-        directory: of the run.
-        config: of this part.
-        engine: of this part.
-    """
+    """Return the plan of the run where this part can use it: the same plan, the same bits."""
     try:
         stored = StoredPlan.read(directory.plan)
         before = load(directory.config).config

@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
@@ -22,7 +22,7 @@ from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig
+from hpctrain.train.config import RunConfig, seconds
 from hpctrain.train.console import make_console
 from hpctrain.train.keys import render
 from hpctrain.train.lease import TIMES, Holder, Lease
@@ -32,7 +32,6 @@ from hpctrain.train.metrics import result
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.task import Task, build
 
@@ -52,17 +51,10 @@ class How:
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
-    """Train as ``loaded`` says, from the start or from the last checkpoint.
+    """Train as ``loaded`` says, from the start or from the last checkpoint; return the exit code.
 
-    Collective over all ranks that were started together.
-
-    Args:
-        loaded: the configuration.
-        environment_settings: what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
-        how: from the start or not.
-
-    Returns:
-        The exit code: 0 at the end of the run, 85 after a stop.
+    Collective over all ranks that were started together. 0 is the end of the run, 85 a stop.
+    ``environment_settings`` are what ``HPCTRAIN_*`` variables set, by names of ``Settings``.
 
     Raises:
         MismatchError: something is wrong with the configuration; on all ranks.
@@ -100,7 +92,7 @@ def _carry_out(
     comm = here.comm
     # Again: the job before may have begun the run, or ended it, by now.
     config, continues, changes = _plan_part(loaded.config, directory, how, comm)
-    last = comm.broadcast_object(finished(directory) if continues and not comm.rank else None)
+    last = on_root(comm, lambda: finished(directory) if continues else None)
     if last is not None:
         _tell_finished(console, directory, last)
         return 0
@@ -139,7 +131,8 @@ def _requests(
             f"the run cannot stop by itself before its job ends: {error}; set stop.after"
         )
         ends = None
-    end = deadline(started, config.stop.after_s, ends, config.stop.margin_s)
+    margin_s = seconds(config.stop.margin) or 0.0
+    end = deadline(started, seconds(config.stop.after), ends, margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 
@@ -170,40 +163,31 @@ def _end(
 def _plan_part(
     config: RunConfig, directory: RunDirectory, how: How, comm: Communicator
 ) -> tuple[RunConfig, bool, list[str]]:
-    """Return the configuration, whether a run goes on, and on rank 0 what changes in it.
+    """Return the configuration, whether a run goes on, and what changes in it.
 
     Collective.
 
     Raises:
         MismatchError: the directory is not to be used so; on all ranks.
     """
-    continues = False
-    with agreed(comm):
-        if comm.rank == 0 and not how.dry_run:
-            continues = goes_on(config, directory, asked=how.resume)
-    continues = comm.broadcast_object(continues)
+    continues = on_root(
+        comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
+    )
     config = settled(config, directory if continues else None, comm)
     text = render(config)
     comm.agree(
         comm.broadcast_object(text) == text,
         "this rank has read another configuration than rank 0; all must see the same file",
     )
-    changes: list[str] = []
-    with agreed(comm):
-        if comm.rank == 0:
-            changes = _check_directory(directory, config, how, continues=continues)
-    return config, continues, changes
 
+    def changes() -> list[str]:
+        if continues:
+            return check_same(directory, config, changed=how.changed)
+        if not how.dry_run:
+            directory.check_unused()
+        return []
 
-def _check_directory(
-    directory: RunDirectory, config: RunConfig, how: How, *, continues: bool
-) -> list[str]:
-    """Return what changes in the run; raise if the directory is not to be used. On one rank."""
-    if continues:
-        return check_same(directory, config, changed=how.changed)
-    if not how.dry_run:
-        directory.check_unused()
-    return []
+    return config, continues, on_root(comm, changes)
 
 
 def _settings(
@@ -270,18 +254,10 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
 def held(
     directory: RunDirectory, comm: Communicator, console: Console, *, force: bool
 ) -> Iterator[Lease | None]:
-    """Hold the lease of a run directory while the block lasts. Collective at its begin.
+    """Hold the lease of a run directory in the block; yields it on rank 0, None elsewhere.
 
-    Waits for a job that is about to end, or takes over from a dead one.
-
-    Args:
-        directory: of the run, which is there.
-        comm: all ranks.
-        console: tells of the wait, on rank 0.
-        force: take over also from a job that lives.
-
-    Yields:
-        The lease on rank 0, None elsewhere.
+    Collective at its begin. Waits for a job that is about to end, takes over from a dead one, and
+    by ``force`` also from one that lives.
 
     Raises:
         MismatchError: another job holds it and goes on, or the directory cannot be written; on
@@ -291,16 +267,11 @@ def held(
     told = ""
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
-            console.print(_losses(directory, holder))
-        while True:
-            waits_for = ""
-            with agreed(comm):
-                if lease is not None:
-                    with directory.explained():
-                        waits_for = lease.attempt(force=force)
-            waits_for = comm.broadcast_object(waits_for)
-            if not waits_for:
-                break
+            console.print(
+                f"--force takes {directory.path} from {holder.describe()}, which stops if it "
+                "still lives; what was learnt since its last checkpoint is lost"
+            )
+        while waits_for := on_root(comm, partial(_attempt, lease, directory, force=force)):
             if waits_for != told:
                 console.print(waits_for)
                 told = waits_for
@@ -311,16 +282,7 @@ def held(
             lease.release()
 
 
-def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Say what a job loses from which the run is taken."""
-    newest, last = None, 0
-    with suppress(CheckpointError):
-        newest, _ = CheckpointDirectory(directory.checkpoints).newest()
-    with suppress(OSError, ValueError):
-        last = last_record(directory.metrics).get("step", 0)
-    start = f"the checkpoint of step {newest}" if newest is not None else "the start"
-    return (
-        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
-        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
-        f"step {last}"
-    )
+def _attempt(lease: Lease | None, directory: RunDirectory, *, force: bool) -> str:
+    assert lease is not None
+    with directory.explained():
+        return lease.attempt(force=force)

@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,62 +19,33 @@ from hpctrain.train.metrics import cut
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Where each file of a run lies; ``create`` makes the folders, on one rank only."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
         """The configuration as it was used."""
-        return self.path / "config.toml"
-
-    @property
-    def environment(self) -> Path:
+        self.environment = path / "env.json"
         """Versions, machine, command line."""
-        return self.path / "env.json"
-
-    @property
-    def plan(self) -> Path:
+        self.plan = path / "plan.json"
         """Topology and plan of the communication."""
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = path / "metrics.jsonl"
         """One JSON record per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = path / "log"
         """The folder of ``rank-N.log``."""
-        return self.path / "log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
         """The folder of figures."""
-        return self.path / "plots"
-
-    @property
-    def stop(self) -> Path:
+        self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
-        return self.path / "STOP"
 
     def is_used(self) -> bool:
         """Say whether a run was here before."""
         return self.config.exists() or self.metrics.exists()
 
     def check_unused(self) -> None:
-        """Raise if a run was here before.
-
-        Raises:
-            ConfigError: its files are there; says how to choose another folder.
-        """
+        """Raise a ``ConfigError`` if a run was here before."""
         if self.is_used():
             raise ConfigError(
                 f"{self.path} holds the results of a run already; go on with it by --resume, "
@@ -106,13 +76,9 @@ class RunDirectory:
             _publish({self.config: config})  # the last: with it the folder counts as used
 
     def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
-        """Let another part of the run begin behind the first records; not collective.
+        """Let another part of the run begin, behind ``num_records`` records; not collective.
 
-        Args:
-            config: the configuration of this part.
-            plan: topology and plan of this part.
-            num_records: records of ``metrics.jsonl`` that stay: later ones come again.
-            step: that the part goes on after; 0 where it begins again.
+        Later records come again. The part goes on after ``step``, 0 where it begins again.
 
         Raises:
             ConfigError: the folder cannot be written.

@@ -50,9 +50,10 @@ class RunState:
         Buffers such as running means differ between ranks: here are those of rank 0, or their
         mean where replicas differ.
         """
+        sync, method = self.task.sync, self.task.config.sync.method
         return {
             **replicas.shared_replica(self.task, comm),
-            "sync": replicas.shared_sync(self.task),
+            "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
@@ -79,13 +80,10 @@ class RunState:
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Go on from a state. Collective.
+        """Go on from what ``shared`` and ``own`` returned. Collective.
 
-        Args:
-            shared: what ``shared`` returned.
-            own: what ``own`` returned on this rank; None where the number of ranks has changed:
-                then random numbers begin anew, and each rank has the buffers of rank 0, and the
-                mean of the replicas.
+        ``own`` is None where the number of ranks has changed: then random numbers begin anew, and
+        each rank has the buffers of rank 0, and the mean of the replicas.
 
         Raises:
             CheckpointError: the model, the optimizer or the local method does not fit the state.
@@ -138,10 +136,6 @@ class RunState:
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """Return if a checkpoint has all tensors of a model, in its shapes and types, and no others.
-
-    Args:
-        have: path and tensor, as they were read.
-        want: path and tensor, as the model has them; only shapes and types count.
 
     Raises:
         CheckpointError: it has not; lists every tensor.

@@ -34,16 +34,7 @@ _KINDS: Mapping[str, type[LocalMethod]] = {
 def make_sync(
     config: SyncConfig, model: nn.Module, optimizer: Optimizer, *, epoch_steps: int, num_steps: int
 ) -> LocalMethod | None:
-    """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method.
-
-    Collective.
-
-    Args:
-        config: the table.
-        model: what is trained.
-        optimizer: which has its parameters.
-        epoch_steps: steps of an epoch.
-        num_steps: steps of the whole run.
+    """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method. Collective.
 
     Raises:
         ConfigError: the method does not take these arguments; on every rank.

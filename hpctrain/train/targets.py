@@ -10,20 +10,12 @@ from hpctrain.core.errors import ConfigError
 
 
 def member(module: ModuleType, name: str, key: str) -> Callable[..., Any]:
-    """The function or class ``name`` of ``module``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the function or class ``name`` of ``module``; raises as ``resolve``."""
     return _callable(target.member(module, name, key), f"{key}: {module.__name__}:{name}")
 
 
 def resolve(name: str, key: str) -> Callable[..., Any]:
-    """The function that ``name``, a ``"module:function"``, names.
-
-    Args:
-        name: the value of the key.
-        key: its dotted name, for the message.
+    """Return the function that ``name``, a ``"module:function"`` and value of ``key``, names.
 
     Raises:
         ConfigError: there is no such module or function.
@@ -42,11 +34,7 @@ def _callable(found: Any, what: str) -> Callable[..., Any]:
 def call(
     function: Callable[..., Any], first: Iterable[Any], args: Mapping[str, Any], key: str
 ) -> Any:
-    """Call ``function(*first, **args)``; arguments that it does not take are the user's error.
-
-    Raises:
-        ConfigError: names the arguments that are missing or too many, and those that exist.
-    """
+    """Call ``function(*first, **args)``; raises as ``check``."""
     first = tuple(first)
     check(function, len(first), args, key)
     return function(*first, **args)

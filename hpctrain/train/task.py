@@ -393,11 +393,8 @@ def make_schedule(
 def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:
     """Let ``loader`` read from a copy that the ranks of each node share. Collective.
 
-    Args:
-        loader: over a ``ShardedDataset``.
-        to: a folder, or ``auto``.
-        comm: all ranks.
-        topology: of the same ranks.
+    The copy is in the folder ``to``, or where ``auto`` finds room; ``topology`` is of the ranks of
+    ``comm``.
 
     Raises:
         ConfigError: what the loader reads is no data set on disk.

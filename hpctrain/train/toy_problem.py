@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
+from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import HpctrainError
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
@@ -44,18 +44,13 @@ def model(width: int = 64) -> nn.Sequential:
 def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
     """Open the training and the test points, which rank 0 writes when they are not there yet.
 
-    Collective.
-
-    Args:
-        comm: all ranks.
-        folder: which all of them see.
+    Collective; all ranks see ``folder``.
 
     Raises:
         HpctrainError: they cannot be written or read; on every rank.
     """
     root = Path(folder)
-    refusal = _write(root) if comm.rank == 0 else ""
-    comm.agree(not refusal, refusal)
+    on_root(comm, lambda: _write(root))
     return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
 
 
@@ -69,12 +64,7 @@ def points(num: int, seed: int) -> dict[str, np.ndarray]:
     return {"x": x.astype(np.float32), "y": arm}
 
 
-def _write(root: Path) -> str:
-    """Write what is missing; return why that is not possible."""
-    try:
-        for seed, (split, num) in enumerate(NUM_POINTS.items()):
-            if not (root / split / MANIFEST).exists():
-                write_arrays(root / split, points(num, seed), samples_per_shard=1000)
-    except (OSError, HpctrainError) as error:
-        return f"the points cannot be written to {root}: {error}"
-    return ""
+def _write(root: Path) -> None:
+    for seed, (split, num) in enumerate(NUM_POINTS.items()):
+        if not (root / split / MANIFEST).exists():
+            write_arrays(root / split, points(num, seed), samples_per_shard=1000)

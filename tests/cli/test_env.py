@@ -3,11 +3,10 @@ import sys
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
-from hpctrain.core.errors import ConfigError
 
 
-def invoke(*words):
-    return CliRunner().invoke(app, ["env", *map(str, words)])
+def invoke():
+    return CliRunner().invoke(app, ["env"])
 
 
 def rows(output):
@@ -45,15 +44,3 @@ def test_without_an_mpi_library_it_says_so_and_shows_the_rest(monkeypatch):
     assert result.exit_code == 0
     assert "cannot open shared object file" in result.output
     assert rows(result.output)["torch"]
-
-
-def test_the_lock_goes_to_a_file_or_to_stdout(tmp_path):
-    path = tmp_path / "hpctrain.lock"
-    assert invoke("--lock", path).exit_code == 0
-    assert invoke("--lock").output == path.read_text()
-    assert "\nnumpy==" in path.read_text()
-
-
-def test_a_file_without_lock_is_refused(tmp_path):
-    for words in ([tmp_path / "x"], ["--extra", "openmpi"]):
-        assert isinstance(invoke(*words).exception, ConfigError)

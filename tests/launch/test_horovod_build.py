@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from hpctrain.launch import horovod_build as recipe
 from hpctrain.launch.build_log import LAST_LINES, BuildLog, telling
 from hpctrain.launch.horovod_build import PATCHED, VERSION, BuildPlan, patch
 from hpctrain.launch.pmi import Mpi, load
+from tests.launch.started import is_alive, wait_for
 
 MPI = Mpi(vendor="openmpi", version="5.0.11", library=Path("/opt/mpi/lib/libmpi.so.40.40.11"))
 NAME = f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"
@@ -133,26 +132,8 @@ def test_a_wheel_is_built_once(site):
     forced = make(site, force=True)
     assert (forced.is_cached, forced.wheel.read_text()) == (False, "wheel 2")
     assert sorted(path.name for path in forced.wheel.parent.iterdir()) == sorted(
-        [NAME, "lock", recipe.LOG]
+        [NAME, recipe.LOG]
     )
-
-
-def test_a_second_build_waits_for_the_first_and_takes_its_wheel(site, monkeypatch):
-    began, quick, said = threading.Event(), BuildLog.run, []
-
-    def slow(*arguments):
-        began.set()
-        time.sleep(0.1)
-        quick(*arguments)
-
-    monkeypatch.setattr(BuildLog, "run", slow)
-    first = threading.Thread(target=make, args=(site,))
-    first.start()
-    assert began.wait(30)
-    make(site, said.append)
-    first.join()
-    assert any("another build of this wheel is under way" in line for line in said)
-    assert len(site[1]) == 1
 
 
 def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, monkeypatch):
@@ -221,20 +202,6 @@ program = "echo $$ > first; (sh -c 'echo $$ > second; exec sleep 60') & wait"
 with BuildLog(folder / "log", print) as log:
     log.run(["sh", "-c", program], folder, dict(os.environ), "")
 """
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_for(condition, limit_s=30.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -36,14 +35,6 @@ def cores(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("mpirun", ALL)
-def test_a_line_is_mpirun_its_options_the_ranks_and_the_command(mpirun):
-    words = command(["x", "-n", "7"], num_ranks=2, mpirun=mpirun)
-    assert words[0] == str(mpirun.path)
-    assert words[words.index("-np") + 1] == "2"
-    assert words[-3:] == ["x", "-n", "7"]
-
-
 @pytest.mark.parametrize("mpirun", OPENMPI)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_open_mpi_oversubscribes_only_with_more_ranks_than_cores(mpirun, num_ranks, cores):
@@ -68,116 +59,69 @@ def test_two_hardware_threads_are_one_core(monkeypatch, tmp_path):
     assert mpiexec.num_cores(tmp_path) == 2
 
 
-@pytest.mark.usefixtures("cores")
-@pytest.mark.parametrize("mpirun", OPENMPI)
-def test_hosts_of_a_scheduler_are_neither_oversubscribed_nor_bound(mpirun):
-    text = line(mpirun, 500, options=Options(allocated=True))
-    assert "OVERSUBSCRIBE" not in text
-    assert "--bind-to none" in text
-
-
-@pytest.mark.parametrize("mpirun", OPENMPI)
-@pytest.mark.parametrize(("uid", "allowed"), [(0, True), (1000, False)])
-def test_root_is_allowed_when_it_is_root(mpirun, uid, allowed, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert ("--allow-run-as-root" in line(mpirun)) == allowed
+HOSTS = {"num_ranks": 4, "hosts": "a:2,b:2"}
+ETH0 = {**HOSTS, "options": Options(interfaces=("eth0",))}
+LO = {"options": Options(interfaces=("lo",))}
+TWO = {"options": Options(interfaces=("eth0", "eth1"))}
+SET = {**HOSTS, "options": Options(variables={"A": "1", "HPCTRAIN_TRACE": "0"})}
+TAG = {"options": Options(tag_output=True)}
+NODES = {"num_ranks": 4, "nodes": 2}
+MORE = {"options": Options(extra=("--more", "two words"))}
+LENT = {"num_ranks": 500, "options": Options(allocated=True)}
+HYDRA = [MPICH, INTEL]
 
 
 @pytest.mark.parametrize(
-    ("mpirun", "text"),
-    [(OPENMPI5, "--host a:2,b:2"), (OPENMPI4, "--host a:2,b:2"), (MPICH, "-hosts a:2,b:2")],
+    ("mpiruns", "how", "text", "absent"),
+    [
+        (OPENMPI, {}, "-np 2 x -n 7", "RANKS_PER_NODE"),
+        (HYDRA, {}, "-np 2 sh -c", "RANKS_PER_NODE"),
+        (HYDRA, {"num_ranks": 1}, "-np 1 x -n 7", "sh -c"),
+        (ALL, MORE, "--more 'two words' -np 2", "SECRET"),
+        (OPENMPI, LENT, "--bind-to none", "OVERSUBSCRIBE"),
+        (OPENMPI, HOSTS, "--host a:2,b:2", "SECRET"),
+        (OPENMPI, HOSTS, "-x HPCTRAIN_TRACE", "if_include"),
+        (OPENMPI, HOSTS, "-x PATH", "prte"),
+        (OPENMPI, {}, "--bind-to", "-x HPCTRAIN_TRACE"),
+        (HYDRA, HOSTS, "-hosts a:2,b:2", "-iface"),
+        (OPENMPI, NODES, "-x HPCTRAIN_RANKS_PER_NODE=2", "-genv"),
+        (HYDRA, NODES, "-genv HPCTRAIN_RANKS_PER_NODE 2", "-x"),
+        ([OPENMPI5], TAG, "--output tag", "--tag-output"),
+        ([OPENMPI4], TAG, "--tag-output", "--output"),
+        (HYDRA, TAG, "-prepend-rank", "tag"),
+        ([OPENMPI5], ETH0, "--mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0", "oob"),
+        ([OPENMPI4], ETH0, "--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0", "prte"),
+        (HYDRA, ETH0, "-iface eth0 -genv FI_TCP_IFACE eth0", "if_include"),
+        (OPENMPI, TWO, "btl_tcp_if_include eth0,eth1", "-iface"),
+        ([OPENMPI5], LO, "btl_tcp_if_include lo", "prte"),  # which refuses the loopback interface
+        (OPENMPI, SET, "-x A=1 -x HPCTRAIN_TRACE=0", "-x HPCTRAIN_TRACE "),
+        (HYDRA, SET, "-genv A 1 -genv HPCTRAIN_TRACE 0", "-x"),
+    ],
 )
-def test_real_hosts_are_named_in_the_words_of_the_flavour(mpirun, text):
-    assert text in line(mpirun, 4, hosts="a:2,b:2")
-
-
-def test_open_mpi_hands_our_variables_to_other_hosts_and_nothing_secret(monkeypatch):
+def test_a_line_says_it_in_the_words_of_the_flavour(mpiruns, how, text, absent, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_TRACE", "1")
     monkeypatch.setenv("SECRET_TOKEN", "x")
-    text = line(OPENMPI5, 4, hosts="a:2,b:2")
-    assert "-x HPCTRAIN_TRACE" in text
-    assert "-x PATH" in text
-    assert "SECRET" not in text
-    assert "-x HPCTRAIN_TRACE" not in line(OPENMPI5, 4)
-
-
-@pytest.mark.parametrize(
-    ("mpirun", "text"),
-    [
-        (OPENMPI5, "-x HPCTRAIN_RANKS_PER_NODE=2"),
-        (OPENMPI4, "-x HPCTRAIN_RANKS_PER_NODE=2"),
-        (MPICH, "-genv HPCTRAIN_RANKS_PER_NODE 2"),
-        (INTEL, "-genv HPCTRAIN_RANKS_PER_NODE 2"),
-    ],
-)
-def test_declared_nodes_are_part_of_the_line(mpirun, text):
-    assert text in line(mpirun, 4, nodes=2)
-    assert "RANKS_PER_NODE" not in line(mpirun, 4)
-
-
-@pytest.mark.parametrize(
-    ("mpirun", "text"),
-    [
-        (OPENMPI5, "--output tag"),
-        (OPENMPI4, "--tag-output"),
-        (MPICH, "-prepend-rank"),
-        (INTEL, "-prepend-rank"),
-    ],
-)
-def test_output_is_tagged_on_request(mpirun, text):
-    assert text in line(mpirun, options=Options(tag_output=True))
-    assert text not in line(mpirun)
-
-
-@pytest.mark.parametrize(
-    ("mpirun", "text"),
-    [
-        (OPENMPI5, "--mca btl_tcp_if_include eth0 --prtemca prte_if_include eth0"),
-        (OPENMPI4, "--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0"),
-        (MPICH, "-iface eth0 -genv FI_TCP_IFACE eth0"),
-        (INTEL, "-iface eth0 -genv FI_TCP_IFACE eth0"),
-    ],
-)
-def test_a_network_interface_is_for_messages_and_the_launcher(mpirun, text, monkeypatch):
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
-    assert text in line(mpirun, 4, hosts="a:2,b:2", options=Options(interfaces=("eth0",)))
-    assert "if_include" not in line(mpirun, 4, hosts="a:2,b:2")
+    for mpirun in mpiruns:
+        found = line(mpirun, **how)
+        assert found.startswith(f"{mpirun.path} ")
+        assert found.endswith("x -n 7")
+        assert text in found
+        assert absent not in found
 
 
-def test_open_mpi_takes_several_interfaces_and_hydra_one(monkeypatch):
+def test_hydra_takes_one_network_interface(monkeypatch):
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
-    two = Options(interfaces=("eth0", "eth1"))
-    for mpirun in OPENMPI:
-        assert "btl_tcp_if_include eth0,eth1" in line(mpirun, options=two)
-    for mpirun in (MPICH, INTEL):
+    for mpirun in HYDRA:
         with pytest.raises(LaunchError, match="one network interface, got eth0,eth1"):
-            line(mpirun, options=two)
+            line(mpirun, **TWO)
 
 
-def test_the_launcher_of_open_mpi_5_is_kept_off_the_loopback_interface():
-    text = line(OPENMPI5, options=Options(interfaces=("lo",)))
-    assert "btl_tcp_if_include lo" in text
-    assert "prte" not in text
-
-
-@pytest.mark.parametrize(
-    ("mpirun", "text"), [*((each, "-x A=1") for each in OPENMPI), (MPICH, "-genv A 1")]
-)
-def test_variables_are_part_of_the_line_and_stand_above_those_that_are_set(
-    mpirun, text, monkeypatch
-):
-    monkeypatch.setenv("HPCTRAIN_TRACE", "1")
-    options = Options(variables={"A": "1", "HPCTRAIN_TRACE": "0"})
-    found = line(mpirun, 4, hosts="a:2,b:2", options=options)
-    assert text in found
-    assert re.search(r"HPCTRAIN_TRACE[= ]0", found)
-    assert "-x HPCTRAIN_TRACE " not in found
-
-
-@pytest.mark.parametrize("mpirun", ALL)
-def test_further_words_come_before_the_ranks(mpirun):
-    options = Options(extra=("--more", "two words"))
-    assert " --more 'two words' -np 2 " in line(mpirun, options=options)
+@pytest.mark.parametrize(("uid", "allowed"), [(0, True), (1000, False)])
+def test_root_is_allowed_when_it_is_root(uid, allowed, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    for mpirun in OPENMPI:
+        assert ("--allow-run-as-root" in line(mpirun)) == allowed
 
 
 @pytest.mark.parametrize("contained", [True, False])
@@ -219,26 +163,28 @@ def test_no_command_is_an_error():
         command([], num_ranks=1, mpirun=OPENMPI5)
 
 
-def test_a_launch_inside_a_launch_forgets_the_outer_one():
-    outer = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}
-    assert environment(outer) == {"PATH": "/bin", "TERM": "dumb"}
+NAME = "HPCTRAIN_RANKS_PER_NODE"
+USER = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
+
+
+@pytest.mark.parametrize(
+    ("before", "how", "after"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}, {}, {}),
+        (USER, {}, USER),
+        ({}, {"num_ranks": 4, "nodes": 2}, {NAME: "2"}),
+        ({NAME: "3"}, {"num_ranks": 4, "nodes": 4}, {NAME: "1"}),
+    ],
+    ids=["inside another launch", "what the user set for MPI", "declared", "declared again"],
+)
+def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else(before, how, after):
+    assert environment(before, **how) == {"TERM": "dumb", **after}
 
 
 @pytest.mark.parametrize(("terminal", "term"), [(True, "xterm"), (False, "dumb")])
 def test_ranks_draw_only_on_a_real_terminal(terminal, term, monkeypatch):
     monkeypatch.setattr(sys.__stdout__, "isatty", lambda: terminal)
     assert environment({"TERM": "xterm"})["TERM"] == term
-
-
-def test_a_launch_keeps_what_the_user_set_for_mpi():
-    user = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
-    assert environment(user) == user
-
-
-def test_declared_nodes_are_part_of_the_environment_on_request():
-    name = "HPCTRAIN_RANKS_PER_NODE"
-    assert environment({}, num_ranks=4, nodes=2)[name] == "2"
-    assert environment({name: "3"}, num_ranks=4, nodes=4)[name] == "1"
 
 
 FACTS = """

@@ -16,20 +16,14 @@ from tests.launch.started import line, ranks_are_gone, start, wait_for
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
 
 
-def test_a_command_that_succeeds_returns_0(tmp_path):
-    assert supervise(line(tmp_path, "pass"), environ=mpiexec.environment()) == 0
-
-
-def test_the_exit_code_of_a_rank_is_passed_on(tmp_path):
-    code = supervise(line(tmp_path, "sys.exit(7)", num_ranks=1), environ=mpiexec.environment())
-    assert code == 7
+WAITS_IN_INIT = "if rank == 1: sys.exit(3)\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()"
+DEATHS = ("os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError")
 
 
 @pytest.mark.parametrize(
-    "death", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError"]
+    "code", [*(f"if rank == 1: {death}\ntime.sleep(50)" for death in DEATHS), WAITS_IN_INIT]
 )
-def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, death):
-    code = f"if rank == 1: {death}\ntime.sleep(50)"
+def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, code):
     before = time.monotonic()
     assert supervise(line(tmp_path, code), environ=mpiexec.environment()) != 0
     assert time.monotonic() - before < 30
@@ -44,36 +38,23 @@ def test_a_launch_past_its_limit_ends_with_124(tmp_path):
     assert ranks_are_gone(tmp_path)
 
 
-@pytest.mark.parametrize("code", [1, 85])
-def test_a_code_that_all_ranks_end_with_is_passed_on(tmp_path, code):
-    argv = line(tmp_path, f"sys.exit({code})", num_ranks=3)
+@pytest.mark.parametrize(("code", "num_ranks"), [(0, 2), (7, 1), (1, 3), (85, 3)])
+def test_a_code_that_all_ranks_end_with_is_passed_on(tmp_path, code, num_ranks):
+    argv, before = line(tmp_path, f"sys.exit({code})", num_ranks), signal.getsignal(signal.SIGTERM)
     assert supervise(argv, environ=mpiexec.environment()) == code
-
-
-WAITS_IN_INIT = "if rank == 1: sys.exit(3)\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()"
-
-
-def test_a_rank_that_fails_before_mpi_starts_ends_the_launch(tmp_path):
-    before = time.monotonic()
-    assert supervise(line(tmp_path, WAITS_IN_INIT), environ=mpiexec.environment()) != 0
-    assert time.monotonic() - before < 30
-    assert ranks_are_gone(tmp_path)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number):
-    process = start(tmp_path, "time.sleep(50)", grace_s=2.0)
-    process.send_signal(number)
-    assert process.wait(timeout=15) != 0
-    assert ranks_are_gone(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 STUBBORN = "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
 
 
-def test_ranks_that_ignore_a_signal_are_killed_when_their_time_is_up(tmp_path):
-    process = start(tmp_path, f"{STUBBORN}time.sleep(50)", grace_s=1.0)
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(
+    ("number", "ignores"),
+    [(signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGHUP, ""), (signal.SIGINT, STUBBORN)],
+)
+def test_a_signal_ends_mpirun_and_its_ranks(tmp_path, number, ignores):
+    process = start(tmp_path, f"{ignores}time.sleep(50)", grace_s=1.0 if ignores else 2.0)
+    process.send_signal(number)
     assert process.wait(timeout=15) != 0
     assert ranks_are_gone(tmp_path)
 
@@ -100,12 +81,6 @@ def test_the_input_of_a_script_around_a_launch_is_left_alone(tmp_path):
         check=True,
     )
     assert done.stdout == "still here\n"
-
-
-def test_the_signals_are_given_back(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    supervise(line(tmp_path, "pass", num_ranks=1), environ=mpiexec.environment())
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):

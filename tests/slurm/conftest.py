@@ -11,7 +11,6 @@ from tests.slurm import training
 
 @pytest.fixture(scope="session")
 def _clusters() -> list[SlurmCluster]:
-    """Those that this worker has started."""
     return []
 
 

@@ -50,7 +50,6 @@ class Mpi:
 
     @property
     def environ(self):
-        """What a user sets."""
         return {"MPI4PY_LIBMPI": str(self.library)} if self.library else {}
 
 

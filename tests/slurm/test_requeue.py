@@ -5,14 +5,17 @@ import pytest
 from tests.slurm.training import STEPS
 from tests.slurm.watching import Run
 
+SHAPE = ("--time=10", "--ntasks-per-node=2")
+SMALL = ("--time=10", "--ntasks-per-node=1")
+
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(900)]
 
 
 @pytest.fixture
 def whole(slurm, tmp_path, request):
     """A run that nobody stops, beside which the others are carried out."""
-    ranks_per_node = 2 if request.node.get_closest_marker("conformance") else 1
-    run = Run(slurm, tmp_path / "whole", step_s=0.01, ranks_per_node=ranks_per_node)
+    shape = SHAPE if request.node.get_closest_marker("conformance") else SMALL
+    run = Run(slurm, tmp_path / "whole", step_s=0.01, shape=shape)
     job = run.submit("multi_node")
 
     def finished() -> Run:
@@ -36,7 +39,7 @@ def assert_one_run(run, whole):
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(slurm, tmp_path, whole):
-    run = Run(slurm, tmp_path / "run", ranks_per_node=1)
+    run = Run(slurm, tmp_path / "run", step_s=0.1, shape=SMALL)
     job = run.submit("requeue")
     run.wait_for_step(9)
     job.signal("USR1")
@@ -53,7 +56,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(slurm, tmp_path, whol
 
 @pytest.mark.conformance
 def test_three_stops_in_one_run_change_no_bit(slurm, tmp_path, whole):
-    run = Run(slurm, tmp_path / "run")
+    run = Run(slurm, tmp_path / "run", step_s=0.1)
     job = run.submit("requeue")
     stop_three_times(run, job)
     assert job.wait(500) == "COMPLETED", job.output()
@@ -65,7 +68,7 @@ def test_three_stops_in_one_run_change_no_bit(slurm, tmp_path, whole):
 
 @pytest.mark.conformance
 def test_a_job_that_makes_room_for_another_goes_on_and_loses_nothing(slurm, tmp_path, whole):
-    run, reference = Run(slurm, tmp_path / "run"), whole()
+    run, reference = Run(slurm, tmp_path / "run", step_s=0.1), whole()
     job = run.submit("requeue", "--partition=low")
     run.wait_for_step(9)
     first = slurm.sbatch("--nodes=4", "--exclusive", "--wrap", "sleep 2")
@@ -98,26 +101,21 @@ def test_a_run_goes_on_when_the_time_of_its_job_is_over(slurm, tmp_path):
         assert all((p["world_size"], p["nodes"]) == (3, 2) for p in run.parts())
 
 
-@pytest.fixture
-def links(slurm):
-    """Find the jobs of a chain by their name."""
+@pytest.mark.conformance
+def test_a_chain_of_three_jobs_is_one_run(slurm, tmp_path, whole):
+    run = Run(slurm, tmp_path / "run", step_s=0.1)
+    job = run.submit("chain", f"--job-name={tmp_path.name}")
 
-    def find(name: str) -> list[int]:
-        done = slurm.run(["squeue", "-h", "-t", "all", "-n", name, "-o", "%A"])
+    def links() -> list[int]:
+        """The jobs of the chain, by their name."""
+        done = slurm.run(["squeue", "-h", "-t", "all", "-n", tmp_path.name, "-o", "%A"])
         return sorted(map(int, done.stdout.split()))
 
-    return find
-
-
-@pytest.mark.conformance
-def test_a_chain_of_three_jobs_is_one_run(slurm, tmp_path, whole, links):
-    run = Run(slurm, tmp_path / "run")
-    job = run.submit("chain", f"--job-name={tmp_path.name}")
     for part in (1, 2):
         run.wait_for_step(10 * part, part=part)
-        slurm.job(links(tmp_path.name)[part - 1]).signal("USR1")
+        slurm.job(links()[part - 1]).signal("USR1")
     run.wait_for_step(21, part=3)
-    jobs = [slurm.job(number) for number in links(tmp_path.name)]
+    jobs = [slurm.job(number) for number in links()]
     assert [job.wait() for job in jobs] == ["COMPLETED"] * 3, jobs[-1].output()
     assert_one_run(run, whole())
     assert [(p["part"], p["job"], p["ended_by"]) for p in run.parts()] == [
@@ -125,15 +123,3 @@ def test_a_chain_of_three_jobs_is_one_run(slurm, tmp_path, whole, links):
         (2, str(jobs[1].id), "SIGUSR1"),
         (3, str(jobs[2].id), "SIGUSR1"),
     ]
-
-
-@pytest.mark.conformance
-def test_a_link_that_fails_stops_the_chain(slurm, tmp_path, links):
-    run = Run(slurm, tmp_path / "run")
-    job = run.submit("chain", f"--job-name={tmp_path.name}")
-    run.wait_for_step(9)
-    job.signal("KILL")
-    assert job.wait() in ("FAILED", "CANCELLED"), job.output()
-    _, following = links(tmp_path.name)
-    assert slurm.job(following).wait() == "CANCELLED"  # and not pending for ever
-    assert len(run.parts()) == 1

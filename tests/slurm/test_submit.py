@@ -11,8 +11,6 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """Run the command in ``tmp_path``."""
-
     def run(*words, check=True):
         return slurm.run(["hpctrain", "submit", *map(str, words)], cwd=tmp_path, check=check)
 
@@ -20,7 +18,6 @@ def submit(slurm, tmp_path):
 
 
 def number_of(done):
-    """The job that was submitted."""
     return int(re.match(r"job (\d+): ", done.stdout)[1])
 
 

@@ -8,16 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.slurm import Job, SlurmCluster
-from tests.slurm import training
+from tests.slurm.watching import ROOT, Run
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm")]
-
-ROOT = Path(__file__).parents[2]
 
 WORLDS = {
     "single_node": (1, 2),
@@ -40,78 +37,47 @@ export HPCTRAIN_PROBE=off
 """
 """A site of its own; /dev/shm is what each virtual node has for itself."""
 
-BEGINNINGS = ("started", "resumed")
-"""Events with which a part of a run begins."""
-
-Submit = Callable[..., Job]
-
 
 @pytest.fixture
-def submit(tmp_path: Path) -> Submit:
-    """Submit a template of this checkout's ``slurm``, in a folder of its own, with a site file.
-
-    Options of ``sbatch`` are ``before`` it, those of ``hpctrain train`` behind; further keywords
-    are variables.
-    """
+def runs(tmp_path: Path) -> Callable[..., Run]:
+    """Make runs by name, each in a folder of its own, with a site file."""
     (tmp_path / "site.sh").write_text(SITE)
-
-    def do(cluster, name, *options, before=(), label="", **more):
-        folder = tmp_path / (label or name)
-        folder.mkdir(exist_ok=True)
-        environ = {
-            "HPCTRAIN_SITE": str(tmp_path / "site.sh"),
-            "CONFIG": str(training.write(folder)),
-            "SBATCH_PARTITION": "low",
-            "RUN_DIRECTORY": str(folder / "run"),
-        }
-        script = ROOT / "slurm" / f"{name}.sbatch"
-        return cluster.sbatch(*before, script, *options, environ=environ | more, cwd=folder)
-
-    return do
+    return lambda cluster, name: Run(cluster, tmp_path / name, shape=(), site=tmp_path / "site.sh")
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """What the run of a folder has written down so far."""
-    path = folder / "run/metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def check_finished(job: Job, folder: Path, nodes: int, ranks: int) -> dict[str, Any]:
-    """The job and the run in its folder have finished, on one world with two levels."""
+def check_finished(job: Job, run: Run, nodes: int, ranks: int) -> None:
+    """The job and its run have finished, on one world with two levels."""
     assert job.wait(240) == "COMPLETED", job.output()
-    last = records(folder)[-1]
+    last = run.records()[-1]
     assert last["event"] == "finished", job.output()
     assert (last["nodes"], last["world_size"]) == (nodes, ranks), job.output()
-    plan = json.loads((folder / "run/plan.json").read_text())
+    plan = json.loads((run.directory / "plan.json").read_text())
     assert plan["nodes"] == [ranks // nodes] * nodes
     assert plan["plan"]["node_memory"] == "memfd"
     assert plan["plan"]["num_rails"] == (ranks // nodes if nodes > 1 else 0)
-    return last
 
 
 @pytest.mark.limit(300)
-def test_templates_submitted_as_they_are_finish_on_one_world(slurm, submit, tmp_path):
-    jobs = {name: submit(slurm, name, "--set", "train.epochs=2") for name in QUICK}
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param({*WORLDS} - {*QUICK}, marks=pytest.mark.conformance)],
+    ids=["quick", "others"],
+)
+def test_templates_submitted_as_they_are_finish_on_one_world(slurm, runs, names):
+    made = {name: runs(slurm, name) for name in names}
+    jobs = {name: run.submit(name) for name, run in made.items()}
     for name, job in jobs.items():
-        check_finished(job, tmp_path / name, *WORLDS[name])
+        check_finished(job, made[name], *WORLDS[name])
 
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_the_other_templates_finish_on_one_world(slurm, submit, tmp_path):
-    jobs = {name: submit(slurm, name) for name in WORLDS if name not in QUICK}
-    for name, job in jobs.items():
-        check_finished(job, tmp_path / name, *WORLDS[name])
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_gpu_gives_each_rank_a_gpu_of_its_node(slurm_gpus, submit, tmp_path):
-    job = submit(slurm_gpus, "gpu")
+def test_gpu_gives_each_rank_a_gpu_of_its_node(slurm_gpus, runs):
+    run = runs(slurm_gpus, "gpu")
+    job = run.submit("gpu")
     job.wait_for("RUNNING")
     assert job.facts()["TresPerNode"].endswith("gpu:2")
-    check_finished(job, tmp_path / "gpu", 2, 4)
+    check_finished(job, run, 2, 4)
 
 
 def test_apptainer_says_that_it_is_untested():
@@ -121,12 +87,11 @@ def test_apptainer_says_that_it_is_untested():
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_staged_data_runs_from_a_copy_of_its_environment(slurm, submit, tmp_path):
-    job = submit(
-        slurm, "staged_data", ENVIRONMENT_TAR=str(thin_environment(tmp_path)), PYTHONPATH=""
-    )
-    check_finished(job, tmp_path / "staged_data", 2, 4)
-    facts = json.loads((tmp_path / "staged_data/run/env.json").read_text())
+def test_staged_data_runs_from_a_copy_of_its_environment(slurm, runs, tmp_path):
+    run, environment = runs(slurm, "staged_data"), thin_environment(tmp_path)
+    job = run.submit("staged_data", ENVIRONMENT_TAR=str(environment), PYTHONPATH="")
+    check_finished(job, run, 2, 4)
+    facts = json.loads((run.directory / "env.json").read_text())
     assert facts["command"][0].startswith(f"/dev/shm/hpctrain-{job.id}/env/")
     for node in job.nodes():
         left = subprocess.run(
@@ -151,93 +116,6 @@ def thin_environment(folder: Path) -> Path:
     return Path(shutil.make_archive(str(folder / "env"), "tar", made))
 
 
-@pytest.mark.limit(120)
-def test_a_failed_link_stops_its_chain(slurm, submit, tmp_path):
-    shape = ("--nodes=1", "--ntasks-per-node=1")
-    link = submit(slurm, "chain", "--set", "train.no_such_key=1", before=shape)
-    assert link.wait() == "FAILED"
-    behind = next_link(slurm, link)
-    assert behind.wait(30) == "CANCELLED"
-    assert (behind.facts()["NumNodes"], behind.facts()["NumTasks"]) == ("1", "1")
-    assert records(tmp_path / "chain") == []
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(400)
-def test_three_links_continue_one_run_bit_for_bit(slurm, submit, tmp_path):
-    whole = submit(slurm, "multi_node", label="whole")
-    link = submit(slurm, "chain", label="links")
-    for steps in (10, 20):
-        wait_for_step(tmp_path / "links", steps, link)
-        link.signal("USR1")
-        assert link.wait() == "COMPLETED", link.output()
-        link = next_link(slurm, link)
-    links = check_finished(link, tmp_path / "links", 2, 4)
-    assert links["state_hash"] == check_finished(whole, tmp_path / "whole", 2, 4)["state_hash"]
-    assert "next" not in link.output()
-    parts = [r["event"] for r in records(tmp_path / "links") if r["event"] in BEGINNINGS]
-    assert parts == ["started", "resumed", "resumed"]
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_a_chain_that_has_finished_early_takes_its_next_link_back(slurm, submit, tmp_path):
-    link = submit(slurm, "chain")
-    check_finished(link, tmp_path / "chain", 2, 4)
-    assert next_link(slurm, link).wait(30) == "CANCELLED"
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_under_mpirun_the_signal_before_the_end_of_the_time_reaches_the_ranks(
-    slurm, submit, tmp_path
-):
-    first = submit(slurm, "mpirun")
-    wait_for_step(tmp_path / "mpirun", 10, first)
-    slurm.run(["scancel", "--batch", "--signal=USR1", str(first.id)])  # as Slurm does for B:USR1
-    assert (first.wait(), first.exit_code()) == ("FAILED", 85), first.output()
-    assert f"RUN_DIRECTORY={tmp_path}/mpirun/run" in first.output()
-    check_finished(submit(slurm, "mpirun"), tmp_path / "mpirun", 2, 4)
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_restart_goes_on_without_the_node_that_lost_its_power(slurm, submit, tmp_path):
-    job = submit(slurm, "restart", "--set", "train.epochs=40")
-    wait_for_step(tmp_path / "restart", 10, job)
-    cut = time.monotonic()
-    slurm.kill_node(job.nodes()[1])
-    wait_until(lambda: goes_on(tmp_path / "restart", 2), job, 60)
-    assert time.monotonic() - cut < 40, job.output()
-    assert job.wait() == "COMPLETED", job.output()
-    last = records(tmp_path / "restart")[-1]
-    assert (last["event"], last["nodes"], last["world_size"]) == ("finished", 2, 4)
-    assert job.restarts() == 0
-
-
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_restart_is_queued_again_when_the_node_of_its_script_lost_its_power(
-    slurm, submit, tmp_path
-):
-    job = submit(slurm, "restart", WATCH_S="5")
-    wait_for_step(tmp_path / "restart", 10, job)
-    slurm.kill_node(job.nodes()[0])
-    check_finished(job, tmp_path / "restart", 3, 6)
-    assert job.restarts() == 1
-
-
-def goes_on(folder: Path, nodes: int) -> bool:
-    """Whether a part of the run on so many nodes has made a step."""
-    begun = False
-    for record in records(folder):
-        if record["event"] in BEGINNINGS:
-            begun = record["nodes"] == nodes
-        if begun and record["event"] == "step":
-            return True
-    return False
-
-
 def next_link(cluster: SlurmCluster, link: Job) -> Job:
     """The job that a link of a chain has queued."""
     found = re.search(r"job (\d+) goes on", link.output())
@@ -245,13 +123,60 @@ def next_link(cluster: SlurmCluster, link: Job) -> Job:
     return cluster.job(int(found[1]))
 
 
-def wait_for_step(folder: Path, step: int, job: Job) -> None:
-    """Wait until a run has made so many steps."""
-    wait_until(lambda: any(r.get("step", 0) >= step for r in records(folder)), job, 120)
+@pytest.mark.limit(120)
+def test_a_failed_link_stops_its_chain(slurm, tmp_path):
+    run = Run(slurm, tmp_path / "chain", shape=("--nodes=1", "--ntasks-per-node=1"))
+    link = run.submit("chain", more=("--set", "train.no_such_key=1"))
+    assert link.wait() == "FAILED"
+    behind = next_link(slurm, link)
+    assert behind.wait(30) == "CANCELLED"  # and not pending for ever
+    assert (behind.facts()["NumNodes"], behind.facts()["NumTasks"]) == ("1", "1")
+    assert run.records() == []
 
 
-def wait_until(true: Callable[[], bool], job: Job, timeout_s: float) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < give_up, job.output()
-        time.sleep(0.1)
+@pytest.mark.conformance
+@pytest.mark.limit(300)
+def test_a_chain_that_has_finished_early_takes_its_next_link_back(slurm, runs):
+    run = runs(slurm, "chain")
+    link = run.submit("chain")
+    check_finished(link, run, 2, 4)
+    assert next_link(slurm, link).wait(30) == "CANCELLED"
+
+
+@pytest.mark.conformance
+@pytest.mark.limit(300)
+def test_under_mpirun_the_signal_before_the_end_of_the_time_reaches_the_ranks(slurm, runs):
+    run = runs(slurm, "mpirun")
+    first = run.submit("mpirun")
+    run.wait_for_step(10)
+    slurm.run(["scancel", "--batch", "--signal=USR1", str(first.id)])  # as Slurm does for B:USR1
+    assert (first.wait(), first.exit_code()) == ("FAILED", 85), first.output()
+    assert f"RUN_DIRECTORY={run.directory}" in first.output()
+    check_finished(run.submit("mpirun"), run, 2, 4)
+
+
+@pytest.mark.conformance
+@pytest.mark.limit(300)
+def test_restart_goes_on_without_the_node_that_lost_its_power(slurm, runs):
+    run = runs(slurm, "restart")
+    job = run.submit("restart", more=("--set", "train.epochs=40"))
+    run.wait_for_step(10)
+    cut = time.monotonic()
+    slurm.kill_node(job.nodes()[1])
+    run.wait_for_step(1, part=2)
+    assert time.monotonic() - cut < 40, job.output()
+    assert job.wait() == "COMPLETED", job.output()
+    last = run.records()[-1]
+    assert (last["event"], last["nodes"], last["world_size"]) == ("finished", 2, 4)
+    assert job.restarts() == 0
+
+
+@pytest.mark.conformance
+@pytest.mark.limit(300)
+def test_restart_is_queued_again_when_the_node_of_its_script_lost_its_power(slurm, runs):
+    run = runs(slurm, "restart")
+    job = run.submit("restart", WATCH_S="5")
+    run.wait_for_step(10)
+    slurm.kill_node(job.nodes()[0])
+    check_finished(job, run, 3, 6)
+    assert job.restarts() == 1

@@ -52,7 +52,6 @@ class Pause(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give back what it got."""
         if self.training:
             time.sleep(self.seconds)
         return x

@@ -1,6 +1,7 @@
 """Runs that jobs carry out: how far they are, and whether two of them are the same."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,37 @@ class Run:
     """A tiny run in a folder of its own, carried out by jobs."""
 
     def __init__(
-        self, slurm: SlurmCluster, folder: Path, *, step_s: float = 0.1, ranks_per_node: int = 2
+        self,
+        slurm: SlurmCluster,
+        folder: Path,
+        *,
+        step_s: float = 0.05,
+        shape: Sequence[str] = ("--time=10", "--ntasks-per-node=2"),
+        site: Path | None = None,
     ) -> None:
         folder.mkdir()
         self.config, self.directory = training.write(folder), folder / "run"
         self._slurm, self._folder, self._step_s = slurm, folder, step_s
-        self._shape = f"--ntasks-per-node={ranks_per_node}"
+        self._shape = shape
+        self._site = {"MPI_TYPE": "pmix"}
+        if site is not None:
+            self._site = {"HPCTRAIN_SITE": str(site), "SBATCH_PARTITION": "low"}
 
-    def submit(self, template: str, *options: str, **variables: str) -> Job:
-        """Submit a template as it is, on two nodes unless ``options`` say something else."""
+    def submit(
+        self, template: str, *options: str, more: Sequence[str] = (), **variables: str
+    ) -> Job:
+        """Submit a template as it is; ``options`` are of sbatch, ``more`` of hpctrain train."""
         environ = {
             "CONFIG": str(self.config),
             "RUN_DIRECTORY": str(self.directory),
-            "MPI_TYPE": "pmix",
             "HPCTRAIN_PROBE": "off",  # a measured plan could be another one, with other sums
+            **self._site,
             **variables,
         }
         script = ROOT / "slurm" / f"{template}.sbatch"
-        more = ("--set", f"model.args.step_s={self._step_s}")
-        return self._slurm.sbatch(
-            "--time=10", self._shape, *options, script, *more, environ=environ, cwd=self._folder
-        )
+        step = ("--set", f"model.args.step_s={self._step_s}")
+        before = (*self._shape, *options)
+        return self._slurm.sbatch(*before, script, *step, *more, environ=environ, cwd=self._folder)
 
     def records(self, *events: str) -> list[dict[str, Any]]:
         """Return its records, or those of some kinds."""
@@ -44,7 +55,6 @@ class Run:
         return [r for r in found if not events or r["event"] in events]
 
     def parts(self) -> list[dict[str, Any]]:
-        """Return the first record of each part."""
         return self.records("started", "resumed")
 
     def wait_for_step(self, step: int, *, part: int = 1, timeout_s: float = 240) -> None:

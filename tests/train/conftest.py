@@ -21,7 +21,6 @@ def here() -> Generator[World]:
 
 @pytest.fixture
 def shared(tmp_path: Path, here: World) -> Path:
-    """One folder for all ranks."""
     return here.comm.broadcast_object(tmp_path)
 
 

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 
+from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.tools.compare import newest_state
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.data.loader import Loader
+from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
+from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.keys import render
 from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.task import build
+from hpctrain.train.task import Task, build
+from tests.train import problem
 
 WAYS = ("SIGTERM", "SIGUSR1", "SIGINT", "budget", "file STOP")
 
@@ -132,3 +139,43 @@ def assert_same_bits(one, other) -> None:
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     else:
         assert one == other
+
+
+def train_alone(config: RunConfig, task: Task, *, is_fixed: bool = False):
+    """Train as a plain loop in this process, by ``Reproducible`` where that is wanted.
+
+    Returns the model, and the loss and the hash of each step.
+    """
+    torch.manual_seed(config.seed)
+    plain = problem.model(**config.model.args)
+    optimizer = getattr(torch.optim, config.optimizer.name)(
+        plain.parameters(), lr=config.optimizer.lr, **config.optimizer.args
+    )
+    how = {"num_micro_shards": config.train.micro_shards, "seed": config.seed}
+    steps = Reproducible(plain, optimizer, SerialCommunicator(), **how) if is_fixed else None
+    loader = Loader(
+        task.train.dataset,
+        global_batch=config.train.global_batch,
+        order=config.data.order,
+        seed=config.seed,
+        rank=0,
+        size=1,
+    )
+    losses, hashes = [], []
+    for batch in itertools.chain.from_iterable(itertools.repeat(loader, config.train.epochs)):
+        optimizer.param_groups[0]["lr"] = config.optimizer.lr * task.schedule(len(losses))
+        if steps is not None:
+            loss_of = lambda part: functional.cross_entropy(plain(part[0]), part[1])  # noqa: E731
+            loss = steps.backward((batch.x, batch.y), loss_of, num_samples=len(batch.x))
+        else:
+            optimizer.zero_grad()
+            mean = functional.cross_entropy(plain(batch.x), batch.y)
+            mean.backward()
+            loss = mean.item()
+        if config.train.clip_norm:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.clip_norm)
+        optimizer.step()
+        losses.append(loss * len(batch.x) / len(batch.x))  # as records have it: a sum, divided
+        parameters = dict(plain.named_parameters())
+        hashes.append(state_hash({"model": parameters, "optimizer": optimizer.state_dict()}))
+    return plain, losses, hashes

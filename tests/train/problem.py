@@ -19,14 +19,12 @@ NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 53, 6, 3
 
 
 def samples() -> dict[str, np.ndarray]:
-    """Points, and the class that each belongs to."""
     random = np.random.default_rng(0)
     x = random.standard_normal((NUM_SAMPLES, NUM_FEATURES))
     return {"x": x, "y": np.argmax(x[:, :NUM_CLASSES], axis=1)}
 
 
 def model(width: int = 8, *, dropout: float = 0.0, norm: bool = False) -> nn.Sequential:
-    """A network of two layers, perhaps with buffers."""
     layers = [
         nn.BatchNorm1d(NUM_FEATURES) if norm else nn.Identity(),
         nn.Linear(NUM_FEATURES, width),
@@ -41,7 +39,6 @@ class Noise(nn.Module):
     """Draws from every random generator that a process has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale a little, while training."""
         if not self.training:
             return x
         drawn = random.random() + np.random.standard_normal()  # noqa: NPY002 - the global one
@@ -70,7 +67,6 @@ class Flaw(nn.Module):
         self.value = samples()["x"][sample, 0].item()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Break where the sample is."""
         hit = x[:, :1] == self.value
         if not self.training or not hit.any():
             return self.network(x)
@@ -80,7 +76,6 @@ class Flaw(nn.Module):
 
 
 def flawed_model(sample: int = 13, *, in_loss: bool = True, norm: bool = True) -> nn.Module:
-    """A network with buffers that one sample breaks."""
     return Flaw(model(norm=norm), sample, in_loss=in_loss)
 
 
@@ -92,12 +87,10 @@ class Blind(nn.Module):
         self.network = model()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give what the network gives, while training."""
         return self.network(x) if self.training else self.network(x) * torch.nan
 
 
 def blind_model() -> nn.Module:
-    """A network that gives NaN where it is tested."""
     return Blind()
 
 
@@ -109,7 +102,6 @@ class Parting(nn.Module):
         self.network, self.passes = model(), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Change the weight when it is time."""
         self.passes += self.training
         if self.training and self.passes == 3 and hpctrain.rank() == hpctrain.size() - 1:
             with torch.no_grad():
@@ -146,7 +138,6 @@ def data(
 
 
 def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
-    """Samples of different lengths."""
     if comm.rank == 0 and not Path(folder).exists():
         words = Ragged.of([torch.ones(length) for length in range(1, 9)])
         write_arrays(
@@ -158,12 +149,10 @@ def ragged_data(comm, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
 
 
 def unchanged(columns):
-    """A transform that changes nothing."""
     return columns
 
 
 def jittered(sample, generator):
-    """A transform of a sample that takes a generator."""
     return {**sample, "x": sample["x"] + 0.1 * generator.standard_normal()}
 
 
@@ -179,26 +168,21 @@ def renamed(columns):
 
 
 def renamed_for_test(columns):
-    """Another one."""
     return {"image": columns["x"], "y": columns["y"]}
 
 
 def distance(output: Tensor, label: Tensor) -> Tensor:
-    """A metric with one value per sample."""
     return output.gather(1, label[:, None])[:, 0].abs()
 
 
 def no_model() -> int:
-    """What no target may return."""
     return 3
 
 
 def no_data(comm):
-    """What no target may return."""
     return comm
 
 
 def broken_data(comm) -> None:
-    """Fail on the last rank alone."""
     if comm.rank == comm.size - 1:
         raise DataError("the disk of this rank is gone")

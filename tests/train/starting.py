@@ -29,5 +29,4 @@ def start(
 
 
 def last_line(text: str) -> str:
-    """The last line that a person sees."""
     return text.rstrip().splitlines()[-1].strip()

@@ -13,7 +13,6 @@ from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same
 from hpctrain.train.status import status
 from tests.train.job import Job, assert_same_bits
-from tests.train.starting import start
 
 FLAWED = [
     "model.target=tests.train.problem:flawed_model",
@@ -230,25 +229,3 @@ def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
     said = "of the test after step 6 (epoch 1) is nan: its accuracy is made of"
     assert "score" not in last_checkpoint(here, job).facts
     assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)
-
-
-CONFIG = """
-name = "small"
-[model]
-target = "tests.train.problem:flawed_model"
-[data]
-target = "tests.train.problem:data"
-args = { folder = "d" }
-[train]
-epochs = 3
-global_batch = 16
-"""
-
-
-@pytest.mark.launches
-def test_a_launch_says_it_once_and_ends_with_1(tmp_path):
-    (tmp_path / "small.toml").write_text(CONFIG)
-    done = start("-m", "hpctrain", "train", "small.toml", num_ranks=2, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count("hpctrain: loss and gradients must be finite, those of rank") == 1
-    assert "Traceback" not in done.stderr

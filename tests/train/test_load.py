@@ -103,6 +103,32 @@ def test_a_wrong_argument_is_named_with_the_way_out(override, message):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sync.method=staged_sgd", "sync.steps=auto"], "which changes it by the loss"),
+        (["sync.method=diloco", "sync.args.steps=3"], "write steps and compression beside it"),
+        (["sync.method=diloco", "train.reproducible=true"], "leave one of them out, got 'diloco'"),
+        (["sync.method=diloco", "data.on_corrupt=skip"], "or set sync.method = synchronous"),
+        (
+            ["train.reproducible=true", "train.micro_shards=128"],
+            "train.global_batch gives each of 128 micro-shards",
+        ),
+        (
+            ["train.reproducible=true", "data.on_corrupt=skip"],
+            "data.on_corrupt is raise for train.reproducible",
+        ),
+        (
+            ["data.random=true", "data.per_sample=true"],
+            "set data.test_transform to a function without",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(None, overrides)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[train]\nepoch = 3\n", "train.epoch is not a key; did you mean train.epochs?"),

@@ -4,49 +4,16 @@ from itertools import pairwise
 import pytest
 import torch
 from rich.console import Console
-from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
 
-from hpctrain.data.loader import Loader
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
-from hpctrain.train.config import RunConfig
 from hpctrain.train.console import Progress
 from hpctrain.train.loop import ends_interval, train
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task, build
-from tests.train.problem import NUM_SAMPLES, model
-
-
-def train_alone(config: RunConfig, task: Task) -> tuple[torch.nn.Module, list[float]]:
-    """The same training as a plain loop in one process, and the loss of each step."""
-    torch.manual_seed(config.seed)
-    plain = model(**config.model.args)
-    optimizer = getattr(torch.optim, config.optimizer.name)(
-        plain.parameters(), lr=config.optimizer.lr, **config.optimizer.args
-    )
-    loader = Loader(
-        task.train.dataset,
-        global_batch=config.train.global_batch,
-        seed=config.seed,
-        rank=0,
-        size=1,
-    )
-    losses = []
-    for epoch in range(config.train.epochs):
-        loader.set_epoch(epoch)
-        for batch in loader:
-            for group in optimizer.param_groups:
-                group["lr"] = config.optimizer.lr * task.schedule(len(losses))
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(plain(batch.x), batch.y)
-            loss.backward()
-            if config.train.clip_norm:
-                clip_grad_norm_(plain.parameters(), config.train.clip_norm)
-            optimizer.step()
-            losses.append(loss.item())
-    return plain, losses
+from tests.train.job import train_alone
+from tests.train.problem import NUM_SAMPLES
 
 
 def train_together(task: Task, here, path):
@@ -74,7 +41,7 @@ def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shar
     config = configure("train.epochs=3", *overrides, "log.every_steps=1")
     task = build(config, here.comm)
     train_together(task, here, shared / "metrics.jsonl")
-    plain, losses = train_alone(config, task)
+    plain, losses, _ = train_alone(config, task)
     for mine, theirs in zip(task.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
     if here.comm.rank == 0:
@@ -83,22 +50,18 @@ def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shar
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_model_is_tested_at_its_interval_and_at_the_end(here, configure, shared):
-    config = configure("train.epochs=5", "test.every_epochs=2", "test.metric=loss")
-    scores = train_together(build(config, here.comm), here, shared / "metrics.jsonl")
+@pytest.mark.parametrize("metric", ["loss", "tests.train.problem:distance"])
+def test_the_model_is_tested_at_its_interval_and_at_the_end(here, configure, shared, metric):
+    config = configure("train.epochs=5", "test.every_epochs=2", f"test.metric={metric}")
+    task = build(config, here.comm)
+    scores = train_together(task, here, shared / "metrics.jsonl")
     assert scores.num_samples == NUM_SAMPLES
+    assert task.metric_name == metric.rpartition(":")[2]
     if here.comm.rank == 0:
         records = [r for r in read(shared / "metrics.jsonl") if r["event"] == "test"]
         assert [record["epoch"] for record in records] == [2, 4, 5]
-        assert records[-1]["metric"] == records[-1]["loss"] == scores.loss
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_metric_may_be_a_function_of_the_user(here, configure, shared):
-    config = configure("train.epochs=1", "test.metric=tests.train.problem:distance")
-    task = build(config, here.comm)
-    assert task.metric_name == "distance"
-    assert train_together(task, here, shared / "metrics.jsonl").metric > 0
+        assert (records[-1]["metric"], records[-1]["loss"]) == (scores.metric, scores.loss)
+        assert (scores.metric == scores.loss) == (metric == "loss")
 
 
 @pytest.mark.ranks(2, 3)

@@ -1,4 +1,4 @@
-"""Runs whose parts have other numbers of ranks, each part a launch: 4, 2, 4, 3."""
+"""Runs whose parts have other numbers of ranks, each part a launch: 4, 2, 4, 3, or 3 and 2."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,6 +12,8 @@ from hpctrain.train.run import How, run
 from tests.train.job import assert_same_bits, newest_model
 from tests.train.problem import NUM_SAMPLES
 from tests.train.starting import start
+
+pytestmark = [pytest.mark.launches, pytest.mark.conformance, pytest.mark.limit(300)]
 
 EPOCHS = 4
 
@@ -28,14 +30,14 @@ class Model(type(problem.model())):
                 file.write("".join(f"{value!r}\\n" for value in x[:, 0].tolist()))
             self.passes += 1
             size = self.size()
-            if self.passes == 5 and size in (2, 4) and self.rank() == size - 1:
+            if self.passes == 5 and size in self.stops and self.rank() == size - 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
         return super().forward(x)
 
-def model(notes, dropout=0.0):
+def model(notes="notes.txt", stops=(2, 4), **how):
     import hpctrain
-    model = Model(*problem.model(dropout=dropout))
-    model.notes, model.passes = notes, 0
+    model = Model(*problem.model(**how))
+    model.notes, model.stops, model.passes = notes, stops, 0
     model.rank, model.size = hpctrain.rank, hpctrain.size
     return model
 """
@@ -54,42 +56,56 @@ every_steps = 1
 plots = false
 """
 
-KINDS = {
-    "plain": ["model.args.notes=plain.txt"],
-    "fixed": ["model.args={notes = 'fixed.txt', dropout = 0.3}", "train.reproducible=true"],
-}
-
-PART = f"""
+PART = """
 import sys
 from pathlib import Path
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 
-for name, overrides in {KINDS!r}.items():
+for name, overrides in {kinds!r}.items():
     how = How(resume=sys.argv[1] == "resume")
-    print(name, run(load(Path("small.toml"), [f"name={{name}}", *overrides]), {{}}, how))
+    done = run(load(Path("small.toml"), [f"name={{name}}", *overrides]), {{}}, how)
+    print(name, done, flush=True)
 """
 
 
-def curve(name: str) -> list[float]:
-    """Losses of a run, step by step and test by test."""
-    records = read(Path("runs") / name / "metrics.jsonl")
-    return [record["loss"] for record in records if record["event"] in ("step", "test")]
-
-
-@pytest.mark.launches
-@pytest.mark.conformance
-@pytest.mark.limit(300)
-def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(tmp_path, monkeypatch):
+@pytest.fixture
+def carry_out(tmp_path, monkeypatch):
+    """Carry out parts of some runs, each a number of ranks; all but the last want to go on."""
+    monkeypatch.setenv("HPCTRAIN_PROBE", "off")
     (tmp_path / "noting_task.py").write_text(TASK)
     (tmp_path / "small.toml").write_text(CONFIG)
-    (tmp_path / "part.py").write_text(PART)
-    for number, num_ranks in enumerate((4, 2, 4, 3)):
-        word, code = "resume" if number else "begin", 0 if num_ranks == 3 else 85
-        done = start("part.py", word, num_ranks=num_ranks, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert {f"plain {code}", f"fixed {code}"} <= {*done.stdout.splitlines()}, done.stdout
-    monkeypatch.chdir(tmp_path)
+
+    def do(kinds, *ranks):
+        (tmp_path / "part.py").write_text(PART.format(kinds=kinds))
+        for number, num_ranks in enumerate(ranks, 1):
+            word, code = "begin" if number == 1 else "resume", 0 if number == len(ranks) else 85
+            done = start("part.py", word, num_ranks=num_ranks, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert {f"{name} {code}" for name in kinds} <= {*done.stdout.splitlines()}, done.stdout
+        monkeypatch.chdir(tmp_path)
+        return done.stdout
+
+    return do
+
+
+def records(name):
+    return read(Path("runs") / name / "metrics.jsonl")
+
+
+def curve(name):
+    """Losses of a run, step by step and test by test."""
+    return [record["loss"] for record in records(name) if record["event"] in ("step", "test")]
+
+
+KINDS = {
+    "plain": ["model.args.notes=plain.txt"],
+    "fixed": ["model.args={notes = 'fixed.txt', dropout = 0.3}", "train.reproducible=true"],
+}
+
+
+def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(carry_out):
+    carry_out(KINDS, 4, 2, 4, 3)
     assert "micro_shards = 4\n" in Path("runs/fixed/config.toml").read_text()
     try:
         for name, overrides in KINDS.items():
@@ -105,5 +121,30 @@ def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(tmp_path, monkeypatch):
     assert curve("plain") == pytest.approx(curve("plain-alone"), rel=1e-9)
     assert curve("fixed") == curve("fixed-alone")
     runs = [Path("runs") / name for name in ("fixed", "fixed-alone")]
-    assert len({read(path / "metrics.jsonl")[-1]["state_hash"] for path in runs}) == 1
+    assert len({records(name)[-1]["state_hash"] for name in ("fixed", "fixed-alone")}) == 1
     assert_same_bits(*(newest_model(path) for path in runs))
+
+
+SHORT = ["train.epochs=2", "comm.ranks_per_node=1", "sync.steps=4", "log.every_steps=10"]
+METHODS = {
+    "local_sgd": ["sync.compression=fp16"],
+    "post_local_sgd": ["sync.args.start=3"],
+    "hierarchical_local_sgd": [],
+    "staged_sgd": [],
+    "diloco": ["sync.args={fragments = 2, delay = 1}"],
+}
+
+
+def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(carry_out):
+    model = "model.args={stops = [3], norm = true}"
+    kinds = {name: [model, f"sync.method={name}", *SHORT, *more] for name, more in METHODS.items()}
+    said = carry_out(kinds, 3, 2)
+    assert "the checkpoint is of 3 ranks, this run has 2: each goes on from the mean" in said
+    for name in METHODS:
+        found = records(name)
+        (resumed,) = [record for record in found if record["event"] == "resumed"]
+        tests = [r["loss"] for r in found if r["event"] == "test"]
+        assert (resumed["step"], resumed["ended_by"]) == (6, "SIGUSR1")
+        assert (found[-1]["event"], found[-1]["step"]) == ("finished", 12)
+        assert found[-1]["rounds"] >= 2
+        assert tests[-1] < tests[0]

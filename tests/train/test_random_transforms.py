@@ -55,10 +55,6 @@ def test_reproducible_runs_refuse_a_transform_of_batches_that_draws(here, config
 
 
 def test_a_generator_is_given_to_functions_of_a_sample_that_take_it(here, configure):
-    with pytest.raises(ValueError, match=r"data.random .* set data.per_sample = true"):
-        configure(*IN_THREADS, NO_TEST)
     takes_none = "data.transform=tests.train.problem:unchanged"
     with pytest.raises(MismatchError, match=r"data\.transform: unchanged"):
         build(configure(takes_none, *IN_THREADS[1:], "data.per_sample=true", NO_TEST), here.comm)
-    with pytest.raises(ValueError, match=r"set data\.test_transform to a function without"):
-        configure(*IN_THREADS, "data.per_sample=true")

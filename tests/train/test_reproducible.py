@@ -4,20 +4,15 @@ import shutil
 
 import pytest
 import torch
-from torch.nn import functional
 
-from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.errors import ConfigError, DataError, MismatchError
-from hpctrain.data.loader import Loader
+from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.gradients.micro_shards import aligned_parts
-from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import settled
-from hpctrain.train.task import build, make_schedule
-from tests.train.job import Job, assert_same_bits, assert_same_run
-from tests.train.problem import model
+from hpctrain.train.task import build
+from tests.train.job import Job, assert_same_bits, assert_same_run, train_alone
 
 FIXED = [
     "train.reproducible=true",
@@ -33,43 +28,6 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def train_alone(job: Job) -> dict:
-    """The same training as a plain loop in this process, and what it leads to."""
-    config, comm = job.config, SerialCommunicator()
-    torch.manual_seed(config.seed)
-    plain = model(**config.model.args)
-    optimizer = getattr(torch.optim, config.optimizer.name)(
-        plain.parameters(), lr=config.optimizer.lr, **config.optimizer.args
-    )
-    micro_shards = config.train.micro_shards
-    steps = Reproducible(plain, optimizer, comm, num_micro_shards=micro_shards, seed=config.seed)
-    task = build(config, job.here.comm)  # for its data
-    loader = Loader(
-        task.train.dataset,
-        global_batch=config.train.global_batch,
-        order=config.data.order,
-        seed=config.seed,
-    )
-    num_steps = len(loader) * config.train.epochs
-    factor = make_schedule(config.schedule, len(loader), num_steps)
-    losses, hashes = [], []
-    for _ in range(config.train.epochs):
-        for batch in loader:
-            optimizer.param_groups[0]["lr"] = config.optimizer.lr * factor(len(losses))
-            loss = steps.backward(
-                (batch.x, batch.y),
-                lambda part: functional.cross_entropy(plain(part[0]), part[1]),
-                num_samples=len(batch.x),
-            )
-            if config.train.clip_norm:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), config.train.clip_norm)
-            optimizer.step()
-            losses.append(loss * len(batch.x) / len(batch.x))
-            parameters = dict(plain.named_parameters())
-            hashes.append(state_hash({"model": parameters, "optimizer": optimizer.state_dict()}))
-    return {"model": plain.state_dict(), "losses": losses, "hashes": hashes}
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -89,14 +47,15 @@ def test_any_number_of_ranks_has_the_bits_of_the_plain_loop(here, configure, sha
         overrides = [*overrides, "optimizer.args={}"]
     job = Job(here, configure, shared / "run", *FIXED, *overrides)
     assert isinstance(job.part(), Outcome)
-    alone = train_alone(job)
+    task = build(job.config, here.comm)  # for its data
+    plain, losses, alone = train_alone(job.config, task, is_fixed=True)
     here.comm.barrier()
     records = read(job.directory.metrics)
     hashes = [record["state_hash"] for record in records if "state_hash" in record]
-    assert hashes == [*alone["hashes"], alone["hashes"][-1]]
-    assert_same_bits(dict(job.final()["model"]), dict(alone["model"]))
+    assert hashes == [*alone, alone[-1]]
+    assert_same_bits(dict(job.final()["model"]), dict(plain.state_dict()))
     if job.config.log.every_steps == 1:
-        assert [r["loss"] for r in records if r["event"] == "step"] == alone["losses"]
+        assert [r["loss"] for r in records if r["event"] == "step"] == losses
 
 
 @pytest.mark.ranks(4)
@@ -155,19 +114,6 @@ def test_too_many_ranks_or_too_small_a_batch_are_refused(here, configure):
     for refuse in (lambda: build(small, here.comm), lambda: settled(small, None, here.comm)):
         with pytest.raises(MismatchError, match=r"train.global_batch .* 4 micro-shards .* got 3"):
             refuse()
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.micro_shards=128"], "train.global_batch gives each of 128 micro-shards"),
-        (["data.on_corrupt=skip"], "data.on_corrupt is raise for train.reproducible"),
-    ],
-)
-def test_what_would_move_samples_is_refused(configure, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        configure("train.reproducible=true", *overrides)
 
 
 def test_samples_of_different_lengths_are_refused(here, configure):

@@ -1,6 +1,7 @@
 """Whole runs of ``hpctrain train``, each in processes of its own."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -106,12 +107,20 @@ def test_a_dry_run_and_a_place_that_cannot_be_written(folder, monkeypatch, capsy
         sys.modules.pop("task", None)
 
 
-def test_a_mistake_of_all_ranks_is_one_line_and_exit_code_2(folder):
-    done = train(folder, "--set", "model.args.brokn=true", "--set", "train.epochs=1", num_ranks=2)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if "did you mean broken?" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("hpctrain: model.args: model ")
+FLAWED = "model.target=tests.train.problem:flawed_model"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "said"),
+    [
+        (["model.args.brokn=true", "train.epochs=1"], 2, "hpctrain: model.args: model .*broken?"),
+        ([FLAWED], 1, "hpctrain: loss and gradients must be finite, those of rank"),
+    ],
+)
+def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder, overrides, code, said):
+    done = train(folder, *(f"--set={each}" for each in overrides), num_ranks=2)
+    assert done.returncode == code, done.stderr
+    assert len(re.findall(said, done.stderr)) == 1, done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -78,7 +78,6 @@ def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
     monkeypatch.setattr(sync_method, "WITHIN_S", 1e9)
 
     def sent_by(job: Job) -> list[int]:
-        """Bytes from one step to the next."""
         totals: list[int] = []
         look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
         job.part(at=dict.fromkeys(range(1, 19), look))

@@ -99,3 +99,39 @@ def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
     wrong = configure("data.target=tests.train.problem:broken_data", "data.args={}")
     with pytest.raises(MismatchError, match=f"rank {here.comm.size - 1}: the disk of this rank"):
         build(wrong, here.comm)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sync.args.stat=reset"], "sync.args: LocalSGD got an unexpected .* did you mean state?"),
+        (["sync.args.state=lost"], "local_sgd refuses: state is one of local, average, reset"),
+        (["sync.args.most=many"], r"\[sync\] local_sgd refuses: .*'str'"),
+        (["sync.method=diloco", "sync.args.outer_lr=-1"], "outer_lr must be above 0, got -1"),
+        (
+            ["sync.method=post_local_sgd", "sync.args={start = 3, start_epochs = 1}"],
+            "got start_epochs=1 and start=3; leave one out",
+        ),
+        (
+            ["sync.method=staged_sgd", "sync.args.warmup_epochs=-1"],
+            "sync.args.warmup_epochs is a number of epochs, at least 0, got -1",
+        ),
+        (
+            ["sync.method=staged_sgd", "sync.args={warmup_epochs = 3, cooldown_epochs = 2}"],
+            "warm-up ends before cool-down begins, got warmup_steps=18, cooldown_start=12",
+        ),
+    ],
+)
+@pytest.mark.ranks(1, 2)
+def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, overrides, message):
+    config = configure(
+        "train.global_batch=9", "train.epochs=4", "sync.method=local_sgd", *overrides
+    )
+    with pytest.raises(MismatchError, match=message):
+        build(config, here.comm)
+
+
+@pytest.mark.ranks(3)
+def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
+    with pytest.raises(MismatchError, match=r"each of 3 ranks a sample, .* got 2 of 53 samples"):
+        build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)

@@ -106,13 +106,10 @@ def run(
     text: str = "",
     timeout_s: float | None = None,
 ) -> Said:
-    """Run one of Slurm's commands to its end, whatever its exit code.
+    """Run one of Slurm's commands, found by PATH of ``environ``, whatever its exit code.
 
-    Args:
-        line: the command, by its name or its path, and its arguments.
-        environ: its environment; PATH of it finds the command.
-        text: its standard input.
-        timeout_s: time that a busy controller gets to answer; None for ``ANSWER_S``.
+    ``text`` is its standard input, ``timeout_s`` the time that a busy controller gets to answer,
+    ``ANSWER_S`` by default.
 
     Raises:
         LaunchError: there is no such command, or it does not end in time.
@@ -152,10 +149,7 @@ def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
 
 
 def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
-    """Ask Slurm whether it would take a script, and queue nothing.
-
-    Returns:
-        What Slurm says about it: when the job would start, and where.
+    """Ask Slurm whether it would take a script, and queue nothing; return when it would start.
 
     Raises:
         LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.

@@ -53,10 +53,8 @@ class ShellScript:
     def __init__(self, text: str, *, given: Mapping[str, str], directory: Path | None) -> None:
         """Read it, what it sources, and the programs in its traps and substitutions.
 
-        Args:
-            text: of the script.
-            given: variables that it finds already set.
-            directory: where relative names of files begin; None reads no file.
+        ``given`` are variables that it finds already set. Relative names of files begin at
+        ``directory``; None reads no file.
         """
         self.given = given
         self.directory = directory

@@ -78,13 +78,6 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun -K1 torchrun --nnodes $SLURM_NNODES --nproc_per_node 4 --rdzv_endpoint $head:29500 train.py
 """,
-    "one node": """\
-#!/bin/bash
-#SBATCH -n 8
-#SBATCH -N 1
-#SBATCH --time=30
-srun -K --mpi=pmix python train.py
-""",
     "one process": """\
 #!/bin/bash
 #SBATCH --ntasks=1 --cpus-per-task=4 --gpus-per-node=1 --time=10
@@ -158,18 +151,5 @@ exec srun --mpi=pmix -K "$(command -v python)" train.py
 #SBATCH hetjob
 #SBATCH --nodes=4 --ntasks=8 --cpus-per-task=9
 srun --mpi=pmix -K ./a : ./b
-""",
-    "traps by number": """\
-#!/bin/sh
-#SBATCH --nodes=2 --ntasks-per-node=2
-#SBATCH --signal=B:usr1@60
-trap 'kill -USR1 $pid' 10 12
-srun --mpi=pmix -K python train.py & pid=$!
-while kill -0 $pid; do wait $pid; done
-""",
-    "no way back": """\
-#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --no-requeue --time=0
-srun --mpi=pmix -K python train.py
 """,
 }

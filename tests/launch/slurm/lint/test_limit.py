@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.slurm import batch_script
-from hpctrain.launch.slurm.lint.job_checks import DEFAULT_EVERY
 from hpctrain.launch.slurm.lint.lint import lint
+from hpctrain.launch.slurm.lint.rules import DEFAULT_EVERY
 from hpctrain.launch.slurm.lint.script import LintFacts
-from hpctrain.launch.slurm.scheduler import sbatch_time, time_limit_s
 from hpctrain.train.config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY
 
@@ -47,28 +46,3 @@ def test_the_configuration_is_found_by_the_variable_of_the_submission(tmp_path):
 
 def test_the_default_between_checkpoints_is_the_runs_own():
     assert CheckpointConfig().every == DEFAULT_EVERY
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("01:30:00", 5400),
-        ("1-12", 129600),
-        ("1-12:30", 131400),
-        ("1-0:0:30", 86430),
-        ("0", None),
-        ("UNLIMITED", None),
-        ("", None),
-        ("tomorrow", None),
-    ],
-)
-def test_time_limits_are_read_as_sbatch_does(text, seconds):
-    assert time_limit_s(text) == seconds
-
-
-def test_durations_become_time_limits():
-    assert [sbatch_time(text) for text in ("90min", "1h30min", "30s", "2d", "1-12", "90")] == [
-        *("01:30:00", "01:30:00", "00:01:00", "48:00:00", "1-12", "90"),
-    ]

@@ -1,6 +1,7 @@
 """No finding on scripts that work; each fault is found in a script that is healthy otherwise."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,14 @@ from hpctrain.launch.slurm.lint.lint import lint
 from hpctrain.launch.slurm.lint.script import LintFacts
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
-FACTS = LintFacts(needed_pmi="pmix", default_pmi="none")
+FACTS = LintFacts(needed_pmi="pmix", default_pmi="none", directory=Path())
 
 RUN = "srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def wrong(script, facts=FACTS):
@@ -84,6 +90,14 @@ FAULTS = [
     ("script", "warning", "--job-name=big", "--job-name=$USER"),
     ("script", "error", "#!/bin/bash\n", ""),
     ("time limit", "warning", "my.toml ||", "my.toml --set checkpoint.every=3h ||"),
+    ("time limit", "error", "--time=02:00:00", "--time=2h"),
+    ("start of the ranks", "error", "srun --mpi=pmix --kill-on-bad-exit=1 ", ""),
+    ("start of the ranks", "error", RUN, "python -u train.py --lr 0.1"),
+    ("background", "error", " || code=$?", " &"),
+    ("background", "error", f"{RUN} || code=$?", "mpirun -n 16 ./a.out &"),
+    ("nested launchers", "error", "hpctrain train my.toml", "torchrun --nproc-per-node 4 a.py"),
+    ("rendezvous", "warning", "|| code=$?", "|| code=$?\nexport MASTER_ADDR=$(hostname)"),
+    ("output", "error", "--job-name=big", "--output=logs/%x.txt"),
 ]
 
 
@@ -93,40 +107,36 @@ def test_a_fault_is_found_and_nothing_else(check, level, old, new):
     assert wrong(HEALTHY.replace(old, new)) == {(check, level)}
 
 
-ALIKE = ["--gpus=16", "-G 16", "--gpus=a100:16", "--gpus=a100:8,h100:8", "--gpus=18"]
-
-
-@pytest.mark.parametrize("gpus", [*ALIKE, "--gres=gpu:a100:2,gpu:h100:2", "--gpus-per-node=a:3,b"])
-def test_as_many_gpus_as_tasks_are_right_however_they_are_asked_for(gpus):
-    """4 nodes of 4 tasks; 18 GPUs are no equal number on each node."""
-    assert wrong(HEALTHY.replace("--gpus-per-node=4", gpus)) == set()
-
-
 @pytest.mark.parametrize(
     ("gpus", "per_node"),
     [
+        *((text, 4) for text in ("--gpus=16", "-G 16", "--gpus=a100:8,h100:8")),
+        ("--gres=gpu:a100:2,gpu:h100:2", 4),
+        ("--gpus-per-node=a:3,b", 4),
+        ("--gpus=18", None),  # no equal number on each node
         ("--gpus=8", 2),
         ("-G 32", 8),
-        ("--gpus=a100:4", 1),
         ("--gpus=a100:4,h100:4", 2),
         ("--gres=gpu:a100:2,gpu:h100", 3),
         ("--gpus-per-node=a100:1,h100:1", 2),
     ],
 )
-def test_gpus_of_the_whole_job_are_divided_among_its_nodes(gpus, per_node):
-    (found,) = lint(HEALTHY.replace("--gpus-per-node=4", gpus), facts=FACTS)
-    assert found.check == "tasks and GPUs"
-    assert f"#SBATCH --ntasks-per-node={per_node}" in found.do
+def test_gpus_are_counted_however_they_are_asked_for(gpus, per_node):
+    """4 nodes of 4 tasks."""
+    found = lint(HEALTHY.replace("--gpus-per-node=4", gpus), facts=FACTS)
+    if per_node in (4, None):
+        assert [each.level for each in found] == ["ok"]
+        return
+    (fault,) = found
+    assert fault.check == "tasks and GPUs"
+    assert f"#SBATCH --ntasks-per-node={per_node}" in fault.do
     counted = f"{abs(4 - per_node)} would be idle" if per_node > 4 else f"share {per_node} GPU"
-    assert counted in found.what
+    assert counted in fault.what
 
 
-def test_gpus_that_a_variable_counts_are_not_counted():
+def test_gpus_that_nobody_can_count_are_no_finding():
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-node=$GPUS")
-    assert wrong(script) == {("script", "warning")}
-
-
-def test_gpus_of_a_job_whose_nodes_are_not_known_are_no_finding():
+    assert wrong(script) == {("script", "warning")}  # of the variable
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus=8")
     assert wrong(script.replace("#SBATCH --nodes=4\n", "")) == set()
 
@@ -136,15 +146,10 @@ def test_lines_that_end_as_in_dos_are_found():
 
 
 def test_each_finding_names_its_line_and_says_what_to_do():
-    script = HEALTHY.replace(" --kill-on-bad-exit=1", "")
-    (found,) = lint(script, facts=FACTS)
-    assert found.what.startswith("line 15: ")
-    assert "--kill-on-bad-exit=1" in found.do
-
-
-def test_two_steps_are_two_findings():
     script = HEALTHY.replace(" --kill-on-bad-exit=1", "") + "srun --mpi=pmix ./other\n"
-    assert [found.what[:8] for found in lint(script, facts=FACTS)] == ["line 15:", "line 19:"]
+    found = lint(script, facts=FACTS)
+    assert [each.what[:9] for each in found] == ["line 15: ", "line 19: "]
+    assert "--kill-on-bad-exit=1" in found[0].do
 
 
 @pytest.mark.parametrize("name", USERS)

@@ -1,28 +1,92 @@
-"""The door to sbatch, with a stand-in that says what Slurm says."""
+"""The door to Slurm's commands, with stand-ins that say what the real ones say."""
 
 import sys
+import time
 
 import pytest
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.slurm.scheduler import dependency, find_sbatch, still_there, submit, try_out
+from hpctrain.launch.slurm import scheduler
+from hpctrain.launch.slurm.scheduler import (
+    dependency,
+    find_sbatch,
+    job_end,
+    restart_count,
+    sbatch_time,
+    still_there,
+    submit,
+    time_limit_s,
+    try_out,
+)
 
 
 @pytest.fixture
 def command(tmp_path):
-    """Write a command into a folder that is all of PATH; return the environment."""
+    """Write a command into a folder that is all of PATH; return the environment of job 17."""
 
-    def write(name, body):
+    def write(name, body, **more):
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)
-        return {"PATH": f"{tmp_path}"}
+        return {"PATH": f"{tmp_path}", "SLURM_JOB_ID": "17", **more}
 
     return write
 
 
-def test_sbatch_is_that_of_path(command, tmp_path):
-    assert find_sbatch(command("sbatch", "true")) == str(tmp_path / "sbatch")
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0:07", 7),
+        ("1:30", 90),
+        ("90", 5400),
+        ("2:03:04", 7384),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-00:00:01", 86401),
+        *((text, None) for text in ("0", "UNLIMITED", "NOT_SET", "INVALID", "tomorrow", "")),
+    ],
+)
+def test_times_are_read_as_slurm_reads_and_writes_them(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+def test_durations_become_time_limits():
+    assert [sbatch_time(text) for text in ("90min", "1h30min", "30s", "2d", "1-12", "90")] == [
+        *("01:30:00", "01:30:00", "00:01:00", "48:00:00", "1-12", "90"),
+    ]
+
+
+def test_a_newer_slurm_says_the_end_itself_and_is_not_asked(command):
+    assert job_end(command("squeue", "exit 1", SLURM_JOB_END_TIME="1234")) == 1234.0
+    assert job_end({"PATH": "/nowhere"}) is None  # no job
+
+
+@pytest.mark.parametrize("said", ["17 10:00", "18 3:00\n17 10:00\n19 1:00"])
+def test_an_older_one_is_asked_for_the_time_left_of_this_job_alone(command, tmp_path, said):
+    before = time.time()
+    end = job_end(command("squeue", f"echo '{said}'; echo \"$@\" >{tmp_path}/asked"))
+    assert before + 600 <= end <= time.time() + 600
+    assert "-j 17 " in (tmp_path / "asked").read_text()
+    assert job_end(command("squeue", "echo '17 UNLIMITED'")) is None
+
+
+def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(command, monkeypatch):
+    said = "slurm_load_jobs error: Unable to contact"
+    refuses = command("squeue", f"echo '{said}' >&2; exit 1")
+    command("sbatch", "true")
+    for ask in (job_end, lambda environ: still_there([1], environ)):
+        with pytest.raises(LaunchError, match="slurm_load_jobs error: Unable to contact"):
+            ask(refuses)
+    monkeypatch.setattr(scheduler, "ANSWER_S", 0.2)
+    with pytest.raises(LaunchError, match="timed out after"):
+        job_end(command("squeue", "exec /bin/sleep 20"))
+    with pytest.raises(LaunchError, match="squeue in PATH"):
+        job_end({"PATH": "/nowhere", "SLURM_JOB_ID": "17"})
+
+
+def test_restarts_are_counted_from_0():
+    assert restart_count({}) == 0
+    assert restart_count({"SLURM_RESTART_COUNT": "3"}) == 3
 
 
 @pytest.mark.parametrize(("name", "scheduler"), [("qsub", "PBS"), ("bsub", "LSF")])
@@ -31,9 +95,9 @@ def test_another_scheduler_is_told_what_works_there(command, name, scheduler):
         find_sbatch(command(name, "true"))
 
 
-def test_sbatch_is_preferred_to_slurms_imitation_of_other_schedulers(command):
+def test_sbatch_is_preferred_to_slurms_imitation_of_other_schedulers(command, tmp_path):
     command("qsub", "true")
-    assert find_sbatch(command("sbatch", "true")).endswith("sbatch")
+    assert find_sbatch(command("sbatch", "true")) == str(tmp_path / "sbatch")
 
 
 def test_no_scheduler_is_a_clear_error(tmp_path):
@@ -94,12 +158,6 @@ def test_jobs_that_wait_or_run_are_found_and_so_are_arrays(command):
     assert still_there([11, 12, 13], environ) == [12, 13]
 
 
-def test_a_controller_that_does_not_answer_is_an_error(command):
-    command("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(LaunchError, match="Unable to contact slurm controller"):
-        still_there([1], command("sbatch", "true"))
-
-
 @pytest.mark.parametrize(
     ("text", "condition"),
     [
@@ -110,16 +168,14 @@ def test_a_controller_that_does_not_answer_is_an_error(command):
         ("afterok:12:13?afterany:14", "afterok:12:13?afterany:14"),
         ("after:12+5", "after:12+5"),
         ("singleton", "singleton"),
+        ("job", "job"),  # could be a condition of a newer Slurm: sbatch decides
     ],
 )
 def test_a_job_number_stands_for_its_good_end(text, condition):
     assert dependency(text) == condition
 
 
-@pytest.mark.parametrize("text", ["", "job", "12 13", "after ok:12", "-1"])
+@pytest.mark.parametrize("text", ["", "12 13", "after ok:12", "-1"])
 def test_other_conditions_are_refused(text):
-    if text == "job":  # could be a condition of a newer Slurm: sbatch decides
-        assert dependency(text) == text
-        return
     with pytest.raises(LaunchError, match="a job starts after"):
         dependency(text)
