@@ -15,23 +15,11 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.saving import Saved, save
 
 _HOME = {
-    "hpctrain.checkpoint.format.shard": (
-        "Piece",
-        "Shard",
-    ),
+    "hpctrain.checkpoint.format.shard": ("Piece", "Shard"),
     "hpctrain.checkpoint.format.state_hash": ("state_hash",),
-    "hpctrain.checkpoint.loading": (
-        "Loaded",
-        "load",
-    ),
-    "hpctrain.checkpoint.manager": (
-        "Manager",
-        "Stateful",
-    ),
-    "hpctrain.checkpoint.saving": (
-        "Saved",
-        "save",
-    ),
+    "hpctrain.checkpoint.loading": ("Loaded", "load"),
+    "hpctrain.checkpoint.manager": ("Manager", "Stateful"),
+    "hpctrain.checkpoint.saving": ("Saved", "save"),
 }
 
 __all__ = [

@@ -21,7 +21,7 @@ class Schedule:
         """Read the wish.
 
         Args:
-            every: a number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+            every: as for ``Manager``.
             mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
             now: the clock, in seconds; intervals start here.
 
@@ -80,9 +80,8 @@ class Schedule:
     def cost(self, stall_s: float, write_s: float) -> None:
         """Take note of what a checkpoint cost.
 
-        Args:
-            stall_s: how long the training stood still for it, the longest of all ranks.
-            write_s: until it was on disk.
+        Both are the longest of all ranks: of the training that stood still, and until all was on
+        disk.
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s
@@ -106,10 +105,6 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     Where a checkpoint is written in the background, its cost is the time that the training
     stands still, not the time until it is on disk: Vaidya 1997, "Impact of checkpoint latency on
     overhead ratio of a checkpointing scheme".
-
-    Args:
-        cost_s: what a checkpoint takes away from the computing.
-        mtbf_s: mean time between two failures of the whole job.
 
     Raises:
         ConfigError: a cost below 0, or a mean time that is not above 0.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.codec import Codec
-from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
+from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.averaging import Averaging, Load
 
 
@@ -18,12 +17,7 @@ class NodeVector:
     """A vector of zeros in node memory. What one rank writes, others read after a barrier."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over ``node``.
-
-        Args:
-            node: the ranks of this node. Where they share no memory each holds all of it.
-            numel: elements.
-            dtype: of them.
+        """Make it. Collective over ``node``: where its ranks share no memory each holds all of it.
 
         Raises:
             NodeMemoryError: there is not enough memory; on every rank.
@@ -64,27 +58,17 @@ class AnchoredAveraging(Averaging):
     each local rank holding and moving a slice of both; where ranks share no memory each holds all.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        codec: Codec,
-        tensors: Tensors,
-        bucket_bytes: int,
-        node: Communicator,
-        outer: Outer,
-    ) -> None:
+    def __init__(self, *averaging: Any, node: Communicator, outer: Outer, **options: Any) -> None:
         """Put the anchor where rank 0's tensors are. Collective.
 
         Args:
-            comm: the ranks.
-            codec: what a bucket travels as.
-            tensors: as for ``Averaging``.
-            bucket_bytes: as for ``Averaging``.
+            averaging: as for ``Averaging``.
             node: the ranks of this node.
             outer: how the anchor moves.
+            options: as for ``Averaging``.
         """
         self._node, self._outer = node, outer
-        super().__init__(comm, codec, tensors, bucket_bytes)
+        super().__init__(*averaging, **options)
 
     @torch.no_grad()
     def build(self, weight: float, scale: float) -> None:

@@ -83,6 +83,11 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+def num_kinds(world, numbers: torch.Tensor) -> int:
+    """Return how many different vectors the ranks have. Collective."""
+    return len({of_rank.numpy().tobytes() for of_rank in world.allgather(numbers)})
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Make an optimizer with two kinds of state and a counter."""
     return torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import train, weights_of
 
@@ -77,13 +76,6 @@ def test_samples_weight_both_levels(world, hvd_nodes):
         node = range(rank // 2 * 2, min(rank // 2 * 2 + 2, world.size))
         after.append(mean([2 * r for r in node], node) + 2 * rank)
     assert model.weight.item() == pytest.approx(mean(after, everyone), rel=1e-12)
-
-
-@pytest.mark.ranks(1)
-def test_no_steps_in_the_node_are_refused(hvd_nodes):
-    model = make_model()
-    with pytest.raises(ConfigError, match="node_steps"):
-        hvd_nodes.HierarchicalLocalSGD(model, sgd(model), 4, node_steps=0)
 
 
 @pytest.mark.ranks(3, 4)

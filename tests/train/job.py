@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.tools.compare import newest_state
+from hpctrain.checkpoint.tools.export import newest_state
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console

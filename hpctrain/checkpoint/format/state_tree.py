@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -146,21 +146,24 @@ def _plain(kind: str, text: str) -> int | float | bytes:
         ) from None
 
 
-def lines(skeleton: Any, path: str = "") -> list[str]:
-    """Return every plain value of a skeleton as ``path = value``, for a message."""
-    if isinstance(skeleton, dict):
-        [(kind, value)] = skeleton.items()
-        if kind == "dict":
-            items = [(component(key), item) for key, item in value]
-        elif kind == "tuple":
-            items = [(str(number), item) for number, item in enumerate(value)]
-        else:
-            return [f"{path} = {value}"]
-    elif isinstance(skeleton, list):
-        items = [(str(number), item) for number, item in enumerate(skeleton)]
-    else:
-        return [f"{path} = {skeleton!r}"]
-    found = [f"{path} has {len(items)} items"]
+def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield all values of a state with their paths: a container, then what is in it."""
+    yield "/".join(at), value
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
     for key, item in items:
-        found += lines(item, f"{path}/{key}" if path else key)
+        yield from walk(item, (*at, component(key)))
+
+
+def lines(state: object) -> list[str]:
+    """Return every plain value of a state as ``path = value``, for a message."""
+    found = []
+    for path, value in walk(state):
+        if isinstance(value, Mapping | list | tuple):
+            found.append(f"{path} has {len(value)} items")
+        elif not isinstance(value, Tensor | Piece):
+            found.append(f"{path} = {_take_plain(value, ())!r}")
     return found
