@@ -179,13 +179,9 @@ def _read_state(
 def _read(
     directory: Path, records: Mapping[str, Record], into: Mapping[str, Shard], first: int = 0
 ) -> dict[str, Tensor]:
-    """Read tensors, or parts of them, file by file.
+    """Read tensors, or the parts of them in ``into``, file by file.
 
-    Args:
-        directory: of the checkpoint.
-        records: by name in the files.
-        into: which part is wanted, by name, where it is not all.
-        first: the file to begin with; ranks that begin at different ones do not queue up.
+    Ranks that begin at different files, by ``first``, do not queue up.
     """
     shards, tensors = {}, {}
     wanted: dict[int, list[tuple[str, StoredPart]]] = {}

@@ -106,17 +106,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     stands still, not the time until it is on disk: Vaidya 1997, "Impact of checkpoint latency on
     overhead ratio of a checkpointing scheme".
 
-    Raises:
-        ConfigError: a cost below 0, or a mean time that is not above 0.
-
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
         dumps", equation 37.
     """
-    if not (cost_s >= 0 and mtbf_s > 0):
-        raise ConfigError(
-            f"an interval follows from a cost of at least 0 s and a mean time between failures "
-            f'above 0 s, got {cost_s:g} s and {mtbf_s:g} s; give mtbf as in "24h"'
-        )
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)

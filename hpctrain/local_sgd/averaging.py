@@ -54,8 +54,8 @@ class Averaging:
         Args:
             comm: the ranks.
             codec: what a bucket travels as.
-            tensors: what is averaged.
-            bucket_bytes: largest bucket.
+            tensors: what may be averaged.
+            bucket_bytes: of the largest bucket.
             names: returns those of the tensors that are averaged here; None for all.
 
         Raises:

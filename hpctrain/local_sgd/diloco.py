@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.compressor import Compressor
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.anchored import Outer
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
@@ -78,11 +77,12 @@ class DiLoCo(LocalMethod):
         super().__init__(model, optimizer, compression=compression)
         self._delay = delay
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
-        outer = Outer(lr=outer_lr, momentum=outer_momentum)
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
         self._fragments = [
-            self._exchange.anchors_parameters(outer, partial(self._part, number))
+            self._exchange.anchors_parameters(
+                partial(self._part, number), lr=outer_lr, momentum=outer_momentum
+            )
             for number in range(fragments)
         ]
         self._sent = [0] * fragments

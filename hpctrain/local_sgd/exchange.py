@@ -9,7 +9,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.codec import Identity
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
-from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
+from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import OptimizerState, Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.local_sgd.replica import Replica
@@ -59,14 +59,14 @@ class Exchange:
             return self._averages(self._replica.inner_roster(), node)
         if isinstance(codec_for(self._compression), Identity):
             return self._averages(self._replica.roster, self._comm)
-        return self.anchors_parameters(Outer())
+        return self.anchors_parameters()
 
     def anchors_parameters(
-        self, outer: Outer, names: Callable[[], Collection[str]] | None = None
+        self, names: Callable[[], Collection[str]] | None = None, **outer: float
     ) -> AnchoredAveraging:
         """Make what averages changes of all or some parameters over all ranks. Collective.
 
-        ``outer`` says how the anchor moves.
+        ``outer`` says how the anchor moves: its ``lr`` and ``momentum``.
         """
         made = AnchoredAveraging(
             self._comm,
@@ -75,7 +75,7 @@ class Exchange:
             self._bucket_bytes,
             names,
             node=self.node,
-            outer=outer,
+            **outer,
         )
         self._anchored.append(made)
         self._made.add(made)
@@ -84,12 +84,9 @@ class Exchange:
     def begin(
         self, averagings: Sequence[Averaging], samples: SampleSums, rounds: Rounds | None = None
     ) -> RoundOpening:
-        """Let the ranks meet, and then replicas travel. Collective.
+        """Let ranks meet by ``rounds``, all of them if None, and then replicas travel. Collective.
 
-        Args:
-            averagings: of the same ranks; that of parameters comes first.
-            samples: what this rank's replica counts by; counted anew from here on.
-            rounds: lets those ranks meet; None for all.
+        Of the averagings that of parameters comes first. Samples are counted anew from here on.
 
         Raises:
             MismatchError: only some ranks train a parameter, say, or have other tensors than the

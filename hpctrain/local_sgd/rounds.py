@@ -159,9 +159,8 @@ class Rounds:
     def meet(self, samples: SampleSums | None = None, *, outdated: bool = False) -> RoundOpening:
         """Let all ranks report. Collective.
 
-        Args:
-            samples: what this rank's replica counts by; None where none is averaged.
-            outdated: whether this rank's tensors have changed since buckets were laid out.
+        This rank's replica counts by ``samples``; None where none is averaged. Its tensors are
+        ``outdated`` where they have changed since buckets were laid out.
 
         Raises:
             MismatchError: the ranks are not at the same step, or some count samples and some do

@@ -23,13 +23,7 @@ class SyncInterval:
     def __init__(
         self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
     ) -> None:
-        """Check the arguments.
-
-        Args:
-            steps: of a round.
-            share: with ``auto``: largest part of the time that averaging may take, 0 to 1.
-            least: with ``auto``: smallest number.
-            most: with ``auto``: largest number.
+        """Check the arguments; all but ``steps`` are for ``auto``.
 
         Raises:
             ConfigError: one of them cannot be.

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from hpctrain.checkpoint.format import state_hash as module
@@ -51,13 +49,10 @@ def test_it_stays_what_it_is():
     assert state_hash({}) == "d77c6ca335be370d"
 
 
-def test_equal_states_of_models_and_optimizers_have_equal_hashes():
-    assert state_hash(trained()) == state_hash(trained())
-
-
 def test_every_value_of_a_training_counts():
     state = trained()
     seen = {state_hash(state)}
+    assert seen == {state_hash(trained())}
     tensors = [
         *state["model"].values(),
         *(t for moments in state["optimizer"]["state"].values() for t in moments.values()),
@@ -79,14 +74,6 @@ def test_every_bit_counts(dtype):
         memory[-1] ^= 1 << bit
         seen.add(state_hash({"x": tensor}))
     assert len(seen) == 9
-
-
-@given(st.integers(0, 2**32), st.integers(0, 63))
-def test_every_bit_of_a_tensor_counts(seed, bit):
-    tensor = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    before = state_hash({"x": tensor})
-    tensor.view(torch.int64)[seed % 50] ^= 1 << bit if bit < 63 else -(2**63)
-    assert state_hash({"x": tensor}) != before
 
 
 def test_names_types_shapes_and_containers_count():

@@ -93,7 +93,7 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(run):
 def test_a_directory_without_checkpoints_is_told(run, tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         list(verify(tmp_path))
-    with pytest.raises(CheckpointError, match="No such file or directory; give a run"):
+    with pytest.raises(CheckpointError, match="in use; give a run directory"):
         list(verify(tmp_path / "none"))
     shutil.rmtree(file_of(run, 3).parent)
     (run / "checkpoints" / "step-00000003.part").mkdir()

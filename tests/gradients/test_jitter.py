@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain.compress.codec import Identity
-from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
+from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import Tensors
 from hpctrain.runtime.world import current
 from tests.gradients.training import sgd
@@ -27,7 +27,6 @@ def squared_distances(rank: int) -> list[float]:
         Tensors(lambda: [("own", own)]),
         4096,
         node=node_comm(),
-        outer=Outer(),
     )
     found = []
     for number in range(ROUNDS):

@@ -47,15 +47,16 @@ def train(
     hvd,
     model: nn.Module,
     optimizer,
-    method: LocalMethod,
+    method: LocalMethod | None,
     first: int,
     last: int,
     *,
     observed: bool = False,
 ) -> None:
     """Take the steps from ``first`` to ``last`` on this rank's part of the global batches."""
+    dtype = next(model.parameters()).dtype
     for step in range(first, last):
-        images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
+        images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import NotFiniteError
-from tests.gradients.training import global_batch, make_model, part_of, sgd, train_alone
+from tests.gradients.training import make_model, sgd, train_alone
 from tests.local_sgd.local_methods import Normed, num_kinds, train, weights_of
 
 SIZES = pytest.mark.ranks(1, 2, 4)
@@ -124,18 +123,14 @@ def test_momentum_is_local_averaged_or_forgotten(world, hvd_nodes, state):
 
 
 @MANY
-def test_half_precision_sends_half_the_bytes_and_loses_little(world, hvd_nodes):
+def test_half_precision_sends_half_the_bytes_and_loses_little(hvd_nodes):
     found = {}
     for name in ("none", "bf16", "fp16"):
         model = make_model(torch.float32)
         optimizer = sgd(model)
         compression = getattr(hvd_nodes.Compression, name)
         with hvd_nodes.LocalSGD(model, optimizer, 4, compression=compression) as method:
-            for step in range(40):
-                images, labels = part_of(global_batch(step, torch.float32), world.rank, world.size)
-                optimizer.zero_grad()
-                cross_entropy(model(images), labels).backward()
-                optimizer.step()
+            train(hvd_nodes, model, optimizer, method, 0, 40)
             found[name] = method.facts["bytes_sent"], weights_of(model)
     sent, weights = found["none"]
     for name, most in (("bf16", 4e-3), ("fp16", 5e-4)):

@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.gradients.training import global_batch, make_model, part_of, sgd
+from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import num_kinds, train, weights_of
 
 NUM_STEPS, START, STEPS = 18, 5, 3
@@ -26,7 +25,7 @@ def gloo(world, tmp_path):
     dist.destroy_process_group()
 
 
-def torchs(world) -> list[torch.Tensor]:
+def torchs(hvd) -> list[torch.Tensor]:
     """Return this rank's weights after each step of torch's post-local SGD."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
@@ -44,10 +43,7 @@ def torchs(world) -> list[torch.Tensor]:
     optimizer = PostLocalSGDOptimizer(optim=sgd(model), averager=averager)
     after = []
     for step in range(NUM_STEPS):
-        images, labels = part_of(global_batch(step), world.rank, world.size)
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
+        train(hvd, model, optimizer, None, step, step + 1)
         after.append(weights_of(model).clone())
     return after
 
@@ -55,7 +51,7 @@ def torchs(world) -> list[torch.Tensor]:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.usefixtures("gloo")
 def test_every_step_is_torchs(world, hvd_nodes):
-    expected = torchs(world)
+    expected = torchs(hvd_nodes)
     model = make_model()
     optimizer = sgd(model)
     with hvd_nodes.PostLocalSGD(model, optimizer, STEPS, start=START) as method:

@@ -150,12 +150,7 @@ def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
         method = staged(hvd_nodes, model, optimizer, compression=compression)
         sent[name] = []
         for step in range(18):
-            images, labels = part_of(
-                global_batch(step, torch.float32), hvd_nodes.rank(), hvd_nodes.size()
-            )
-            optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            optimizer.step()
+            train(hvd_nodes, model, optimizer, method, step, step + 1)
             sent[name].append(method.facts["bytes_sent"])
         method.close()
     halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])

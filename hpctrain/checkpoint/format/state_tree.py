@@ -23,23 +23,16 @@ def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
     A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
     hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``.
 
-    Args:
-        state: None, bool, int, float, str, bytes, tensors, pieces, and lists, tuples and dicts
-            (by str or int) of these.
-
     Raises:
-        CheckpointError: it holds something else; names the path and the type.
+        CheckpointError: it holds something else than None, bool, int, float, str, bytes, tensors,
+            pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
     """
     leaves: dict[str, Tensor | Piece] = {}
     return leaves, _take(state, (), leaves)
 
 
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
-    """Put a state together again.
-
-    Args:
-        skeleton: what ``flatten`` gave, also when it comes from a file of a stranger.
-        tensor_of: gives the tensor of a path.
+    """Put a state together again, of a skeleton that may come from a file of a stranger.
 
     Raises:
         CheckpointError: the skeleton is not one.

@@ -51,12 +51,8 @@ class Difference:
 def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Difference]:
     """Return how two checkpoints differ: tensors first, then plain values, then what ranks have.
 
-    Reads both into memory. What is private to ranks counts where ``only`` is not given.
-
-    Args:
-        a: a checkpoint, or a run directory for its newest one.
-        b: the same.
-        only: these parts of the state, by their paths.
+    Reads both into memory; of a run directory the newest one. What is private to ranks counts
+    where there are no paths of parts, ``only``.
 
     Raises:
         CheckpointError: one of them cannot be read, or has no such part.
@@ -88,10 +84,6 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
     """Yield how values of the same path differ: first in the order of ``a``, then what it lacks.
 
     Bits are compared: two equal NaN are the same, 0.0 and -0.0 are not, nor are 1 and 1.0.
-
-    Args:
-        a: path and value; tensors are on the CPU.
-        b: the same, of the other state.
     """
     for path, value in a.items():
         if path not in b:

@@ -6,11 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import ASIDE, step_of
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory, step_of
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.loading import check
-from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
@@ -118,22 +117,13 @@ def checkpoints_in(path: Path | str) -> list[Path]:
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
         return [path]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot see checkpoints in {folder}: {reason_of(error)}; give a run directory or one "
-            f"of its checkpoints"
-        ) from error
-    steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
-    if not steps:
-        aside = [name for name in names if name.endswith((PART, ASIDE))]
-        unfinished = f" that is finished and in use; {len(aside)} other" if aside else ""
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}{unfinished}; give a run directory or one of its "
-            f"checkpoints"
-        )
-    return [folder / name for _, name in steps]
+    shelf = CheckpointDirectory(folder)
+    if steps := shelf.steps():
+        return [shelf.path(step) for step in reversed(steps)]
+    raise CheckpointError(
+        f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
+        f"one of its checkpoints"
+    )
 
 
 def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
@@ -171,13 +161,8 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
 def verify(path: Path | str) -> Iterator[Checked]:
     """Read every byte of one checkpoint, or of all of a run directory, and compare.
 
-    Not collective.
-
-    Args:
-        path: of a checkpoint, of a run directory, or of its folder of checkpoints.
-
-    Yields:
-        Each checkpoint, oldest first, as soon as it is read; none that its run removed meanwhile.
+    Not collective. Yields each checkpoint, oldest first, as soon as it is read; none that its run
+    removed meanwhile.
 
     Raises:
         CheckpointError: there is none.

@@ -22,12 +22,8 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint at a path, the newest one of a run directory, and its state.
 
-    Args:
-        path: of a checkpoint or a run directory.
-        only: of this part of the state, by its path.
-
     Raises:
-        CheckpointError: there is none, it is damaged, or it has no such part.
+        CheckpointError: there is none, it is damaged, or it has no part of the path ``only``.
     """
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state
@@ -77,13 +73,9 @@ def check_ending(path: Path) -> None:
 def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = False) -> None:
     """Write a state; the file appears whole or not at all.
 
-    Needs memory for copies of the tensors that are views of others. Not collective.
-
-    Args:
-        state: of a model, or of a whole run; tensors on the CPU.
-        path: ends in ``.pt`` for ``torch.load(..., weights_only=True)``, or in ``.safetensors``,
-            which holds nothing but tensors by name.
-        overwrite: replace the file that is there.
+    Needs memory for copies of the tensors that are views of others. Not collective. A file that
+    ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
+    nothing but tensors by name.
 
     Raises:
         CheckpointError: there is something at ``path``, the disk refuses, or the format does not
