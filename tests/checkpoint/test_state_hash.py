@@ -13,18 +13,10 @@ from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.int64,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.complex64, torch.int64, torch.uint16, torch.uint8, torch.bool,
+)  # fmt: skip
 
 
 def trained() -> dict:
