@@ -12,6 +12,7 @@ from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.states import of_every_kind
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
@@ -136,7 +137,7 @@ def test_what_has_no_bits_of_its_own_is_an_error(value, told):
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_ranks_that_share_the_work_get_the_hash_of_one(world):
     comm = MpiCommunicator(world)
-    state, alone = trained(), state_hash(trained())
+    state, alone = of_every_kind(), state_hash(of_every_kind())
     assert state_hash(state, comm) == state_hash(state, SerialCommunicator()) == alone
     assert state_hash({}, comm) == state_hash({})
 
