@@ -41,9 +41,6 @@ class Snapshot:
 
         What another rank writes has its shape and dtype in the copy, but not its values.
 
-        Args:
-            state: tensors, pieces, plain values and containers of these, as for ``flatten``.
-
         Raises:
             CheckpointError: the state holds something else; the copy before is intact then.
         """
@@ -105,10 +102,8 @@ class Beside(Generic[T]):
     def __init__(self, comm: "Communicator", *, background: bool) -> None:
         """Make the thread and its communicator. Collective.
 
-        Args:
-            comm: the ranks whose jobs call each other.
-            background: False for jobs that run at once. So do all where the MPI library does not
-                allow calls from two threads, which is said once.
+        Jobs run at once where ``background`` is false, or the MPI library does not allow calls
+        from two threads, which is said once.
         """
         self._comm = comm
         self._running: Future[T] | None = None
@@ -127,8 +122,7 @@ class Beside(Generic[T]):
     def start(self, job: Callable[["Communicator"], T]) -> None:
         """Run a job, which may be collective. Only after ``join``.
 
-        Args:
-            job: takes the communicator to use; its errors are raised by ``join``.
+        It takes the communicator to use; its errors are raised by ``join``.
         """
         assert self._running is None, "one job at a time"
         if self._thread is not None:

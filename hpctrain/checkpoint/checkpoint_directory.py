@@ -71,20 +71,12 @@ def check_keep(keep: int, keep_best: int) -> None:
         )
 
 
-def expendable(
-    present: Iterable[Kept], *, keep: int, keep_best: int = 0, protected: Collection[int] = ()
-) -> list[int]:
+def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:
     """Return the steps whose checkpoints can go, oldest first.
 
     The ``keep`` newest whole ones and the ``keep_best`` best whole ones stay, of equal scores the
     newer one. A damaged one counts for neither; it stays until ``keep`` whole ones are newer, so
     that there is time to look at it, and it never pushes a whole one out.
-
-    Args:
-        present: what is there, in any order, each step once.
-        keep: at least 1, so the newest whole one always stays.
-        keep_best: of those that have a score.
-        protected: steps that stay in any case.
 
     Raises:
         ConfigError: as ``check_keep``.
@@ -97,7 +89,7 @@ def expendable(
     last = whole[-keep:]
     scored = [(k.score, k.step) for k in whole if k.score is not None and not math.isnan(k.score)]
     best = sorted(scored)[-keep_best:] if keep_best else []
-    staying = {kept.step for kept in last} | {step for _, step in best} | {*protected}
+    staying = {kept.step for kept in last} | {step for _, step in best}
     return [
         kept.step
         for kept in present
@@ -145,8 +137,7 @@ class CheckpointDirectory:
     def newest(self, passed_over: Collection[int] = ()) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose manifest is whole, and by step why newer ones are not.
 
-        Args:
-            passed_over: steps that are known as damaged.
+        Those that are ``passed_over`` are known as damaged.
 
         Raises:
             CheckpointError: as ``steps``.
@@ -174,11 +165,7 @@ class CheckpointDirectory:
         leftover, not a damaged checkpoint. Checkpoints of later steps are of a course that the
         run went back behind. They get another name, as a restart would take them for the newest.
 
-        Args:
-            newest: the step that stays in any case.
-            keep: so many of the newest stay.
-            keep_best: so many of the best stay.
-            damaged: steps that are known as damaged.
+        What is known as ``damaged`` counts for nothing.
         """
         self._sweep()
         steps = self._try(self.steps) or []
@@ -186,7 +173,7 @@ class CheckpointDirectory:
             if step > newest:
                 self._try(partial(self._set_aside, step))
         present = [self._kept(step, damaged) for step in steps if step <= newest]
-        going = expendable(present, keep=keep, keep_best=keep_best, protected={newest})
+        going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
             self._known.pop(step, None)
             self._try(partial(put_away, self.path(step)))

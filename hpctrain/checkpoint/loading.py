@@ -50,15 +50,6 @@ class Loaded:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Memory for a box of a tensor."""
-
-    record: Record
-    shard: Shard
-    tensor: Tensor
-
-
 def load(
     directory: Path | str, comm: "Communicator", *, into: Mapping[str, Shard] | None = None
 ) -> Loaded:
@@ -140,7 +131,7 @@ class Privates(Mapping[int, Any]):
             records = self._records[rank]
             with explained(f"read checkpoint {self._directory}"):
                 self._read[rank] = _private_tree(
-                    self._directory, records, _read(self._directory, records)
+                    self._directory, records, _read(self._directory, records, {})
                 )
         return self._read[rank]
 
@@ -155,7 +146,7 @@ def _private_tree(
     directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
 ) -> Any:
     """Return what a rank had of its own, with these ``tensors`` in it."""
-    text = _read(directory, {PRIVATE: records[PRIVATE]})[PRIVATE]
+    text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
         skeleton = json.loads(bytes(bytes_of(text)))
     except (ValueError, RecursionError) as error:
@@ -166,12 +157,6 @@ def _private_tree(
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
 
 
-def _read(directory: Path, records: Mapping[str, Record]) -> dict[str, Tensor]:
-    targets = {name: _whole(record) for name, record in records.items()}
-    _fill(directory, targets)
-    return {name: target.tensor for name, target in targets.items()}
-
-
 def _read_state(
     manifest: CheckpointManifest, directory: Path, into: Mapping[str, Shard], rank: int
 ) -> Any:
@@ -180,15 +165,55 @@ def _read_state(
             f"checkpoint {directory} has no tensor {', '.join(missing)}; "
             f"it has {printable(', '.join(list(manifest.tensors)[:20]))}"
         )
-    targets = {}
-    for path, record in manifest.tensors.items():
-        targets[path] = _piece(path, record, into[path]) if path in into else _whole(record)
-    _fill(directory, targets, first=rank % manifest.world)
-    leaves = {
-        path: Piece(target.tensor, target.shard) if path in into else target.tensor
-        for path, target in targets.items()
-    }
-    return _assembled(directory, manifest.skeleton, leaves)
+    for path, shard in into.items():
+        if shard.global_shape != (shape := manifest.tensors[path].shape):
+            raise CheckpointError(
+                f"the tensor {path} has shape {list(shape)} in the checkpoint, "
+                f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
+            )
+    tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
+    pieces = {path: Piece(tensors[path], shard) for path, shard in into.items()}
+    return _assembled(directory, manifest.skeleton, {**tensors, **pieces})
+
+
+def _read(
+    directory: Path, records: Mapping[str, Record], into: Mapping[str, Shard], first: int = 0
+) -> dict[str, Tensor]:
+    """Read tensors, or the parts of them in ``into``, file by file.
+
+    Ranks that begin at different files, by ``first``, do not queue up.
+    """
+    shards, tensors = {}, {}
+    wanted: dict[int, list[tuple[str, StoredPart]]] = {}
+    for name, record in records.items():
+        shards[name] = into.get(name) or Shard.whole(record.shape)
+        tensors[name] = torch.empty(shards[name].shape, dtype=DTYPES[record.dtype])
+        for part in record.parts:
+            if part.shard.intersection(shards[name]):
+                wanted.setdefault(part.rank, []).append((name, part))
+    for rank in sorted(wanted, key=lambda rank: (rank < first, rank)):
+        with opened(directory / file_name(rank)) as file:
+            for name, part in wanted[rank]:
+                file.check(name, records[name].dtype, part.shard.shape)
+                _read_part(file, name, part, Piece(tensors[name], shards[name]))
+    return tensors
+
+
+def _read_part(file: TensorFile, name: str, part: StoredPart, target: Piece) -> None:
+    common = part.shard.intersection(target.shard)
+    assert common
+    place = target.tensor[target.shard.slices(common)]
+    if common == part.shard and place.is_contiguous():
+        file.read_into(name, 0, bytes_of(place), part.crcs)
+        return
+    itemsize = place.itemsize
+    start, stop = part.shard.span(common)
+    first = start * itemsize // BLOCK_BYTES * BLOCK_BYTES
+    last = min(-(-stop * itemsize // BLOCK_BYTES) * BLOCK_BYTES, part.shard.numel * itemsize)
+    around = torch.empty((last - first) // itemsize, dtype=place.dtype)
+    file.read_into(name, first, bytes_of(around), part.crcs)
+    strides = torch.empty(part.shard.shape, device="meta").stride()
+    place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
 
 
 def _assembled(
@@ -205,61 +230,6 @@ def _assembled(
         raise CheckpointError(
             f"checkpoint {directory} is damaged: {error}; use another checkpoint"
         ) from error
-
-
-def _whole(record: Record) -> _Target:
-    return _target(record, Shard.whole(record.shape))
-
-
-def _piece(path: str, record: Record, shard: Shard) -> _Target:
-    if shard.global_shape != record.shape:
-        raise CheckpointError(
-            f"the tensor {path} has shape {list(record.shape)} in the checkpoint, "
-            f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
-        )
-    return _target(record, shard)
-
-
-def _target(record: Record, shard: Shard) -> _Target:
-    return _Target(record, shard, torch.empty(shard.shape, dtype=DTYPES[record.dtype]))
-
-
-def _fill(directory: Path, targets: Mapping[str, _Target], first: int = 0) -> None:
-    """Read what the targets want, file by file.
-
-    Args:
-        directory: of the checkpoint.
-        targets: by name in the files.
-        first: the file to begin with; ranks that begin at different ones do not queue up.
-    """
-    wanted: dict[int, list[tuple[str, StoredPart]]] = {}
-    for name, target in targets.items():
-        for part in target.record.parts:
-            if part.shard.intersection(target.shard):
-                wanted.setdefault(part.rank, []).append((name, part))
-    for rank in sorted(wanted, key=lambda rank: (rank < first, rank)):
-        with opened(directory / file_name(rank)) as file:
-            for name, part in wanted[rank]:
-                _read_part(file, name, part, targets[name])
-
-
-def _read_part(file: TensorFile, name: str, part: StoredPart, target: _Target) -> None:
-    record = target.record
-    file.check(name, record.dtype, part.shard.shape)
-    common = part.shard.intersection(target.shard)
-    assert common
-    place = target.tensor[target.shard.slices(common)]
-    if common == part.shard and place.is_contiguous():
-        file.read_into(name, 0, bytes_of(place), part.crcs)
-        return
-    itemsize = DTYPES[record.dtype].itemsize
-    start, stop = part.shard.span(common)
-    first = start * itemsize // BLOCK_BYTES * BLOCK_BYTES
-    last = min(-(-stop * itemsize // BLOCK_BYTES) * BLOCK_BYTES, part.shard.numel * itemsize)
-    around = torch.empty((last - first) // itemsize, dtype=DTYPES[record.dtype])
-    file.read_into(name, first, bytes_of(around), part.crcs)
-    strides = torch.empty(part.shard.shape, device="meta").stride()
-    place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
 
 
 def _by_rank(manifest: CheckpointManifest) -> dict[int, list[_Stored]]:

@@ -9,10 +9,7 @@ from hpctrain.core.errors import CheckpointError
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Let what files and memory refuse in the block be a CheckpointError.
-
-    Args:
-        what: is done, for messages: "cannot ``write checkpoint x``".
+    """Let what files and memory refuse in the block be a CheckpointError: "cannot ``what``".
 
     Raises:
         CheckpointError: instead of OSError, MemoryError and RuntimeError.

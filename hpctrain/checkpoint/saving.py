@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 
-_Written = tuple[dict[str, list[int]], dict[str, tuple[str, tuple[int, ...]]]]
+_Spec = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a whole tensor."""
+
+_Written = tuple[dict[str, list[int]], dict[str, _Spec]]
 """Of one rank: the checksums of what it wrote, and what it has of its own."""
 
 WHOLE_BYTES = MIB
@@ -65,7 +68,11 @@ class _Contents:
     own: dict[str, Tensor]
     common: list[str]
     """What must be the same on every rank."""
-    pieces: dict[str, Shard]
+
+    @property
+    def pieces(self) -> dict[str, Shard]:
+        """What this rank holds of sharded tensors."""
+        return {path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, Piece)}
 
 
 def save(  # noqa: PLR0913 - what belongs to a checkpoint
@@ -123,36 +130,36 @@ def _contents(
     call: list[str], state: Mapping[str, Any], private: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> _Contents:
     leaves, skeleton = flatten(state)
-    own, own_skeleton = flatten(private)
-    common = [*call, *lines(skeleton)]
-    tensors: dict[str, Tensor] = {}
-    pieces = {}
+    common = [*call, *lines(state)]
     for path, leaf in leaves.items():
-        tensor = leaf.tensor if isinstance(leaf, Piece) else leaf
-        tensor_file.check_storable(path, tensor)
-        if isinstance(leaf, Piece):
-            pieces[path] = leaf.shard
-            common.append(
-                f"{path} is a piece of {name_of(tensor.dtype)} {leaf.shard.global_shape}"
-            )
-        else:
-            common.append(f"{path} is {name_of(tensor.dtype)} {list(tensor.shape)}")
-    for path, leaf in own.items():
+        is_piece = isinstance(leaf, Piece)
+        tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, Piece) else leaf)
+        dtype, shape = _spec(leaf)
+        common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
+    own: dict[str, Tensor] = {}
+    leaves_of_own, own_skeleton = flatten(private)
+    for path, leaf in leaves_of_own.items():
         if isinstance(leaf, Piece):
             raise CheckpointError(
                 f"what a rank has of its own is no piece of a tensor, got one at {path}; put it "
                 f"into the state"
             )
         tensor_file.check_storable(path, leaf)
-        tensors[f"{PRIVATE}/{path}"] = leaf
+        own[f"{PRIVATE}/{path}"] = leaf
     try:
         dumps(facts)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the facts of a checkpoint are values for JSON: {error}") from None
     if private:
         text = bytearray(dumps(own_skeleton).encode())
-        tensors[PRIVATE] = torch.frombuffer(text, dtype=torch.uint8)
-    return _Contents(leaves, skeleton, tensors, common, pieces)
+        own[PRIVATE] = torch.frombuffer(text, dtype=torch.uint8)
+    return _Contents(leaves, skeleton, own, common)
+
+
+def _spec(leaf: Tensor | Piece) -> _Spec:
+    if isinstance(leaf, Piece):
+        return name_of(leaf.tensor.dtype), leaf.shard.global_shape
+    return name_of(leaf.dtype), tuple(leaf.shape)
 
 
 def _check_same(comm: "Communicator", contents: _Contents) -> None:
@@ -184,9 +191,7 @@ def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[st
 def _write(file: Path, contents: _Contents, parts: Mapping[str, Parts], rank: int) -> _Written:
     """Write the share of this rank, and return what the manifest tells of it."""
     crcs = tensor_file.write(file, {**_share(contents.leaves, parts, rank), **contents.own})
-    return crcs, {
-        name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in contents.own.items()
-    }
+    return crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
 
 
 def divide(tensors: Mapping[str, tuple[Sequence[int], int]], num_ranks: int) -> dict[str, Parts]:
@@ -195,9 +200,7 @@ def divide(tensors: Mapping[str, tuple[Sequence[int], int]], num_ranks: int) -> 
     The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
     inside a large tensor moves to the next row, one inside a small tensor to its end.
 
-    Args:
-        tensors: shape and bytes of an element, by path.
-        num_ranks: that write.
+    ``tensors`` gives shape and bytes of an element, by path.
     """
     total = sum(math.prod(shape) * itemsize for shape, itemsize in tensors.values())
     cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
@@ -227,11 +230,7 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
 
 
 def owners(pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
-    """Choose who writes each piece of sharded tensors: copies of one are written once.
-
-    Args:
-        pieces: what each rank holds, by path.
-    """
+    """Choose who writes each piece of sharded tensors: copies of one are written once."""
     holders: dict[tuple[str, Shard], list[int]] = {}
     for rank, held in enumerate(pieces):
         for path, shard in held.items():
@@ -267,41 +266,31 @@ def _manifest(
 ) -> CheckpointManifest:
     """Describe a checkpoint, by what each rank has written; on rank 0."""
     assert written is not None
+    crcs = [of_rank for of_rank, _ in written]
+
+    def record(name: str, spec: _Spec, of_ranks: Parts) -> Record:
+        stored = (
+            StoredPart(rank, part, tuple(crcs[rank][name])) for rank, part in of_ranks.items()
+        )
+        return Record(*spec, tuple(stored))
+
     return CheckpointManifest(
         step=step,
         world=len(written),
         facts=facts,
         skeleton=contents.skeleton,
-        tensors=_records(contents.leaves, parts, [crcs for crcs, _ in written]),
-        private={rank: _own_records(rank, *told) for rank, told in enumerate(written)},
+        tensors={
+            path: record(path, _spec(contents.leaves[path]), of_ranks)
+            for path, of_ranks in parts.items()
+        },
+        private={
+            rank: {
+                name: record(name, spec, {rank: Shard.whole(spec[1])})
+                for name, spec in own.items()
+            }
+            for rank, (_, own) in enumerate(written)
+        },
     )
-
-
-def _records(
-    leaves: Mapping[str, Tensor | Piece],
-    parts: Mapping[str, Parts],
-    crcs: Sequence[Mapping[str, list[int]]],
-) -> dict[str, Record]:
-    """Describe the state; ``crcs`` are the checksums of what each rank wrote."""
-    records = {}
-    for path, of_ranks in parts.items():
-        leaf = leaves[path]
-        tensor = leaf.tensor if isinstance(leaf, Piece) else leaf
-        shape = leaf.shard.global_shape if isinstance(leaf, Piece) else tuple(leaf.shape)
-        stored = [
-            StoredPart(rank, shard, tuple(crcs[rank][path])) for rank, shard in of_ranks.items()
-        ]
-        records[path] = Record(name_of(tensor.dtype), shape, tuple(stored))
-    return records
-
-
-def _own_records(
-    rank: int, crcs: Mapping[str, list[int]], own: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, Record]:
-    return {
-        name: Record(dtype, shape, (StoredPart(rank, Shard.whole(shape), tuple(crcs[name])),))
-        for name, (dtype, shape) in own.items()
-    }
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:

@@ -21,7 +21,7 @@ class Schedule:
         """Read the wish.
 
         Args:
-            every: a number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
+            every: as for ``Manager``.
             mtbf_s: mean time between two failures of the whole job; ``"auto"`` needs it.
             now: the clock, in seconds; intervals start here.
 
@@ -80,9 +80,8 @@ class Schedule:
     def cost(self, stall_s: float, write_s: float) -> None:
         """Take note of what a checkpoint cost.
 
-        Args:
-            stall_s: how long the training stood still for it, the longest of all ranks.
-            write_s: until it was on disk.
+        Both are the longest of all ranks: of the training that stood still, and until all was on
+        disk.
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s
@@ -107,21 +106,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     stands still, not the time until it is on disk: Vaidya 1997, "Impact of checkpoint latency on
     overhead ratio of a checkpointing scheme".
 
-    Args:
-        cost_s: what a checkpoint takes away from the computing.
-        mtbf_s: mean time between two failures of the whole job.
-
-    Raises:
-        ConfigError: a cost below 0, or a mean time that is not above 0.
-
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
         dumps", equation 37.
     """
-    if not (cost_s >= 0 and mtbf_s > 0):
-        raise ConfigError(
-            f"an interval follows from a cost of at least 0 s and a mean time between failures "
-            f'above 0 s, got {cost_s:g} s and {mtbf_s:g} s; give mtbf as in "24h"'
-        )
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)

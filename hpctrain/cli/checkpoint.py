@@ -1,15 +1,13 @@
 """``hpctrain checkpoint info, verify, export, diff, prune``: look at checkpoints, use them."""
 
+from collections import Counter
 from dataclasses import asdict
 from itertools import islice
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from hpctrain.checkpoint.tools.compare import Difference
 
 FAULT = 1
 """Exit code when a checkpoint is not whole, or two states differ."""
@@ -42,9 +40,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", s
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is written.", show_default=False)]
 First = Annotated[
     Path,
-    typer.Argument(
-        metavar="A", help="A checkpoint, a run directory or an exported state.", show_default=False
-    ),
+    typer.Argument(metavar="A", help="A checkpoint, or a run directory.", show_default=False),
 ]
 Second = Annotated[
     Path, typer.Argument(metavar="B", help="What A is compared with.", show_default=False)
@@ -65,15 +61,6 @@ Parts = Annotated[
         metavar="PART",
         help="This part of the state, such as model or optimizer/state; may be repeated.",
         show_default="all of it",
-    ),
-]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--as",
-        metavar="KIND",
-        help="pt, safetensors or dcp, where the ending of OUT does not tell.",
-        show_default=False,
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what OUT is.")]
@@ -122,7 +109,7 @@ def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
 
       hpctrain checkpoint info runs/digits --json | jq .step
     """
-    from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, lines_of  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.describe import checkpoints_in, describe  # noqa: PLC0415
 
     found = checkpoints_in(path)
     told = describe(found[-1], num_largest=largest)
@@ -134,7 +121,7 @@ def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
         names = [place.name for place in found]
         shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
         _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
-    for line in lines_of(told):
+    for line in told.lines():
         _say(line)
 
 
@@ -152,7 +139,7 @@ def verify(path: Where, *, json: AsJson = False) -> None:
 
       hpctrain checkpoint verify runs/digits --json | jq '.[].faults'
     """
-    from hpctrain.checkpoint.tools.verify import verify as check  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.describe import verify as check  # noqa: PLC0415
 
     reports = []
     for report in check(path):
@@ -161,35 +148,30 @@ def verify(path: Where, *, json: AsJson = False) -> None:
             _say(line)
     if json:
         typer.echo(dumps([asdict(report) for report in reports], indent=1))
-    if not all(report.is_whole for report in reports):
+    if any(report.faults for report in reports):
         raise typer.Exit(FAULT)
 
 
 @checkpoint.command()
-def export(
-    path: Where, out: Out, *, only: Only = None, kind: Kind = None, overwrite: Overwrite = False
-) -> None:
+def export(path: Where, out: Out, *, only: Only = None, overwrite: Overwrite = False) -> None:
     """Write the state of a checkpoint for other programs; of a run, that of the newest one.
 
-    OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, and a
-    name without ending is a directory for torch.distributed.checkpoint. What each rank has of
-    its own, such as random states, is not exported.
+    OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, which
+    holds tensors alone: a model. What each rank has of its own, such as random states, is not
+    exported.
 
     For instance:
 
       hpctrain checkpoint export runs/digits model.pt --only model
 
       hpctrain checkpoint export runs/digits model.safetensors --only model
-
-      hpctrain checkpoint export runs/digits state --as dcp
     """
-    from hpctrain.checkpoint.tools.compare import newest_state  # noqa: PLC0415
+    from hpctrain.checkpoint.tools.export import check_ending, newest_state  # noqa: PLC0415
     from hpctrain.checkpoint.tools.export import export as write  # noqa: PLC0415
-    from hpctrain.checkpoint.tools.export import kind_of  # noqa: PLC0415
 
-    chosen = kind_of(out, kind)
+    check_ending(out)
     source, state = newest_state(path, only)
-    write(state, out, chosen, overwrite=overwrite)
+    write(state, out, overwrite=overwrite)
     _say(f"{out}: {only or 'the whole state'} of {source}")
 
 
@@ -199,18 +181,15 @@ def diff(
 ) -> None:
     """Tell where two states differ, bit by bit: the first tensor, and by how much.
 
-    A and B are checkpoints, run directories (the newest checkpoint counts) or what export
-    writes. Tensors come first, in the order of the state, then plain values, then what each
-    rank has of its own; times that a run has measured are among both. The exit code is 0 if
-    they are the same, 1 if they differ.
+    A and B are checkpoints, or run directories, whose newest one counts. Tensors come first, in
+    the order of the state, then plain values, then what each rank has of its own; times that a
+    run has measured are among both. The exit code is 0 if they are the same, 1 if they differ.
 
     For instance:
 
       hpctrain checkpoint diff runs/a runs/b
 
       hpctrain checkpoint diff runs/a runs/b --only model --only optimizer
-
-      hpctrain checkpoint diff runs/a exported.pt
     """
     from hpctrain.checkpoint.tools.compare import compare  # noqa: PLC0415
 
@@ -218,7 +197,9 @@ def diff(
     if json:
         typer.echo(dumps([asdict(item) for item in found], indent=1))
     elif found:
-        _say(f"A {first} and B {second} differ: {_counted(found)}; the first is")
+        kinds = Counter(item.what for item in found)
+        counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
+        _say(f"A {first} and B {second} differ: {counts}; the first is")
         for item in islice(found, lines):
             _say(f"  {item.text}")
         if len(found) > lines:
@@ -249,21 +230,6 @@ def prune(run: Run, *, keep: Keep, keep_best: KeepBest = 0, dry_run: DryRun = Fa
     for place in done.gone:
         _say(f"{place}: {'would be removed' if dry_run else 'removed'}")
     _say(f"{len(done.gone)} removed, {len(done.kept)} kept" + " (dry run)" * dry_run)
-
-
-def _counted(found: "list[Difference]") -> str:
-    kinds = ("values", "shape", "dtype", "missing", "plain")
-    counts = {kind: sum(item.what == kind for item in found) for kind in kinds}
-    words = {
-        "values": "values of {} tensor",
-        "shape": "{} shape",
-        "dtype": "{} dtype",
-        "missing": "{} name",
-        "plain": "{} plain value",
-    }
-    return ", ".join(
-        words[kind].format(count) + "s" * (count != 1) for kind, count in counts.items() if count
-    )
 
 
 def _say(line: str) -> None:

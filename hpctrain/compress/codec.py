@@ -1,7 +1,7 @@
-"""The protocol of codecs, between a full bucket and the ranks' sum of it."""
+"""What lies between a full bucket and the ranks' sum of it: the protocol, and the plain form."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -40,22 +40,20 @@ class Codec(Protocol):
         Collective: every rank calls it, for the same buckets, in the same order.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on, such as an error that was not sent yet.
 
-        It is this rank's own. Not collective.
-        """
+class Identity:
+    """The codec that loses nothing: what is there is sent."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given. Not collective."""
-
-
-class Stateless:
-    """The part of a codec of which no step depends on another."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Need nothing."""
+
+    def forget(self) -> None:
+        """Have nothing to drop."""
+
+    def num_bytes(self, bucket: Bucket) -> int:
+        """Return all its bytes."""
+        return bucket.flat.nbytes
+
+    def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
+        """Sum the bucket where it lies."""
+        return comm.allreduce_(bucket, scale=scale)

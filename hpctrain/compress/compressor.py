@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
-from hpctrain.compress.codec import Stateless
 
 
 class Compressor(Protocol):
@@ -20,7 +19,7 @@ class Compressor(Protocol):
         """Return the sum of what has travelled, in the form of the original tensors."""
 
 
-class TensorByTensor(Stateless):
+class TensorByTensor:
     """The codec for a compressor of somebody else: every tensor of a bucket is sent by itself."""
 
     def __init__(self, compressor: Compressor) -> None:

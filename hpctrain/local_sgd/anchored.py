@@ -1,7 +1,6 @@
 """Means of what has changed since an anchor, which is held once per node."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.codec import Codec
-from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
+from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.averaging import Averaging, Load
 
 
@@ -18,12 +16,7 @@ class NodeVector:
     """A vector of zeros in node memory. What one rank writes, others read after a barrier."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over ``node``.
-
-        Args:
-            node: the ranks of this node. Where they share no memory each holds all of it.
-            numel: elements.
-            dtype: of them.
+        """Make it. Collective over ``node``: where its ranks share no memory each holds all of it.
 
         Raises:
             NodeMemoryError: there is not enough memory; on every rank.
@@ -48,14 +41,6 @@ class NodeVector:
             out[bounds].copy_(part)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outer:
-    """Nesterov's SGD on the anchor; by default it makes the anchor the mean."""
-
-    lr: float = 1.0
-    momentum: float = 0.0
-
-
 class AnchoredAveraging(Averaging):
     """Averages θ_anchor - θ_k over the ranks k and lets the anchor, and all ranks, step by it.
 
@@ -65,26 +50,18 @@ class AnchoredAveraging(Averaging):
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        codec: Codec,
-        tensors: Tensors,
-        bucket_bytes: int,
-        node: Communicator,
-        outer: Outer,
+        self, *averaging: Any, node: Communicator, lr: float = 1.0, momentum: float = 0.0
     ) -> None:
         """Put the anchor where rank 0's tensors are. Collective.
 
         Args:
-            comm: the ranks.
-            codec: what a bucket travels as.
-            tensors: as for ``Averaging``.
-            bucket_bytes: as for ``Averaging``.
+            averaging: as for ``Averaging``.
             node: the ranks of this node.
-            outer: how the anchor moves.
+            lr: of the step of Nesterov's SGD that the anchor takes; by default to the mean.
+            momentum: of that step.
         """
-        self._node, self._outer = node, outer
-        super().__init__(comm, codec, tensors, bucket_bytes)
+        self._node, self._lr, self._momentum = node, lr, momentum
+        super().__init__(*averaging)
 
     @torch.no_grad()
     def build(self, weight: float, scale: float) -> None:
@@ -138,7 +115,7 @@ class AnchoredAveraging(Averaging):
     def _lay_out(self, today: NamedTensors) -> None:
         super()._lay_out(today)
         self._anchors = [self._vector_for(load) for load in self._loads]
-        self._momenta = [self._vector_for(load) for load in self._loads if self._outer.momentum]
+        self._momenta = [self._vector_for(load) for load in self._loads if self._momentum]
         self._moves: list[Tensor] = []
 
     def _vector_for(self, load: Load) -> NodeVector:
@@ -161,7 +138,7 @@ class AnchoredAveraging(Averaging):
         as torch.optim.SGD(nesterov=True) takes it.
         """
         self._node.barrier()  # others may still be reading the slice that moves now
-        lr, mu = self._outer.lr, self._outer.momentum
+        lr, mu = self._lr, self._momentum
         for momentum, move in zip(self._momenta, self._moves, strict=bool(self._momenta)):
             momentum.own.mul_(mu).add_(move)
             move.add_(momentum.own, alpha=mu)

@@ -48,7 +48,7 @@ class Tensors:
         """Note that all ranks have the same in these now."""
 
 
-class Roster:
+class Roster(Tensors):
     """The parameters that some ranks average: trained ones, and what has changed before.
 
     A parameter that is frozen in the middle of a round differs by rank until it has been averaged
@@ -56,6 +56,7 @@ class Roster:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(lambda: [*self.find().items()])
         self._model, self._optimizer = model, optimizer
         self._told: dict[str, bool] = {}
         self._names: set[str] = set()
@@ -97,7 +98,7 @@ class Roster:
         """Go on from what ``names`` returned; the ranks agree anew when they meet."""
         self._names, self._told = {*names}, {}
 
-    def tensors(self) -> NamedTensors:
+    def today(self) -> NamedTensors:
         """Return those that the ranks have agreed on."""
         return [(name, p) for name, p in self.find().items() if name in self._names]
 
@@ -111,7 +112,7 @@ class Roster:
 
     def is_outdated(self) -> bool:
         """Say whether this rank's parameters have changed since ``agree``."""
-        return self._told != self._today() or bool(self._strangers())
+        return self._told != self._due() or bool(self._strangers())
 
     def agree(self, comm: Communicator) -> None:
         """Take the parameters of today. Collective.
@@ -121,7 +122,7 @@ class Roster:
                 model does not have; on every rank.
         """
         self._stepped &= {*self._optimized()}
-        self._told = self._today()
+        self._told = self._due()
         self._names = self.union(comm)
         self._held = self._names - {name for name, is_trained in self._told.items() if is_trained}
 
@@ -135,7 +136,7 @@ class Roster:
             f"{tuple(strangers[0].shape) if strangers else ()}; give a module that has all of "
             f"them, and the optimizer the parameters that the model has now",
         )
-        today = self._today()
+        today = self._due()
         trained = [name for name, is_trained in today.items() if is_trained]
         require_equal(
             comm,
@@ -148,7 +149,7 @@ class Roster:
         )
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
-    def _today(self) -> dict[str, bool]:
+    def _due(self) -> dict[str, bool]:
         """Return whether it is trained, by name, for each that is to be averaged on this rank."""
         return {
             name: p.requires_grad
@@ -168,45 +169,6 @@ class Roster:
 
     def _optimized(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-
-class Parameters(Tensors):
-    """Parameters of a roster, or some of them."""
-
-    def __init__(self, roster: Roster, names: Callable[[], Collection[str]] | None = None) -> None:
-        """Take what is needed.
-
-        Args:
-            roster: says which parameters are averaged.
-            names: returns those of them that are averaged here; None for all.
-        """
-        super().__init__(roster.tensors)
-        self._roster, self._names = roster, names
-
-    def today(self) -> NamedTensors:
-        """Return what the next averaging is of."""
-        names = None if self._names is None else self._names()
-        return [(n, p) for n, p in self._roster.tensors() if names is None or n in names]
-
-    def find(self) -> Mapping[str, Tensor]:
-        """Return all parameters of the model by name."""
-        return self._roster.find()
-
-    def is_outdated(self) -> bool:
-        """Say whether this rank's parameters have changed since ``agree``."""
-        return self._roster.is_outdated()
-
-    def agree(self, comm: Communicator) -> None:
-        """Take the parameters of today. Collective; see ``Roster``."""
-        self._roster.agree(comm)
-
-    def held(self) -> Collection[str]:
-        """Return those that are not trained."""
-        return self._roster.held()
-
-    def became_equal(self, names: Collection[str]) -> None:
-        """Note that all ranks have the same in these now."""
-        self._roster.became_equal(names)
 
 
 def _mark(tensor: Tensor) -> Mark:
@@ -260,7 +222,7 @@ class OptimizerState(Tensors):
         for number, (place, state) in enumerate(self._states()):
             self._numbers[0, number] = float(place not in self._own_missing)
             self._numbers[1, number] = float(state.get("step", 0.0))
-            tensors |= {f"{place}, {key}": value for key, value in _averaged(state)}
+            tensors |= {f"{place}, {key}": value for key, value in entries_with_mean(state)}
         return tensors | {_NUMBERS: self._numbers}
 
     def became_equal(self, names: Collection[str]) -> None:  # noqa: ARG002 - always all of it
@@ -268,7 +230,7 @@ class OptimizerState(Tensors):
         shares, steps = self._numbers.tolist()
         for (place, state), share, mean in zip(self._states(), shares, steps, strict=True):
             if place in self._missing and share > 0:
-                for _, tensor in _averaged(state):
+                for _, tensor in entries_with_mean(state):
                     tensor.div_(share)
             if "step" in state:
                 step = float(round(mean / share)) if share > 0 else 0.0
@@ -333,7 +295,7 @@ class OptimizerState(Tensors):
         return [(place, self._optimizer.state[of_places[place]]) for place in self._layout]
 
 
-def _averaged(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+def entries_with_mean(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Return the tensors of a parameter's state that have a mean; numbers of steps are apart."""
     return [
         (key, value)

@@ -1,7 +1,7 @@
 """The mean of some tensors over ranks: into buckets, through a codec, and back."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +42,28 @@ class Averaging:
     """
 
     def __init__(
-        self, comm: Communicator, codec: Codec, tensors: Tensors, bucket_bytes: int
+        self,
+        comm: Communicator,
+        codec: Codec,
+        tensors: Tensors,
+        bucket_bytes: int,
+        names: Callable[[], Collection[str]] | None = None,
     ) -> None:
         """Lay the buckets out. Collective.
 
         Args:
             comm: the ranks.
             codec: what a bucket travels as.
-            tensors: what is averaged.
-            bucket_bytes: largest bucket.
+            tensors: what may be averaged.
+            bucket_bytes: of the largest bucket.
+            names: returns those of the tensors that are averaged here; None for all.
 
         Raises:
             MismatchError: the ranks do not have the same tensors; on every rank.
             NodeMemoryError: there is not enough memory; on every rank.
         """
         self._comm, self._codec = comm, codec
-        self._tensors, self._bucket_bytes = tensors, bucket_bytes
+        self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
         self._works: list[Work] = []
         self._held: set[str] = set()
         self._loads: list[Load] = []
@@ -76,28 +82,23 @@ class Averaging:
     def fits(self) -> bool:
         """Say whether the tensors of today have the names, shapes and dtypes of the buckets."""
         tensors = self._tensors
-        return not tensors.is_outdated() and self._specs == _specs(tensors.today())
+        return not tensors.is_outdated() and self._specs == _specs(self._today())
 
     def build(self, weight: float, scale: float) -> None:  # noqa: ARG002 - for what has an anchor
         """Let the ranks agree on the tensors of today, and lay the buckets out. Collective.
-
-        Args:
-            weight: of this rank.
-            scale: one over the sum of all ranks' weights.
 
         Raises:
             MismatchError: the ranks do not have the same tensors; on every rank.
         """
         self._tensors.agree(self._comm)
-        self._lay_out(self._tensors.today())
+        self._lay_out(self._today())
 
     @torch.no_grad()
     def start(self, weight: float, scale: float) -> None:
         """Let copies of the tensors travel.
 
-        Args:
-            weight: of this rank; 0 leaves its tensors out, whatever they hold.
-            scale: one over the sum of all ranks' weights.
+        A ``weight`` of 0 leaves this rank's tensors out, whatever they hold; ``scale`` is one over
+        the sum of all ranks' weights.
         """
         found = self._tensors.find()
         self._held = {*self._tensors.held()}
@@ -112,14 +113,10 @@ class Averaging:
 
     @torch.no_grad()
     def finish(self, keep: float = 0.0) -> float:
-        """Replace the tensors that are still there.
+        """Replace the tensors that are still there; return their squared distance from the mean.
 
-        Args:
-            keep: part of what the tensors hold now that stays, 0 to 1; what is not trained takes
-                over the mean as it is.
-
-        Returns:
-            The squared distance of this rank's tensors from their mean.
+        The part ``keep`` of what they hold now stays, 0 to 1; what is not trained takes over the
+        mean as it is.
 
         Raises:
             NotFiniteError: the mean is not finite, so some rank's tensors are not; on every rank.
@@ -175,6 +172,13 @@ class Averaging:
     def names(self) -> list[str]:
         """Of the tensors that the buckets are laid out for."""
         return [name for name, _, _ in self._specs]
+
+    def _today(self) -> NamedTensors:
+        today = self._tensors.today()
+        if self._names is None:
+            return today
+        names = self._names()
+        return [(name, tensor) for name, tensor in today if name in names]
 
     def _lay_out(self, today: NamedTensors) -> None:
         """Lay the buckets out for some tensors. Collective."""

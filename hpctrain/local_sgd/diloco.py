@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.compressor import Compressor
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.anchored import Outer
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
@@ -78,11 +77,12 @@ class DiLoCo(LocalMethod):
         super().__init__(model, optimizer, compression=compression)
         self._delay = delay
         self._keep = (0.5 if delay else 0.0) if keep is None else keep
-        outer = Outer(lr=outer_lr, momentum=outer_momentum)
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
         self._fragments = [
-            self._exchange.anchors_parameters(outer, partial(self._part, number))
+            self._exchange.anchors_parameters(
+                partial(self._part, number), lr=outer_lr, momentum=outer_momentum
+            )
             for number in range(fragments)
         ]
         self._sent = [0] * fragments
@@ -172,8 +172,7 @@ class DiLoCo(LocalMethod):
     def _send(self, number: int) -> bool:
         """Let a fragment travel, and take the outer step now or after the delay.
 
-        Returns:
-            Whether it travels: not if all ranks sit out.
+        Say whether it travels: not if all ranks sit out.
         """
         fragment, num_fragments = self._fragments[number], len(self._fragments)
         opening = self._begin(number)
@@ -197,10 +196,8 @@ class DiLoCo(LocalMethod):
     def _end_round(self) -> None:
         agrees = True
         for number, fragment in enumerate(self._fragments):
-            was_under_way, has_stepped = (
-                fragment.is_under_way,
-                self._sent[number] < self.rounds.step,
-            )
+            was_under_way = fragment.is_under_way
+            has_stepped = self._sent[number] < self.rounds.step
             self._exchange.complete([fragment], keep=self._keep if has_stepped else 0.0)
             if has_stepped:
                 agrees &= self._begin(number).total_weight > 0
@@ -211,7 +208,7 @@ class DiLoCo(LocalMethod):
 
     def _part(self, number: int) -> list[str]:
         """Return the parameters of a fragment; a new one has come to the smallest."""
-        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.tensors()}
+        sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.today()}
         known = {name for part in self._parts for name in part}
         for name in [name for name in sizes if name not in known]:
             smallest = min(self._parts, key=lambda part: sum(sizes.get(n, 0) for n in part))

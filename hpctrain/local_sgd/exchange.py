@@ -6,11 +6,11 @@ from typing import Any
 from weakref import WeakSet
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.codec import Identity
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
-from hpctrain.compress.identity import Identity
-from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
-from hpctrain.local_sgd.averaged_tensors import OptimizerState, Parameters, Tensors
+from hpctrain.local_sgd.anchored import AnchoredAveraging
+from hpctrain.local_sgd.averaged_tensors import OptimizerState, Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.local_sgd.replica import Replica
 from hpctrain.local_sgd.rounds import RoundOpening, Rounds, SampleSums
@@ -23,14 +23,7 @@ class Exchange:
     def __init__(
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressor
     ) -> None:
-        """Begin without averagings.
-
-        Args:
-            here: the ranks.
-            replica: what this rank has of its own.
-            rounds: lets all ranks meet.
-            compression: what parameters travel as between all ranks.
-        """
+        """Begin without averagings; parameters travel compressed between all ranks."""
         self.bytes_sent = 0
         """Bytes that this rank has given to averagings over all ranks."""
         self._comm, self._topology = here.comm, here.topology
@@ -63,23 +56,26 @@ class Exchange:
     def averages_parameters(self, node: Communicator | None = None) -> Averaging:
         """Make what averages parameters, over all ranks or those of this node. Collective."""
         if node is not None:
-            return self._averages(Parameters(self._replica.inner_roster()), node)
+            return self._averages(self._replica.inner_roster(), node)
         if isinstance(codec_for(self._compression), Identity):
-            return self._averages(Parameters(self._replica.roster), self._comm)
-        return self.anchors_parameters(Outer())
+            return self._averages(self._replica.roster, self._comm)
+        return self.anchors_parameters()
 
     def anchors_parameters(
-        self, outer: Outer, names: Callable[[], Collection[str]] | None = None
+        self, names: Callable[[], Collection[str]] | None = None, **outer: float
     ) -> AnchoredAveraging:
-        """Make what averages changes of parameters over all ranks. Collective.
+        """Make what averages changes of all or some parameters over all ranks. Collective.
 
-        Args:
-            outer: how the anchor moves.
-            names: returns the parameters; None for all.
+        ``outer`` says how the anchor moves: its ``lr`` and ``momentum``.
         """
-        parameters, codec = Parameters(self._replica.roster, names), codec_for(self._compression)
         made = AnchoredAveraging(
-            self._comm, codec, parameters, self._bucket_bytes, self.node, outer
+            self._comm,
+            codec_for(self._compression),
+            self._replica.roster,
+            self._bucket_bytes,
+            names,
+            node=self.node,
+            **outer,
         )
         self._anchored.append(made)
         self._made.add(made)
@@ -88,12 +84,9 @@ class Exchange:
     def begin(
         self, averagings: Sequence[Averaging], samples: SampleSums, rounds: Rounds | None = None
     ) -> RoundOpening:
-        """Let the ranks meet, and then replicas travel. Collective.
+        """Let ranks meet by ``rounds``, all of them if None, and then replicas travel. Collective.
 
-        Args:
-            averagings: of the same ranks; that of parameters comes first.
-            samples: what this rank's replica counts by; counted anew from here on.
-            rounds: lets those ranks meet; None for all.
+        Of the averagings that of parameters comes first. Samples are counted anew from here on.
 
         Raises:
             MismatchError: only some ranks train a parameter, say, or have other tensors than the
@@ -117,10 +110,7 @@ class Exchange:
     ) -> None:
         """Take over the means of what ``begin`` has let travel, if anything is under way.
 
-        Args:
-            averagings: those of ``begin``.
-            rounds: as for ``begin``.
-            keep: part of its own that each tensor keeps.
+        Each tensor keeps the part ``keep`` of its own.
         """
         rounds = rounds or self._rounds
         under_way = [averaging for averaging in averagings if averaging.is_under_way]

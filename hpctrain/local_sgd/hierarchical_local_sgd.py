@@ -1,6 +1,5 @@
 """``HierarchicalLocalSGD``: the ranks of a node agree often, the nodes rarely."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -57,17 +56,6 @@ class HierarchicalLocalSGD(LocalSGD):
             self._exchange.averages_buffers(node),
         ]
 
-    def take_part(self, *, takes_part: bool) -> None:
-        """Let this rank's replica count, or sit out; see ``LocalMethod``."""
-        super().take_part(takes_part=takes_part)
-        if self._node_steps > 1:
-            self._node_rounds.takes_part = takes_part
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        super().load_own_state(state)
-        self.take_part(takes_part=self.rounds.takes_part)
-
     def _after_step(self) -> None:
         number = self.rounds.number
         super()._after_step()
@@ -76,6 +64,7 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_rounds.step = self.rounds.step
         is_over = self.rounds.number > number
         if not is_over and self.rounds.step_in_round % self._node_steps == 0:
+            self._node_rounds.takes_part = self.rounds.takes_part
             self._exchange.begin(self._node_averagings, self._samples[1], self._node_rounds)
             self._exchange.complete(self._node_averagings, self._node_rounds)
 

@@ -47,11 +47,6 @@ class LocalMethod:
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
-        Args:
-            model: with equal parameters and buffers on every rank.
-            optimizer: a plain one of torch, which has the model's parameters.
-            compression: what gradients and changes of parameters travel as; see ``Compression``.
-
         Raises:
             ConfigError: the optimizer averages gradients by itself, or has a local method already.
             NotInitializedError: ``hpctrain.init()`` was not called.

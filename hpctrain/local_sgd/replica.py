@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.gradients.parameter_names import places_of
-from hpctrain.local_sgd.averaged_tensors import NamedTensors, Roster
+from hpctrain.local_sgd.averaged_tensors import NamedTensors, Roster, entries_with_mean
 
 
 class Replica:
@@ -55,8 +55,7 @@ class Replica:
         return [
             (f"{name}, {key}", value)
             for name, parameter in places_of(self.optimizer)
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, Tensor) and value.is_floating_point() and key != "step"
+            for key, value in entries_with_mean(self.optimizer.state.get(parameter, {}))
         ]
 
     def reset_state(self) -> None:

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,24 @@ class RoundOpening:
     """Mean duration of a step, without averaging."""
     round_s: float
     """Mean time over ranks that the averaging before has cost, waiting for others included."""
+
+
+class RoundReport(NamedTuple):
+    """What one rank says when ranks meet; or the sum over all of them."""
+
+    weight: float
+    has_count: float
+    """Whether the weight is a number of samples."""
+    takes_part: float
+    outdated: float
+    step: float
+    step_squared: float
+    step_s: float
+    """Duration of a step in this round, without averaging."""
+    round_s: float
+    """What the averaging before has cost this rank, in seconds."""
+    drift: float
+    """Squared distance of this replica from the mean, in the last averaging."""
 
 
 class SampleSums:
@@ -104,7 +122,8 @@ class Rounds:
         """Whether the next step ends in a meeting; the same on every rank."""
         self.agrees = True
         """Whether all ranks have the same parameters."""
-        self._comm, self._message = comm, RoundMessage(comm)
+        self._comm = comm
+        self._message = comm.new_bucket(len(RoundReport._fields) + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1
         self._num_timed, self._timed_s = 0, 0.0
         self.resume_clock()
@@ -117,9 +136,7 @@ class Rounds:
     def is_meeting_due(self, *, busy: bool) -> bool:
         """Say whether the ranks meet now, if nothing else has let them meet in this step.
 
-        Args:
-            busy: whether replicas are under way, behind which a message would wait; the same on
-                every rank.
+        A message would wait behind replicas that are under way: then all ranks are ``busy``.
         """
         since = self.step - self._last_meeting
         soon = self.within_s < float("inf") and since >= self._steps_between
@@ -142,17 +159,15 @@ class Rounds:
     def meet(self, samples: SampleSums | None = None, *, outdated: bool = False) -> RoundOpening:
         """Let all ranks report. Collective.
 
-        Args:
-            samples: what this rank's replica counts by; None where none is averaged.
-            outdated: whether this rank's tensors have changed since buckets were laid out.
+        This rank's replica counts by ``samples``; None where none is averaged. Its tensors are
+        ``outdated`` where they have changed since buckets were laid out.
 
         Raises:
             MismatchError: the ranks are not at the same step, or some count samples and some do
                 not; on every rank.
         """
         weight = samples.weight * self.takes_part if samples else 0.0
-        self._message.flags = self.flags
-        total = self._message.exchange(
+        total = self._sum_of(
             RoundReport(
                 weight=weight,
                 has_count=float(bool(samples and samples.is_counted and self.takes_part)),
@@ -166,7 +181,6 @@ class Rounds:
             )
         )
         size = self._comm.size
-        self.raised_flags = self._message.raised_flags
         self.has_met, self.must_meet, self._last_meeting = True, False, self.step
         self.drift = (total.drift / size) ** 0.5
         self._num_timed, self._timed_s = 0, 0.0
@@ -182,6 +196,27 @@ class Rounds:
             step_s=step_s,
             round_s=self.round_s,
         )
+
+    def _sum_of(self, own: RoundReport) -> RoundReport:
+        """Return the sum of all ranks' reports, and let flags be known. Collective."""
+        flat = self._message.flat
+        flat.copy_(torch.tensor((*own, *bits_of(self.flags)), dtype=torch.float64))
+        self._comm.allreduce_(self._message).wait()
+        values = flat.tolist()
+        total, size = RoundReport(*values[: len(own)]), self._comm.size
+        self.raised_flags = flags_of(values[len(own) :])
+        if total.step_squared * size != total.step**2:
+            raise MismatchError(
+                f"a round ends on all ranks after the same step, they have taken "
+                f"{total.step / size:g} on average and this one {own.step:g}; call skip_step() "
+                f"on a rank that does not take a step"
+            )
+        if total.has_count not in (0, total.takes_part):
+            raise MismatchError(
+                f"set_num_samples must be called by all ranks or by none, {total.has_count:.0f} "
+                f"of {total.takes_part:.0f} have called it; call it on every rank"
+            )
+        return total
 
     def close(self, *, agrees: bool) -> None:
         """Begin the next round, after one that has made all ranks agree, or has not."""
@@ -218,67 +253,3 @@ class Rounds:
         self.start, self.agrees = state["start"], state["agrees"]
         self.takes_part = state["takes_part"]
         self.own_drift, self.drift = state["drift"]
-
-
-@dataclass(slots=True, kw_only=True)
-class RoundReport:
-    """What one rank says; or the sum over all ranks."""
-
-    weight: float = 1.0
-    """How much this rank's replica counts; 0 where it sits out."""
-    has_count: float = 0.0
-    """Whether the weight is a number of samples."""
-    takes_part: float = 1.0
-    """Whether this rank is part of the round."""
-    outdated: float = 0.0
-    """Whether tensors have changed since the buckets were laid out."""
-    step: float = 0.0
-    """Steps that this rank has taken."""
-    step_squared: float = 0.0
-    step_s: float = 0.0
-    """Duration of a step in this round, without averaging."""
-    round_s: float = 0.0
-    """What the averaging before has cost this rank, in seconds."""
-    drift: float = 0.0
-    """Squared distance of this replica from the mean, in the last averaging."""
-
-
-class RoundMessage:
-    """A small sum over all ranks, before replicas travel and whenever flags must be known."""
-
-    def __init__(self, comm: Communicator) -> None:
-        """Make the message. Collective."""
-        self.flags = 0
-        """Bits of this rank."""
-        self.raised_flags = 0
-        """Bits that any rank had in the last message; the same on every rank."""
-        self._comm = comm
-        self._message = comm.new_bucket(len(fields(RoundReport)) + NUM_FLAGS, torch.float64)
-
-    def exchange(self, own: RoundReport) -> RoundReport:
-        """Return the sum of all ranks' reports. Collective.
-
-        Raises:
-            MismatchError: the ranks have taken different numbers of steps, or only some of those
-                that take part count samples; on every rank.
-        """
-        flat = self._message.flat
-        flat.copy_(torch.tensor((*astuple(own), *bits_of(self.flags)), dtype=torch.float64))
-        self._comm.allreduce_(self._message).wait()
-        values = flat.tolist()
-        names = [item.name for item in fields(RoundReport)]
-        total = RoundReport(**dict(zip(names, values, strict=False)))
-        self.raised_flags = flags_of(values[len(names) :])
-        size = self._comm.size
-        if total.step_squared * size != total.step**2:
-            raise MismatchError(
-                f"a round ends on all ranks after the same step, they have taken "
-                f"{total.step / size:g} on average and this one {own.step:g}; call skip_step() "
-                f"on a rank that does not take a step"
-            )
-        if total.has_count not in (0, total.takes_part):
-            raise MismatchError(
-                f"set_num_samples must be called by all ranks or by none, {total.has_count:.0f} "
-                f"of {total.takes_part:.0f} have called it; call it on every rank"
-            )
-        return total

@@ -6,9 +6,9 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.compress.codec import Identity
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
-from hpctrain.compress.identity import Identity
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.parameter_names import names_of, trained
 from hpctrain.gradients.reduction import Reduction, ReductionOptions
@@ -27,12 +27,8 @@ class SwitchedGradients:
     ) -> None:
         """Begin without any; ``over`` makes them.
 
-        Args:
-            optimizer: whose gradients are averaged.
-            plan: when buckets travel, and how large they are.
-            compression: what they travel as between all ranks; inside a node they are whole.
-            num_ranks: of the world.
-            note: is told what this rank has done with others.
+        Between all ``num_ranks`` gradients travel compressed, inside a node they are whole.
+        ``note`` is told what this rank has done with others.
         """
         self._optimizer, self._names = optimizer, names_of(optimizer, None)
         self._plan, self._compression = plan, compression
@@ -51,10 +47,9 @@ class SwitchedGradients:
         return next((r.raised_flags for r in self._reducers if r.is_on), 0)
 
     def over(self, comm: Communicator) -> Reducer | None:
-        """Make what averages over the ranks of ``comm``, which is on. Collective over them.
+        """Make what averages over the ranks of ``comm``, which is on; None for a single rank.
 
-        Returns:
-            None for a single rank.
+        Collective over them.
         """
         if comm.size == 1:
             return None
@@ -86,8 +81,7 @@ class SwitchedGradients:
     def end_step(self) -> tuple[float, int]:
         """Expect the gradients of another step.
 
-        Returns:
-            Time in which the step waited, in seconds, and bytes given to all ranks of the world.
+        Return for how many seconds this one waited, and the bytes given to all ranks of the world.
         """
         seconds, num_bytes = 0.0, 0
         for reducer in self._reducers:

@@ -23,13 +23,7 @@ class SyncInterval:
     def __init__(
         self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
     ) -> None:
-        """Check the arguments.
-
-        Args:
-            steps: of a round.
-            share: with ``auto``: largest part of the time that averaging may take, 0 to 1.
-            least: with ``auto``: smallest number.
-            most: with ``auto``: largest number.
+        """Check the arguments; all but ``steps`` are for ``auto``.
 
         Raises:
             ConfigError: one of them cannot be.
@@ -45,11 +39,6 @@ class SyncInterval:
         self._steps, self._share, self._least, self._most = steps, share, least, most
         self._chosen: int | None = None
         self._measured: list[tuple[float, float]] = []
-
-    @property
-    def chosen(self) -> int | None:
-        """What ``auto`` has decided; None before, and without it."""
-        return self._chosen
 
     def steps_of(self, number: int) -> int:
         """Return the steps of a round.
@@ -67,12 +56,7 @@ class SyncInterval:
         return steps
 
     def learn(self, step_s: float, round_s: float) -> None:
-        """Take a measurement that all ranks agree on.
-
-        Args:
-            step_s: duration of a step without averaging, in seconds.
-            round_s: duration of an averaging, in seconds.
-        """
+        """Take a measurement that all ranks agree on: of a step alone, and of an averaging."""
         if self._steps != "auto" or self._chosen is not None:
             return
         self._measured.append((step_s, round_s))
@@ -80,9 +64,9 @@ class SyncInterval:
             measured = self._measured[1:]
             step_s = min(step for step, _ in measured)
             round_s = min(seconds for _, seconds in measured)
-            self._chosen = self.affordable(step_s, round_s)
+            self._chosen = self._affordable(step_s, round_s)
 
-    def affordable(self, step_s: float, round_s: float) -> int:
+    def _affordable(self, step_s: float, round_s: float) -> int:
         """Return the fewest steps with which a round costs at most its share, within bounds."""
         if step_s <= 0:
             return self._most

@@ -157,7 +157,6 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     if lines:
         raise CheckpointError(
             f"the checkpoint of this run does not fit the model in {len(lines)} "
-            f"tensor{'s' * (len(lines) != 1)}; rename and pad them with "
-            f"hpctrain.checkpoint.tools.remap, or build the model that was saved:\n  "
-            + "\n  ".join(lines)
+            f"tensor{'s' * (len(lines) != 1)}; build the model that was saved, or change its "
+            f"state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
         )

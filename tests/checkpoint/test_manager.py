@@ -164,18 +164,6 @@ def test_a_state_that_one_rank_cannot_save_is_refused_on_all(comm, root):
         assert loaded_value(manager) == 2
 
 
-@pytest.mark.ranks(1, 2)
-def test_a_directory_that_cannot_be_had_is_told(comm, root, world):
-    if world.rank == 0:
-        root.parent.parent.mkdir(exist_ok=True)
-        root.parent.touch()
-    world.barrier()
-    with managed(root, comm) as manager:
-        manager.save(state(1), 1)
-        with pytest.raises(CheckpointError):
-            manager.wait()
-
-
 @pytest.mark.ranks(2, 3)
 def test_without_threads_in_mpi_it_is_written_at_once(comm, root, monkeypatch, caplog):
     monkeypatch.setattr(

@@ -10,31 +10,29 @@ from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 
 
-def damage(path, how):
-    file = max(path.glob("rank-*"), key=lambda file: file.stat().st_size)
-    if how == "no manifest":
-        (path / "manifest.json").unlink()
-    elif how == "a bit of the manifest":
-        data = bytearray((path / "manifest.json").read_bytes())
-        data[len(data) // 2] ^= 1
-        (path / "manifest.json").write_bytes(data)
-    elif how == "a bit of a tensor":
-        data = bytearray(file.read_bytes())
-        data[-8] ^= 1
-        file.write_bytes(data)
-    elif how == "a file cut short":
-        file.write_bytes(file.read_bytes()[:-20])
-    elif how == "a file gone":
-        file.unlink()
+def rewrite(path, change):
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
 
 
-DAMAGES = [
-    "no manifest",
-    "a bit of the manifest",
-    "a bit of a tensor",
-    "a file cut short",
-    "a file gone",
-]
+def flip(data, place):
+    data[place] ^= 1
+
+
+def largest(path):
+    return max(path.glob("rank-*"), key=lambda file: file.stat().st_size)
+
+
+DAMAGES = {
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "a bit of the manifest": lambda path: rewrite(
+        path / "manifest.json", lambda data: flip(data, len(data) // 2)
+    ),
+    "a bit of a tensor": lambda path: rewrite(largest(path), lambda data: flip(data, -8)),
+    "a file cut short": lambda path: rewrite(largest(path), lambda data: data.pop()),
+    "a file gone": lambda path: largest(path).unlink(),
+}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -44,7 +42,7 @@ def test_a_damaged_newest_one_is_told_and_the_one_before_is_taken(comm, root, ho
         for step in (1, 2, 3):
             manager.save(state(step), step)
     if comm.rank == 0:
-        damage(root / "step-00000003", how)
+        DAMAGES[how](root / "step-00000003")
     comm.barrier()
     with managed(root, comm) as manager:
         assert loaded_value(manager) == 2
@@ -63,8 +61,8 @@ def test_later_ones_are_set_aside_when_the_run_goes_on_from_before(comm, root):
         for step in (10, 20, 30):
             manager.save(state(step), step)
     if comm.rank == 0:
-        damage(root / "step-00000030", "a file gone")
-        damage(root / "step-00000020", "a bit of a tensor")
+        DAMAGES["a file gone"](root / "step-00000030")
+        DAMAGES["a bit of a tensor"](root / "step-00000020")
     comm.barrier()
     with managed(root, comm, keep=3) as manager:
         assert loaded_value(manager) == 10
@@ -80,8 +78,8 @@ def test_a_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(comm, ro
         manager.save(state(1), 1)
         manager.save(state(2), 2)
     if comm.rank == 0:
-        damage(root / "step-00000001", "no manifest")
-        damage(root / "step-00000002", "a file gone")
+        DAMAGES["no manifest"](root / "step-00000001")
+        DAMAGES["a file gone"](root / "step-00000002")
     comm.barrier()
     with managed(root, comm) as manager:
         with pytest.raises(CheckpointError, match=r"none of 2 checkpoints in .*step-00000001"):

@@ -9,7 +9,7 @@ from hpctrain.checkpoint.tools.prune import prune
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core import atomic
 from tests.checkpoint.managed import managed, state, steps_in
-from tests.checkpoint.test_export import NAMES
+from tests.checkpoint.test_export import FILES
 
 PRIVATE = {"random": torch.arange(5)}
 
@@ -29,11 +29,11 @@ def test_where_names_cannot_be_exchanged_it_is_on_disk_too(disk, monkeypatch):
         assert not disk.lost()
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_what_is_exported_is_on_disk(disk, kind):
-    path = disk.root / "new" / "folder" / NAMES[kind]
+@FILES
+def test_what_is_exported_is_on_disk(disk, name):
     for value in (1, 2):
-        export(state(value), path, kind, overwrite=True)
+        tensors = {"w": state(value)["w"]}
+        export(tensors, disk.root / "new" / "folder" / name, overwrite=True)
         assert not disk.lost()
 
 

@@ -37,11 +37,6 @@ def test_a_damaged_one_goes_only_when_enough_whole_ones_are_newer(present, keep)
             assert (kept.step in gone) == (newer >= keep)
 
 
-@given(PRESENT, st.sets(st.integers(0, 50)))
-def test_what_is_protected_stays(present, protected):
-    assert not {*expendable(present, keep=1, protected=protected)} & protected
-
-
 @pytest.mark.parametrize(("keep", "keep_best"), [(0, 0), (-1, 2), (1, -1)])
 def test_keeping_nothing_is_refused(keep, keep_best):
     with pytest.raises(ConfigError, match="at least the last"):

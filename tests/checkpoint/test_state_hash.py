@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from hpctrain.checkpoint.format import state_hash as module
@@ -14,19 +12,12 @@ from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.states import of_every_kind
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.int64,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.complex64, torch.int64, torch.uint16, torch.uint8, torch.bool,
+)  # fmt: skip
 
 
 def trained() -> dict:
@@ -51,13 +42,10 @@ def test_it_stays_what_it_is():
     assert state_hash({}) == "d77c6ca335be370d"
 
 
-def test_equal_states_of_models_and_optimizers_have_equal_hashes():
-    assert state_hash(trained()) == state_hash(trained())
-
-
 def test_every_value_of_a_training_counts():
     state = trained()
     seen = {state_hash(state)}
+    assert seen == {state_hash(trained())}
     tensors = [
         *state["model"].values(),
         *(t for moments in state["optimizer"]["state"].values() for t in moments.values()),
@@ -79,14 +67,6 @@ def test_every_bit_counts(dtype):
         memory[-1] ^= 1 << bit
         seen.add(state_hash({"x": tensor}))
     assert len(seen) == 9
-
-
-@given(st.integers(0, 2**32), st.integers(0, 63))
-def test_every_bit_of_a_tensor_counts(seed, bit):
-    tensor = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    before = state_hash({"x": tensor})
-    tensor.view(torch.int64)[seed % 50] ^= 1 << bit if bit < 63 else -(2**63)
-    assert state_hash({"x": tensor}) != before
 
 
 def test_names_types_shapes_and_containers_count():
@@ -157,7 +137,7 @@ def test_what_has_no_bits_of_its_own_is_an_error(value, told):
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_ranks_that_share_the_work_get_the_hash_of_one(world):
     comm = MpiCommunicator(world)
-    state, alone = trained(), state_hash(trained())
+    state, alone = of_every_kind(), state_hash(of_every_kind())
     assert state_hash(state, comm) == state_hash(state, SerialCommunicator()) == alone
     assert state_hash({}, comm) == state_hash({})
 

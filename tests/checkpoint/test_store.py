@@ -138,14 +138,6 @@ def test_a_new_checkpoint_replaces_one_of_the_same_name(comm, folder):
         comm.barrier()
 
 
-def test_replacing_works_where_names_cannot_be_exchanged(comm, folder, monkeypatch):
-    monkeypatch.setattr("hpctrain.core.atomic.exchange_names", lambda *_: False)
-    for number in range(2):
-        save(folder / "a", {"number": number}, comm, step=number)
-    assert load(folder / "a", comm).state == {"number": 1}
-    assert [path.name for path in folder.iterdir()] == ["a"]
-
-
 def test_other_programs_read_the_files(comm, folder):
     state = of_every_kind()
     save(folder / "a", {**state, "private": 1}, comm, step=0, private={"x": 1})

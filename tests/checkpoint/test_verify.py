@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, lines_of
+from hpctrain.checkpoint.checkpoint_directory import step_of
+from hpctrain.checkpoint.tools.describe import checkpoints_in, describe, verify
 from hpctrain.checkpoint.tools.prune import prune
-from hpctrain.checkpoint.tools.verify import verify
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -51,13 +51,14 @@ def names(paths):
     return [int(path.name.removeprefix("step-")) for path in paths]
 
 
+def told_by(run):
+    """Return each step that verify tells of, and whether it is whole."""
+    return [(step_of(report.directory[-13:]), not report.faults) for report in verify(run)]
+
+
 def test_whole_checkpoints_are_whole(run):
-    found = list(verify(run))
-    assert [report.step for report in found] == [1, 2, 3, 4]
-    assert all(report.is_whole for report in found)
-    assert found[0].files == ("rank-00000.safetensors",)
-    assert [report.step for report in verify(run / "checkpoints" / "step-00000002")] == [2]
-    assert [report.step for report in verify(run / "checkpoints")] == [1, 2, 3, 4]
+    assert told_by(run) == told_by(run / "checkpoints") == [(n, True) for n in (1, 2, 3, 4)]
+    assert told_by(run / "checkpoints" / "step-00000002") == [(2, True)]
 
 
 def cut(path):
@@ -74,26 +75,25 @@ def test_every_fault_names_its_file(run, harm, name):
     harm(file_of(run, 3, name))
     found = {report.directory: report for report in verify(run)}
     damaged = found.pop(str(run / "checkpoints" / "step-00000003"))
-    assert all(report.is_whole for report in found.values())
-    assert len(damaged.faults) == 1
-    assert name in damaged.faults[0]
-    assert "\n" not in damaged.faults[0]
+    assert not any(report.faults for report in found.values())
+    (fault,) = damaged.faults
+    assert name in fault
+    assert "\n" not in fault
     assert "not whole" in next(damaged.lines())
 
 
 def test_what_a_run_removes_meanwhile_is_not_damaged(run):
     found = verify(run)
-    assert next(found).step == 1
+    assert next(found).directory.endswith("1")
     shutil.rmtree(file_of(run, 2).parent)
-    assert [(report.step, report.is_whole) for report in found] == [(3, True), (4, True)]
-    (gone,) = verify(file_of(run, 2).parent)
-    assert not gone.is_whole
+    assert [(report.directory[-1], report.faults) for report in found] == [("3", ()), ("4", ())]
+    assert told_by(file_of(run, 2).parent) == [(2, False)]
 
 
 def test_a_directory_without_checkpoints_is_told(run, tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         list(verify(tmp_path))
-    with pytest.raises(CheckpointError, match="No such file or directory; give a run"):
+    with pytest.raises(CheckpointError, match="in use; give a run directory"):
         list(verify(tmp_path / "none"))
     shutil.rmtree(file_of(run, 3).parent)
     (run / "checkpoints" / "step-00000003.part").mkdir()
@@ -113,13 +113,13 @@ def test_a_description_counts_what_all_ranks_wrote(world, tmp_path):
     assert [held.path for held in told.largest] == ["model/w", "n"]
     assert len(told.files) == world.size
     assert all(file.num_bytes for file in told.files)
-    assert "missing" not in "\n".join(lines_of(told))
-    assert all(report.is_whole for report in verify(run))
+    assert "missing" not in "\n".join(told.lines())
+    assert told_by(run) == [(5, True)]
 
 
 def test_a_missing_file_is_shown(run):
     file_of(run, 4).unlink()
-    assert "missing: rank-00000" in "\n".join(lines_of(describe(file_of(run, 4).parent)))
+    assert "missing: rank-00000" in "\n".join(describe(file_of(run, 4).parent).lines())
 
 
 def test_pruning_keeps_the_newest_and_the_best(run):

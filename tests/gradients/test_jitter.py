@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hpctrain.compress.identity import Identity
-from hpctrain.local_sgd.anchored import AnchoredAveraging, Outer
+from hpctrain.compress.codec import Identity
+from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import Tensors
 from hpctrain.runtime.world import current
 from tests.gradients.training import sgd
@@ -22,7 +22,11 @@ def squared_distances(rank: int) -> list[float]:
     """Average numbers that other ranks do not have, again and again; how far they were apart."""
     own = torch.zeros(3000, dtype=torch.float64)
     averaging = AnchoredAveraging(
-        current().comm, Identity(), Tensors(lambda: [("own", own)]), 4096, node_comm(), Outer()
+        current().comm,
+        Identity(),
+        Tensors(lambda: [("own", own)]),
+        4096,
+        node=node_comm(),
     )
     found = []
     for number in range(ROUNDS):

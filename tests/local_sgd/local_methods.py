@@ -47,15 +47,16 @@ def train(
     hvd,
     model: nn.Module,
     optimizer,
-    method: LocalMethod,
+    method: LocalMethod | None,
     first: int,
     last: int,
     *,
     observed: bool = False,
 ) -> None:
     """Take the steps from ``first`` to ``last`` on this rank's part of the global batches."""
+    dtype = next(model.parameters()).dtype
     for step in range(first, last):
-        images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
+        images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
@@ -81,6 +82,11 @@ def replica_of(model: nn.Module, optimizer) -> torch.Tensor:
 def weights_of(model: nn.Module) -> torch.Tensor:
     """Return all parameters as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def num_kinds(world, numbers: torch.Tensor) -> int:
+    """Return how many different vectors the ranks have. Collective."""
+    return len({of_rank.numpy().tobytes() for of_rank in world.allgather(numbers)})
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from hpctrain.compress.codec import Identity
 from hpctrain.compress.half import HalfCodec
-from hpctrain.compress.identity import Identity
 from hpctrain.core.errors import MismatchError
-from hpctrain.local_sgd.anchored import AnchoredAveraging, NodeVector, Outer
+from hpctrain.local_sgd.anchored import AnchoredAveraging, NodeVector
 from hpctrain.local_sgd.averaged_tensors import Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.runtime.world import current
@@ -45,9 +45,7 @@ def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
         for i in range(len(mine))
     ]
     options = (current().comm, Identity(), Tensors(lambda: mine), bucket_bytes)
-    averaging = (
-        AnchoredAveraging(*options, node_comm(), Outer()) if anchored else Averaging(*options)
-    )
+    averaging = AnchoredAveraging(*options, node=node_comm()) if anchored else Averaging(*options)
     assert not averaging.is_under_way
     before = [tensor.clone() for _, tensor in mine]
     averaging.start(weights[world.rank], 1 / sum(weights))
@@ -89,8 +87,7 @@ def test_the_error_of_sixteen_bits_is_that_of_the_change(world):
         HalfCodec(torch.bfloat16),
         Tensors(lambda: [("own", own)]),
         1 << 20,
-        node_comm(),
-        Outer(),
+        node=node_comm(),
     )
     own.add_(1e-3 * (world.rank + 1))
     averaging.start(1.0, 1.0 / world.size)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import train, weights_of
 
@@ -54,58 +53,54 @@ def test_a_synchronous_node_is_one_rank_with_a_larger_batch(world, hvd_nodes):
     assert float((weights - weights_of(model)).abs().max()) < 1e-12
 
 
-@pytest.mark.ranks(3, 4)
-def test_samples_weight_both_levels(world, hvd_nodes):
-    """Each rank moves a weight by its number in every step, and counts by that number plus one."""
+def pushed(hvd, steps: int):
+    """Make a method for one weight, and what moves it by this rank's number in every step."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with hvd_nodes.HierarchicalLocalSGD(model, optimizer, 4, node_steps=2) as method:
-        for _ in range(4):
-            method.set_num_samples(world.rank + 1, nominal=2)
+    method = hvd.HierarchicalLocalSGD(model, optimizer, steps, node_steps=2)
+
+    def push(num_steps: int, num_samples: int) -> float:
+        for _ in range(num_steps):
+            method.set_num_samples(num_samples, nominal=2)
             optimizer.zero_grad()
-            (-model.weight.sum() * world.rank).backward()
+            (-model.weight.sum() * hvd.rank()).backward()
             optimizer.step()
+        return model.weight.item()
 
-    def mean(values: list[float], ranks: range) -> float:
-        return sum(v * (r + 1) for v, r in zip(values, ranks, strict=True)) / sum(
-            r + 1 for r in ranks
-        )
-
-    everyone, after = range(world.size), []
-    for rank in everyone:
-        node = range(rank // 2 * 2, min(rank // 2 * 2 + 2, world.size))
-        after.append(mean([2 * r for r in node], node) + 2 * rank)
-    assert model.weight.item() == pytest.approx(mean(after, everyone), rel=1e-12)
+    return method, push
 
 
-@pytest.mark.ranks(1)
-def test_no_steps_in_the_node_are_refused(hvd_nodes):
-    model = make_model()
-    with pytest.raises(ConfigError, match="node_steps"):
-        hvd_nodes.HierarchicalLocalSGD(model, sgd(model), 4, node_steps=0)
+def node_of(rank: int, size: int) -> range:
+    return range(rank // 2 * 2, min(rank // 2 * 2 + 2, size))
+
+
+def mean(values: dict[int, float], weights: dict[int, float]) -> float:
+    return sum(values[r] * weights[r] for r in values) / sum(weights[r] for r in values)
+
+
+@pytest.mark.ranks(3, 4)
+def test_samples_weight_both_levels(world, hvd_nodes):
+    method, push = pushed(hvd_nodes, 4)
+    weights = {rank: rank + 1 for rank in range(world.size)}
+    found = push(4, weights[world.rank])
+    after = {
+        rank: mean({r: 2 * r for r in node_of(rank, world.size)}, weights) + 2 * rank
+        for rank in weights
+    }
+    assert found == pytest.approx(mean(after, weights), rel=1e-12)
+    method.close()
 
 
 @pytest.mark.ranks(3, 4)
 def test_samples_count_once_though_a_round_ends_early(world, hvd_nodes):
-    """Each rank moves a weight by its number; the samples change after the round."""
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    method = hvd_nodes.HierarchicalLocalSGD(model, optimizer, 8, node_steps=2)
-    node = range(world.rank // 2 * 2, min(world.rank // 2 * 2 + 2, world.size))
-
-    def steps(num_steps: int, num_samples: int) -> None:
-        for _ in range(num_steps):
-            method.set_num_samples(num_samples, nominal=2)
-            optimizer.zero_grad()
-            (-model.weight.sum() * world.rank).backward()
-            optimizer.step()
-
-    steps(1, world.rank + 1)
+    """The samples change after the round."""
+    method, push = pushed(hvd_nodes, 8)
+    push(1, world.rank + 1)
     method.finish()
-    before = model.weight.item()
-    steps(2, 9 - world.rank)
-    mean = sum(2 * r * (9 - r) for r in node) / sum(9 - r for r in node)
-    assert model.weight.item() - before == pytest.approx(mean, rel=1e-12)
+    before = push(0, 0)
+    after = push(2, 9 - world.rank)
+    node = node_of(world.rank, world.size)
+    expected = mean({r: 2 * r for r in node}, {r: 9 - r for r in node})
+    assert after - before == pytest.approx(expected, rel=1e-12)
     method.close()

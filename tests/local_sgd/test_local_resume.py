@@ -7,6 +7,7 @@ from tests.local_sgd.local_methods import (
     METHODS,
     OPTIMIZERS,
     Normed,
+    num_kinds,
     replica_of,
     state_of,
     train,
@@ -58,11 +59,6 @@ def test_all_ranks_have_one_model_after_the_block(world, hvd_nodes, name):
         with method.averaged():
             inside = weights_of(model).clone()
         assert torch.equal(own, replica_of(model, optimizer))
-        assert same_bits(world, inside)
-    assert same_bits(world, weights_of(model))
-    assert same_bits(world, torch.cat([b.double().view(-1) for b in model.buffers()]))
-
-
-def same_bits(world, numbers: torch.Tensor) -> bool:
-    """Say whether all ranks have the same; collective."""
-    return len(set(world.allgather(numbers.numpy().tobytes()))) == 1
+        assert num_kinds(world, inside) == 1
+    assert num_kinds(world, weights_of(model)) == 1
+    assert num_kinds(world, torch.cat([b.double().view(-1) for b in model.buffers()])) == 1

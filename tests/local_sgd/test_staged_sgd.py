@@ -1,13 +1,12 @@
-"""``StagedSGD``: its phases, its cycles, and each thing that DASO could not do."""
+"""``StagedSGD``: its phases, its cycles, and what travels in them."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import ConfigError, NotFiniteError
 from tests.gradients.training import global_batch, make_model, part_of, sgd, train_alone
-from tests.local_sgd.local_methods import Normed, adam, replica_of, train, weights_of
+from tests.local_sgd.local_methods import Normed, adam, num_kinds, replica_of, train, weights_of
 
 NODES = pytest.mark.ranks(2, 3, 4)
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
@@ -16,10 +15,6 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 def staged(hvd, model: nn.Module, optimizer, **options):
     options = {"warmup_steps": 3, "cooldown_start": 15, "steps": 4, **options}
     return hvd.StagedSGD(model, optimizer, **options)
-
-
-def num_kinds(world, numbers: torch.Tensor) -> int:
-    return len({kind.numpy().tobytes() for kind in world.allgather(numbers)})
 
 
 @SIZES
@@ -133,39 +128,6 @@ def test_the_ranks_decide_by_the_mean_of_their_losses(world, hvd_nodes):
     method.close()
 
 
-# -- what DASO could not do ------------------------------------------------------------------
-
-
-@NODES
-def test_all_parameter_groups_are_averaged(world, hvd_nodes):
-    model = make_model()
-    groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.002}]
-    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-    with staged(hvd_nodes, model, optimizer) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 12)
-    assert num_kinds(world, weights_of(model)) == 1
-
-
-@NODES
-@pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
-def test_any_scheduler_works_and_the_optimizer_steps_too(world, hvd_nodes, kind):
-    options = {
-        "StepLR": {"step_size": 4},
-        "OneCycleLR": {"max_lr": 0.05, "total_steps": 30},
-        "ReduceLROnPlateau": {"patience": 1},
-    }
-    model = make_model()
-    optimizer = sgd(model)
-    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options[kind])
-    before = weights_of(model).clone()
-    with staged(hvd_nodes, model, optimizer) as method:
-        for step in range(20):
-            train(hvd_nodes, model, optimizer, method, step, step + 1)
-            scheduler.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
-    assert not torch.equal(before, weights_of(model))
-    assert num_kinds(world, weights_of(model)) == 1
-
-
 @NODES
 def test_statistics_travel_and_the_state_agrees_before_the_cool_down(world, hvd_nodes):
     model = Normed()
@@ -188,54 +150,10 @@ def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
         method = staged(hvd_nodes, model, optimizer, compression=compression)
         sent[name] = []
         for step in range(18):
-            images, labels = part_of(
-                global_batch(step, torch.float32), hvd_nodes.rank(), hvd_nodes.size()
-            )
-            optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            optimizer.step()
+            train(hvd_nodes, model, optimizer, method, step, step + 1)
             sent[name].append(method.facts["bytes_sent"])
         method.close()
     halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])
     assert torch.equal(halves[:14], wholes[:14])
     state = sum(p.nbytes for p in model.parameters())  # once, before the cool-down, as it is
     assert set((halves - wholes)[14:].tolist()) <= set(range(state, state + 6 * 64))
-
-
-@NODES
-def test_parameters_travel_fused(hvd_nodes):
-    model = make_model()
-    method = staged(hvd_nodes, model, sgd(model))
-    assert [len(averaging._loads) for averaging in method._averagings] == [1, 0]  # no buffers
-    method.close()
-
-
-@NODES
-def test_what_is_not_finite_is_told_with_rank_and_parameter(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    method = staged(hvd_nodes, model, optimizer, warmup_steps=0, delay=0)
-    train(hvd_nodes, model, optimizer, method, 0, 3)
-    if world.rank == world.size - 1:
-        with torch.no_grad():
-            model[4].bias[3] = float("inf")
-    with pytest.raises(NotFiniteError, match=rf"rank {world.size - 1}: 4\.bias"):
-        method.skip_step()
-    method.close()
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"warmup_steps": 9, "cooldown_start": 8}, "warm-up ends before"),
-        ({"steps": 0}, "steps"),
-        ({"steps": 4, "delay": 5}, "delay=5"),
-        ({"patience": 0}, "patience"),
-        ({"threshold": 1.0}, "threshold"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(hvd_nodes, options, message):
-    model = make_model()
-    with pytest.raises(ConfigError, match=message):
-        staged(hvd_nodes, model, sgd(model), **options)

@@ -17,7 +17,6 @@ def test_auto_takes_the_fewest_steps_that_keep_the_share(step_s, round_s, share)
         assert pace.steps_of(0) == 1
         pace.learn(step_s, round_s)
     steps = pace.steps_of(3)
-    assert steps == pace.chosen
 
     def part(steps: int) -> float:
         return round_s / (round_s + steps * step_s)
@@ -48,7 +47,7 @@ def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
     for one in (pace, again):
         one.learn(1e-3, 1e-3)
         one.learn(1e-3, 1e-3)
-    assert pace.chosen == again.chosen == 9
+    assert pace.steps_of(3) == again.steps_of(3) == 9
 
 
 def test_a_schedule_gives_the_steps_of_each_round():

@@ -1,6 +1,5 @@
 """A number that two states have in common only if all their bits are the same."""
 
-import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.libc import memory_at
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -50,9 +50,6 @@ def state_hash(state: Mapping[str, Any], comm: "Communicator | None" = None) -> 
 
 def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the 64-bit hash of each value, as ``state_hash`` makes it, by its name.
-
-    Args:
-        values: tensors, plain values, or containers of them, by name.
 
     Raises:
         CheckpointError: there is something else, names where.
@@ -121,7 +118,7 @@ def _digest(path: str, value: Any) -> bytes:
     if isinstance(value, Tensor):
         found = hashlib.sha256(repr((path, str(value.dtype), tuple(value.shape))).encode())
         for piece in _pieces(value.detach()):
-            found.update((ctypes.c_char * piece.numel()).from_address(piece.data_ptr()))
+            found.update(memory_at(piece.data_ptr(), piece.numel()))
         return found.digest()
     plain = value.hex() if isinstance(value, float) else value
     return hashlib.sha256(repr((path, type(value).__name__, plain)).encode()).digest()

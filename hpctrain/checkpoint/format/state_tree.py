@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,23 +23,16 @@ def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
     A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
     hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``.
 
-    Args:
-        state: None, bool, int, float, str, bytes, tensors, pieces, and lists, tuples and dicts
-            (by str or int) of these.
-
     Raises:
-        CheckpointError: it holds something else; names the path and the type.
+        CheckpointError: it holds something else than None, bool, int, float, str, bytes, tensors,
+            pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
     """
     leaves: dict[str, Tensor | Piece] = {}
     return leaves, _take(state, (), leaves)
 
 
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
-    """Put a state together again.
-
-    Args:
-        skeleton: what ``flatten`` gave, also when it comes from a file of a stranger.
-        tensor_of: gives the tensor of a path.
+    """Put a state together again, of a skeleton that may come from a file of a stranger.
 
     Raises:
         CheckpointError: the skeleton is not one.
@@ -146,21 +139,24 @@ def _plain(kind: str, text: str) -> int | float | bytes:
         ) from None
 
 
-def lines(skeleton: Any, path: str = "") -> list[str]:
-    """Return every plain value of a skeleton as ``path = value``, for a message."""
-    if isinstance(skeleton, dict):
-        [(kind, value)] = skeleton.items()
-        if kind == "dict":
-            items = [(component(key), item) for key, item in value]
-        elif kind == "tuple":
-            items = [(str(number), item) for number, item in enumerate(value)]
-        else:
-            return [f"{path} = {value}"]
-    elif isinstance(skeleton, list):
-        items = [(str(number), item) for number, item in enumerate(skeleton)]
-    else:
-        return [f"{path} = {skeleton!r}"]
-    found = [f"{path} has {len(items)} items"]
+def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield all values of a state with their paths: a container, then what is in it."""
+    yield "/".join(at), value
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
     for key, item in items:
-        found += lines(item, f"{path}/{key}" if path else key)
+        yield from walk(item, (*at, component(key)))
+
+
+def lines(state: object) -> list[str]:
+    """Return every plain value of a state as ``path = value``, for a message."""
+    found = []
+    for path, value in walk(state):
+        if isinstance(value, Mapping | list | tuple):
+            found.append(f"{path} has {len(value)} items")
+        elif not isinstance(value, Tensor | Piece):
+            found.append(f"{path} = {_take_plain(value, ())!r}")
     return found

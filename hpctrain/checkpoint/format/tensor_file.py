@@ -68,10 +68,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Write a new file, and return when it is on disk.
-
-    Returns:
-        The crc32 of each block, by name of the tensor.
+    """Write a new file; return the crc32 of each block by name, when it is on disk.
 
     Raises:
         OSError: the file system refuses.
@@ -158,11 +155,8 @@ class TensorFile:
     def read_into(self, name: str, start: int, memory: memoryview, crcs: Sequence[int]) -> None:
         """Read the bytes of a tensor from ``start``, a multiple of BLOCK_BYTES, and check them.
 
-        Args:
-            name: of a tensor that ``check`` has seen.
-            start: first byte.
-            memory: filled; ends where a block ends.
-            crcs: of all blocks of the tensor.
+        ``check`` has seen the tensor; ``memory`` ends where a block does; ``crcs`` are of all its
+        blocks.
 
         Raises:
             CheckpointError: a block has another checksum, or the file ends too early.

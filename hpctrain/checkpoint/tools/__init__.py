@@ -1,1 +1,1 @@
-"""Tools for checkpoints: verify, compare, convert, export, prune."""
+"""Tools for checkpoints: describe, verify, compare, export, prune."""

@@ -1,4 +1,4 @@
-"""Description of a checkpoint, from its manifest and the sizes of its files."""
+"""Checkpoints as people see them: which there are, what one holds, whether it is whole."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import ASIDE, step_of
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory, step_of
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.core.atomic import PART, reason_of
+from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
@@ -63,6 +63,47 @@ class Description:
     """The largest tensors, largest first."""
     facts: dict[str, Any]
 
+    def lines(self) -> Iterator[str]:
+        """Yield what people read of it."""
+        yield f"{self.directory}: step {self.step}"
+        yield f"written    {self.written}"
+        yield f"ranks      {self.world}"
+        yield (
+            f"state      {self.num_tensors} tensors, {self.num_elements} elements, "
+            f"{format_bytes(self.state_bytes)}"
+        )
+        yield f"private    {format_bytes(self.private_bytes)} of the ranks' own"
+        missing = [file.name for file in self.files if file.num_bytes is None]
+        size = format_bytes(sum(file.num_bytes or 0 for file in self.files))
+        yield f"files      {len(self.files)}, {size}" + (
+            f"; missing: {', '.join(missing)}" if missing else ""
+        )
+        if self.largest:
+            yield ""
+            yield "largest tensors"
+        for held in self.largest:
+            shape = f"({', '.join(map(str, held.shape))})"
+            yield f"  {format_bytes(held.num_bytes):>10}  {held.dtype:10} {shape:16} {held.path}"
+        if self.facts:
+            yield ""
+            yield "facts"
+        for name, value in self.facts.items():
+            yield f"  {name:16} {_short(value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One checkpoint and what is wrong with it."""
+
+    directory: str
+    faults: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Yield what people read of it."""
+        yield f"{self.directory}: {'not whole' if self.faults else 'whole'}"
+        for fault in self.faults:
+            yield f"  {fault}"
+
 
 def checkpoints_in(path: Path | str) -> list[Path]:
     """Return the checkpoints that a path names, by step: itself, or those of a run directory.
@@ -76,22 +117,13 @@ def checkpoints_in(path: Path | str) -> list[Path]:
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
         return [path]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot see checkpoints in {folder}: {reason_of(error)}; give a run directory or one "
-            f"of its checkpoints"
-        ) from error
-    steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
-    if not steps:
-        aside = [name for name in names if name.endswith((PART, ASIDE))]
-        unfinished = f" that is finished and in use; {len(aside)} other" if aside else ""
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}{unfinished}; give a run directory or one of its "
-            f"checkpoints"
-        )
-    return [folder / name for _, name in steps]
+    shelf = CheckpointDirectory(folder)
+    if steps := shelf.steps():
+        return [shelf.path(step) for step in reversed(steps)]
+    raise CheckpointError(
+        f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
+        f"one of its checkpoints"
+    )
 
 
 def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
@@ -106,9 +138,9 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
         Held(path, record.dtype, record.shape, record.num_bytes, len(record.parts))
         for path, record in told.tensors.items()
     ]
-    private = [
-        record.num_bytes for records in told.private.values() for record in records.values()
-    ]
+    private = [record for own in told.private.values() for record in own.values()]
+    ranks = {part.rank for record in (*told.tensors.values(), *private) for part in record.parts}
+    files = [manifest.file_name(rank) for rank in sorted(ranks)]
     return Description(
         directory=str(directory),
         step=told.step,
@@ -119,47 +151,30 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> Description:
             part.shard.numel for record in told.tensors.values() for part in record.parts
         ),
         state_bytes=sum(tensor.num_bytes for tensor in held),
-        private_bytes=sum(private),
-        files=tuple(File(name, _size_of(directory / name)) for name in files_of(told)),
+        private_bytes=sum(record.num_bytes for record in private),
+        files=tuple(File(name, _size_of(directory / name)) for name in files),
         largest=tuple(sorted(held, key=lambda tensor: -tensor.num_bytes)[:num_largest]),
         facts=told.facts,
     )
 
 
-def files_of(told: CheckpointManifest) -> list[str]:
-    """Return the names of the files that hold the tensors of a checkpoint, by rank."""
-    records = [*told.tensors.values()]
-    records += [record for own in told.private.values() for record in own.values()]
-    ranks = {part.rank for record in records for part in record.parts}
-    return [manifest.file_name(rank) for rank in sorted(ranks)]
+def verify(path: Path | str) -> Iterator[Checked]:
+    """Read every byte of one checkpoint, or of all of a run directory, and compare.
 
+    Not collective. Yields each checkpoint, oldest first, as soon as it is read; none that its run
+    removed meanwhile.
 
-def lines_of(found: Description) -> Iterator[str]:
-    """Yield what people read of a description."""
-    yield f"{found.directory}: step {found.step}"
-    yield f"written    {found.written}"
-    yield f"ranks      {found.world}"
-    yield (
-        f"state      {found.num_tensors} tensors, {found.num_elements} elements, "
-        f"{format_bytes(found.state_bytes)}"
-    )
-    yield f"private    {format_bytes(found.private_bytes)} of the ranks' own"
-    missing = [file.name for file in found.files if file.num_bytes is None]
-    size = format_bytes(sum(file.num_bytes or 0 for file in found.files))
-    yield f"files      {len(found.files)}, {size}" + (
-        f"; missing: {', '.join(missing)}" if missing else ""
-    )
-    if found.largest:
-        yield ""
-        yield "largest tensors"
-    for tensor in found.largest:
-        shape = f"({', '.join(map(str, tensor.shape))})"
-        yield f"  {format_bytes(tensor.num_bytes):>10}  {tensor.dtype:10} {shape:16} {tensor.path}"
-    if found.facts:
-        yield ""
-        yield "facts"
-    for name, value in found.facts.items():
-        yield f"  {name:16} {_short(value)}"
+    Raises:
+        CheckpointError: there is none.
+    """
+    has_checked = False
+    for directory in checkpoints_in(path):
+        faults = check(directory)
+        if not faults or directory.exists() or directory == Path(path):
+            has_checked = True
+            yield Checked(str(directory), tuple(faults))
+    if not has_checked:  # all were removed: there are others now, or none
+        yield from verify(path)
 
 
 def _time_of(path: Path) -> str:

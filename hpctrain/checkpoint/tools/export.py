@@ -1,46 +1,39 @@
-"""Write a state for other programs: a file of torch, of safetensors, or a directory of DCP."""
+"""States for other programs: a file of torch, or of safetensors."""
 
-import json
-import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpctrain.checkpoint.format.state_tree import component, flatten
-from hpctrain.core.atomic import PART, appear, make_folder, publishing, reason_of, sync
+from hpctrain.checkpoint.format.state_tree import component
+from hpctrain.checkpoint.loading import load
+from hpctrain.checkpoint.tools.describe import checkpoints_in
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.atomic import make_folder, publishing, reason_of
 from hpctrain.core.errors import CheckpointError
 
-Kind = Literal["pt", "safetensors", "dcp"]
-
-SKELETON = "hpctrain.skeleton"
-"""Entry of a safetensors header: the state without its tensors, as ``tree.flatten`` gives it."""
-
-DCP_INDEX = ".metadata"
-"""File that makes a directory one of ``torch.distributed.checkpoint``."""
-
-KINDS: dict[str, Kind] = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors", "": "dcp"}
-"""Ending of a name, and what is written under it."""
+ENDINGS = (".pt", ".pth", ".safetensors")
 
 
-def kind_of(path: Path, kind: str | None = None) -> Kind:
-    """Return what to write at ``path``: ``kind`` if given, else what its ending says.
+def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint at a path, the newest one of a run directory, and its state.
 
     Raises:
-        CheckpointError: neither says it.
+        CheckpointError: there is none, it is damaged, or it has no part of the path ``only``.
     """
-    found = KINDS.get(path.suffix) if kind is None else kind
-    if found not in KINDS.values():
+    source = checkpoints_in(path)[-1]
+    state = load(source, SerialCommunicator()).state
+    part = state if only is None else part_of(state, only)
+    if not isinstance(part, dict):
         raise CheckpointError(
-            f"a state is exported as pt, safetensors or dcp, by --as or by the ending .pt, "
-            f".safetensors or none; got {kind or path.name!r}"
+            f"{only or 'the state'} of {source} is a {type(part).__name__}, a dict is needed; "
+            f"name what holds it"
         )
-    return cast("Kind", found)
+    return source, part
 
 
 def part_of(state: Mapping[str, Any], path: str) -> Any:
@@ -65,44 +58,51 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def export(
-    state: Mapping[str, Any], path: Path | str, kind: Kind, *, overwrite: bool = False
-) -> None:
-    """Write a state; what is at ``path`` appears whole or not at all.
+def check_ending(path: Path) -> None:
+    """Return if the ending of a name tells what to write.
 
-    Needs memory for copies of the tensors that are views of others. Not collective.
+    Raises:
+        CheckpointError: it does not.
+    """
+    if path.suffix not in ENDINGS:
+        raise CheckpointError(
+            f"a state is exported to a file that ends in {', '.join(ENDINGS)}; got {path.name!r}"
+        )
 
-    Args:
-        state: of a model, or of a whole run; tensors on the CPU.
-        path: of the file, or of the directory for ``dcp``.
-        kind: ``pt`` for ``torch.load(..., weights_only=True)``; ``safetensors``, with plain values
-            in its header; ``dcp`` for ``torch.distributed.checkpoint``, on any number of ranks.
-        overwrite: replace what is there.
+
+def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = False) -> None:
+    """Write a state; the file appears whole or not at all.
+
+    Needs memory for copies of the tensors that are views of others. Not collective. A file that
+    ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
+    nothing but tensors by name.
 
     Raises:
         CheckpointError: there is something at ``path``, the disk refuses, or the format does not
             hold such values.
     """
     path = Path(path)
+    check_ending(path)
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory and is not replaced; choose another name")
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} is there already; choose another name or --overwrite")
-    if path.exists() and path.is_dir() != (kind == "dcp"):
+    own = _own(state, set())
+    if path.suffix == ".safetensors" and (
+        others := [name for name, value in own.items() if not isinstance(value, Tensor)]
+    ):
         raise CheckpointError(
-            f"{path} is {'a directory' if path.is_dir() else 'a file'} and is not replaced by "
-            f"{'a directory' if kind == 'dcp' else 'a file'}; choose another name"
+            f"safetensors holds tensors by name, {', '.join(map(str, others[:20]))} of the state "
+            f"is none; choose a part of it, as --only model does, or a file of torch: .pt"
         )
-    state = _own(state, set())
     try:
         make_folder(path.absolute().parent)
-        if kind == "dcp":
-            _write_dcp(path, state)
-            return
         with publishing(path) as part:
-            if kind == "pt":
-                with part.open("wb") as file:
-                    torch.save(state, file)
+            if path.suffix == ".safetensors":
+                save_file(own, part, metadata={"format": "pt"})
             else:
-                _write_safetensors(part, state)
+                with part.open("wb") as file:
+                    torch.save(own, file)
     except (OSError, RuntimeError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"cannot write {path}: {_told(error)}; make room, or choose another place or kind"
@@ -123,42 +123,6 @@ def _own(value: Any, taken: set[int]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_own(item, taken) for item in value)
     return value
-
-
-def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
-    header = {"format": "pt"}
-    if all(isinstance(value, Tensor) for value in state.values()):
-        tensors = dict(state)  # of a model: the names that others look for
-    else:
-        found, skeleton = flatten(state)
-        tensors = {path: cast("Tensor", tensor) for path, tensor in found.items()}
-        header[SKELETON] = json.dumps(skeleton, allow_nan=False)
-    save_file(tensors, path, metadata=header)
-
-
-def _write_dcp(path: Path, state: Mapping[str, Any]) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - slow
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: PLC0415
-    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
-
-    part = path.with_name(path.name + PART)
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        with warnings.catch_warnings():
-            # Without a process group torch says that it saves alone, which is what is asked for.
-            warnings.simplefilter("ignore")
-            save(dict(state), storage_writer=FileSystemWriter(part), no_dist=True)
-        # torch syncs its index before it has written it out of its buffer (seen with 2.13).
-        for file in (*part.iterdir(), part):
-            sync(file)
-        appear(part, path)
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise CheckpointError(
-            f"cannot write {path}: {_told(reason)}; make room, or choose another place or kind"
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _told(error: BaseException) -> str:

@@ -31,13 +31,7 @@ def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = Fa
     """Keep the newest whole checkpoints of a run, and the best ones; remove the others.
 
     Those that are to stay are read to the last byte first: a damaged one replaces no whole one.
-    Not collective.
-
-    Args:
-        path: of a run directory, or of its folder of checkpoints.
-        keep: so many of the newest stay.
-        keep_best: so many of the best stay too, by the score that was saved with them.
-        dry_run: remove nothing.
+    Not collective. ``path`` is a run directory, or its folder of checkpoints.
 
     Raises:
         CheckpointError: there is none, ``path`` is one itself, or the disk refuses.
