@@ -36,36 +36,6 @@ def test_a_rank_may_skip_backward(hvd):
 
 
 @MANY
-def test_parameters_added_later_are_averaged_too(hvd):
-    torch.manual_seed(0)
-    first, second = nn.Linear(64, 10).double(), nn.Linear(64, 10).double()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1))
-    images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
-    cross_entropy(first(images), labels).backward()
-    optimizer.step()
-    optimizer.add_param_group({"params": list(second.parameters())})
-    for _ in range(3):
-        optimizer.zero_grad()
-        cross_entropy(first(images) + second(images), labels).backward()
-        grads = torch.cat([p.grad.view(-1) for p in [*first.parameters(), *second.parameters()]])
-        assert torch.equal(hvd.allreduce(grads), grads) or hvd.size() == 3
-        torch.testing.assert_close(hvd.allreduce(grads), grads)
-
-
-@MANY
-def test_clipping_sees_averages(hvd):
-    model, alone = make_model(), make_model()
-    optimizer = distributed(hvd, model)
-    optimizer.zero_grad()
-    images, labels = global_batch(0)
-    cross_entropy(alone(images), labels).backward()
-    backward(hvd, model)
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, alone)]
-    torch.testing.assert_close(*norms)
-    assert_close(gradients(model), gradients(alone))
-
-
-@MANY
 def test_a_scaler_skips_the_step_on_all_ranks_together(hvd):
     model = make_model(torch.float32)
     optimizer = distributed(hvd, model)
@@ -122,27 +92,6 @@ def test_schedulers_made_before_and_after_go_on_to_work(hvd):
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5 * 0.1)
     assert_close(gradients(model), expected_gradients())
-
-
-@EVERY_SIZE
-def test_a_closure_is_evaluated_on_averages(hvd):
-    model, alone = make_model(), make_model()
-    kind = torch.optim.LBFGS
-    optimizer, plain = hvd.DistributedOptimizer(kind(model.parameters())), kind(alone.parameters())
-
-    def closure(m, o, batch, average):
-        def evaluate():
-            o.zero_grad()
-            loss = cross_entropy(m(batch[0]), batch[1])
-            loss.backward()
-            return average(loss.detach())
-
-        return evaluate
-
-    own = part_of(global_batch(0), hvd.rank(), hvd.size())
-    optimizer.step(closure(model, optimizer, own, hvd.allreduce))
-    plain.step(closure(alone, plain, global_batch(0), lambda loss: loss))
-    assert largest_difference(model, alone) < 1e-8
 
 
 @MANY
