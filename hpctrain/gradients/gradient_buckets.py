@@ -90,11 +90,8 @@ class Slot:
         """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
 
         A parameter without a gradient adds zeros. A weight of zero adds zeros too, so that the
-        NaN which a mean over no samples is stays out of the sum.
-
-        Args:
-            weight: factor of this rank's gradient.
-            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
+        NaN which a mean over no samples is stays out of the sum. What was reduced already is
+        added where this rank ``keeps_result``; one rank of a sum does.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -208,13 +205,7 @@ def require_same_parameters(
 ) -> None:
     """Return if all ranks have the same parameters in the same groups. Collective.
 
-    Args:
-        comm: the ranks.
-        parameters: with their names, in one order.
-        groups: the number of the group of each; None where it has none; empty for none.
-
-    Raises:
-        MismatchError: they do not; on every rank.
+    Groups are those of ``Grouping.numbers``. Else raise ``MismatchError``, on every rank.
     """
     lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
     if groups:
@@ -230,14 +221,8 @@ def build_buckets(
 ) -> list[GradientBucket]:
     """Lay the gradients out, last parameter first, and make the buckets. Collective.
 
-    Args:
-        comm: the ranks, which have the same parameters.
-        parameters: with their names, in one order.
-        bucket_bytes: largest bucket of those that were not grouped; None for one per dtype.
-        groups: the number of the group of each parameter; None where it has none; empty for none.
-
-    Raises:
-        NodeMemoryError: there is not enough memory; on every rank.
+    ``bucket_bytes`` is the largest bucket of those that were not grouped; None for one per dtype.
+    Groups are those of ``Grouping.numbers``. Without memory enough all raise ``NodeMemoryError``.
     """
     ready_order = list(reversed(parameters))
     specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
@@ -272,14 +257,9 @@ class Grouping:
     """Groups of parameters; each travels as one message for each dtype in it."""
 
     def __init__(self, groups: Groups | None) -> None:
-        """Check the groups.
+        """Check the groups: ``ConfigError`` if it is no such thing, or has a parameter twice.
 
-        Args:
-            groups: None for none. Parameters of lists need not be trained, and those in no list
-                travel in ordinary buckets.
-
-        Raises:
-            ConfigError: it is no such thing, or a parameter is in it twice.
+        Parameters of lists need not be trained; those in no list travel in ordinary buckets.
         """
         self._num_groups = 0
         self._group_of: dict[Tensor, int] = {}
@@ -293,11 +273,9 @@ class Grouping:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the number of the group of each parameter; empty where there are no groups.
+        """Return the group of each parameter, None for no group; empty without any groups.
 
-        Args:
-            parameters: all that get gradients. Where only a number of groups was given, these
-                are cut into so many parts, in this order.
+        Where only a number of groups was given, all parameters are cut into so many parts.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]

@@ -65,15 +65,10 @@ class SparseSlot:
     def reduce(
         self, comm: Communicator, weight: float, scale: float | None, *, keeps_result: bool
     ) -> None:
-        """Replace the gradient by the sum of all ranks' gradients. Collective.
+        """Replace the gradient by the sum of all ranks' rows, times ``scale``. Collective.
 
-        It stays None where no rank has one.
-
-        Args:
-            comm: the ranks; each receives the rows of all others.
-            weight: factor of this rank's gradient; zero for one that does not count.
-            scale: factor of the sum.
-            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
+        It stays None where no rank has one. A weight of zero, and what was reduced already where
+        this rank does not keep it, count as no rows.
         """
         counts = weight != 0.0 and (keeps_result or not self.holds_result)
         indices, values = self._own(weight if counts else 0.0)
