@@ -12,10 +12,10 @@ from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.sparse_gradients import as_sparse
+from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
-class Slot:
+class Slot(GradientState):
     """The place of one parameter's gradient in its bucket.
 
     A program sees the place as ``.grad``, by a tensor that shares its memory and nothing else:
@@ -27,34 +27,21 @@ class Slot:
         "_shown",
         "_sparse_grad",
         "bucket",
-        "fires",
         "is_filled",
-        "is_present",
-        "is_result",
         "layout",
         "mark",
-        "name",
-        "parameter",
-        "sparse_dim",
         "view",
     )
 
     def __init__(
         self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
     ) -> None:
-        self.name = name
-        self.parameter = parameter
+        super().__init__(name, parameter, None)
         self.bucket = bucket
         self.layout = parameter.stride()
         self.view = view
         self.mark = mark
-        self.fires = 0
         self.is_filled = False
-        self.is_present = False
-        self.is_result = False
-        """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
-        self.sparse_dim: int | None = None
-        """Sparse dimensions of the gradient where it is sparse on some rank."""
         self._address = view.data_ptr()
         self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
@@ -64,19 +51,6 @@ class Slot:
         """Sparse dimensions of the gradient as far as this rank knows; None if it is dense."""
         grad = self.parameter.grad
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
-
-    @property
-    def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction, where that was put."""
-        grad = self.parameter.grad
-        return self.is_result and grad is not None and self.holds(grad)
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether a reduced gradient was dropped or replaced since."""
-        if self.is_result:
-            return not self.holds_result
-        return self.parameter.grad is not None
 
     def fits(self, parameter: Tensor) -> bool:
         """Say whether the parameter still has the dtype, shape and strides of its place."""
