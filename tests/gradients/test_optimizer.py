@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import MismatchError
 from tests.gradients.training import (
     EVERY_SIZE,
     MANY,
@@ -92,10 +90,3 @@ def test_schedulers_made_before_and_after_go_on_to_work(hvd):
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5 * 0.1)
     assert_close(gradients(model), expected_gradients())
-
-
-@MANY
-def test_different_models_are_an_error_on_every_rank(hvd):
-    model = nn.Linear(4, 5 if hvd.rank() == hvd.size() - 1 else 3)
-    with pytest.raises(MismatchError, match=r"parameters must be the same.*\(5, 4\)"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

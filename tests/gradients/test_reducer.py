@@ -123,12 +123,19 @@ def test_a_model_that_changes_its_layout_is_laid_out_again(hvd):
 
 
 @MANY
-def test_layouts_that_differ_between_ranks_are_an_error(hvd):
-    model = nn.Conv2d(4, 8, 3)
-    if hvd.rank() == 0:
+@pytest.mark.parametrize(
+    ("words", "op"),
+    [("shape", "Average"), ("shape", "Adasum"), ("strides", "Sum"), ("group", "Average")],
+)
+def test_models_that_differ_between_ranks_are_an_error_on_every_rank(hvd, words, op):
+    first = hvd.rank() == 0
+    model = nn.Conv2d(4, 3 if words == "shape" and first else 8, 3)
+    if words == "strides" and first:
         model.to(memory_format=torch.channels_last)
-    with pytest.raises(MismatchError, match="strides"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    options = {"groups": 1 if first else 2} if words == "group" else {}
+    told = r"\(3, 4, 3, 3\)" if words == "shape" else words
+    with pytest.raises(MismatchError, match=f"parameters must be the same.*{told}"):
+        distributed(hvd, model, op=getattr(hvd, op), **options)
 
 
 @MANY
