@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from hpctrain.collectives.operation import (
+    CarriedOut,
     carried_out,
     check_group,
     check_reduction,
@@ -251,15 +251,8 @@ def _reduced(
     return carried_out(_Allreduce, request, tensors, process_set)
 
 
-class _Allreduce(torch.autograd.Function):
+class _Allreduce(CarriedOut):
     """Reduces the gradients as it reduces the tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.signature, ctx.process_set = request.signature, process_set
-        return tuple(controller_of(process_set).run(request))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -199,16 +199,29 @@ def applied(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 
+class CarriedOut(torch.autograd.Function):
+    """Carries a request out; a kind of operation adds its derivative.
+
+    That knows the request by ``ctx.signature``, and the rows of this rank's tensors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the results of ``request``, whose tensors are given once more for autograd."""
+        ctx.signature, ctx.process_set = request.signature, process_set
+        ctx.rows = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
+        return tuple(controller_of(process_set).run(request))
+
+
 def carried_out(
-    function: type[torch.autograd.Function],
+    function: type[CarriedOut],
     request: Request,
     tensors: Sequence[Tensor],
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    """Return the result of a request, which can be differentiated where that may be wanted.
-
-    Then ``function`` runs it, of ``(request, process_set, *tensors)``.
-    """
+    """Return the result of a request, which can be differentiated where that may be wanted."""
     if wanted(tensors):
         return list(applied(function, request, process_set, *tensors))
     return controller_of(process_set).run(request)
