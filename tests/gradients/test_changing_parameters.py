@@ -139,14 +139,19 @@ def bits(model: nn.Module) -> bytes:
     return b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
 
 
+def train(world, model, optimizer, numbers: range, at: int = -1, change=None) -> None:
+    """Take steps, with a change before one of them."""
+    for number in numbers:
+        if number == at:
+            change(model, optimizer)
+        step(model, optimizer, number, world.rank, world.size)
+
+
 def runs(hvd, world, name: str, at: int, change, num_steps: int = 11) -> Layers:
-    """Train with a change between two steps, and return what is there after."""
+    """Train by a method, and return what is there after."""
     model, optimizer = make()
     with METHODS[name](hvd, model, optimizer):
-        for number in range(num_steps):
-            if number == at:
-                change(model, optimizer)
-            step(model, optimizer, number, world.rank, world.size)
+        train(world, model, optimizer, range(num_steps), at, change)
     return model
 
 
@@ -220,30 +225,26 @@ def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, 
 
 @RANKS
 @pytest.mark.parametrize("name", METHODS)
-def test_a_stop_after_a_change_goes_on_bitwise(hvd_nodes, name):
-    hvd, states = hvd_nodes, {}
+def test_a_stop_after_a_change_goes_on_bitwise(world, hvd_nodes, name):
+    states = {}
     model, optimizer = make()
-    with METHODS[name](hvd, model, optimizer) as method:
-        for number in range(11):
-            if number == 5:
-                exchange_layers(model, optimizer)
-            if number in {6, 9}:
-                states[number] = state_of(model, optimizer, method)
-            step(model, optimizer, number, hvd.rank(), hvd.size())
+    with METHODS[name](hvd_nodes, model, optimizer) as method:
+        for numbers in (range(6), range(6, 9), range(9, 11)):
+            states[numbers.start] = state_of(model, optimizer, method)
+            train(world, model, optimizer, numbers, 5, exchange_layers)
     whole = bits(model)
     for stop, changes_late in ((6, False), (6, True), (9, False)):
         model, optimizer = make()
         if not changes_late:
             exchange_layers(model, optimizer)
-        with METHODS[name](hvd, model, optimizer) as method:
+        with METHODS[name](hvd_nodes, model, optimizer) as method:
             if changes_late:
                 exchange_layers(model, optimizer)
             state = copy.deepcopy(states[stop])  # an optimizer takes its tensors as they are
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             method.load_state_dict(state["method"])
-            for number in range(stop, 11):
-                step(model, optimizer, number, hvd.rank(), hvd.size())
+            train(world, model, optimizer, range(stop, 11))
         assert bits(model) == whole, (stop, changes_late)
 
 
@@ -251,8 +252,7 @@ def test_a_stop_after_a_change_goes_on_bitwise(hvd_nodes, name):
 def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
     model, optimizer = make()
     with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
-        for number in range(4):
-            step(model, optimizer, number, world.rank, world.size)
+        train(world, model, optimizer, range(4))
         optimizer.param_groups[0]["fused"] = True
         step(model, optimizer, 4, world.rank, world.size)
         freeze(model, optimizer)
@@ -265,10 +265,7 @@ def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
 def test_the_mean_in_the_middle_of_a_round_is_one_model_too(world, hvd_nodes, name):
     model, optimizer = make()
     with METHODS[name](hvd_nodes, model, optimizer) as method:
-        for number in range(7):
-            if number == 6:
-                exchange_layers(model, optimizer)
-            step(model, optimizer, number, world.rank, world.size)
+        train(world, model, optimizer, range(7), 6, exchange_layers)
         before = bits(model)
         with method.averaged():
             assert len(set(world.allgather(bits(model)))) == 1
@@ -293,11 +290,9 @@ def test_a_parameter_that_is_not_in_the_model_is_refused(hvd_nodes):
 def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_nodes):
     model, optimizer = make()
     with hvd_nodes.PostLocalSGD(model, optimizer, 2, start=2) as method:
-        for number in range(4):
-            if number == 1:
-                freeze(model, optimizer)
-            before = method.facts["bytes_sent"]
-            step(model, optimizer, number, world.rank, world.size)
+        train(world, model, optimizer, range(3), 1, freeze)
+        before = method.facts["bytes_sent"]
+        train(world, model, optimizer, range(3, 4))
         travelled = method.facts["bytes_sent"] - before
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         assert trained <= travelled < trained + 64 * 4
@@ -308,10 +303,7 @@ def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_n
 def test_what_is_frozen_travels_once_more_and_no_further(world, hvd_nodes, name):
     model, optimizer = make()
     with METHODS[name](hvd_nodes, model, optimizer) as method:
-        for number in range(17):
-            if number == 5:
-                freeze(model, optimizer)
-            step(model, optimizer, number, world.rank, world.size)
+        train(world, model, optimizer, range(17), 5, freeze)
         roster = method.replica.roster
         for one in (roster, *roster.inner):
             assert not {"layers.2.weight", "layers.2.bias"} & {*one.names(), *one.changed()}

@@ -109,3 +109,12 @@ def test_dtypes_may_be_mixed(hvd):
     for p in model.parameters():
         assert p.grad.dtype == p.dtype
         torch.testing.assert_close(hvd.allreduce(p.grad), p.grad)
+
+
+@MANY
+def test_averages_in_float16_do_not_overflow_where_the_average_does_not(hvd):
+    model = nn.Linear(1, 1, bias=False).half()
+    kept = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
+    assert model.weight.grad.item() == 40000
+    assert kept
