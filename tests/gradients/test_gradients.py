@@ -23,10 +23,11 @@ from tests.gradients.training import (
 
 @EVERY_SIZE
 @OVERLAPS
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("owner", ["optimizer", "model"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_gradients_are_averaged_when_backward_returns(hvd, set_to_none, owner, passes):
+@pytest.mark.parametrize(
+    ("owner", "set_to_none", "passes"),
+    [("optimizer", True, 1), ("optimizer", False, 2), ("model", True, 2), ("model", False, 1)],
+)
+def test_gradients_are_averaged_when_backward_returns(hvd, owner, set_to_none, passes):
     model = make_model()
     optimizer = distributed(hvd, model, backward_passes_per_step=passes)
     for step in range(4):
