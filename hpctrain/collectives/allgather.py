@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.collectives.allreduce import grouped_allreduce
 from hpctrain.collectives.operation import (
+    CarriedOut,
     carried_out,
     check_group,
     check_tensor,
@@ -112,16 +113,8 @@ def _gathered(
     return carried_out(_Allgather, _request(tensors, name), tensors, process_set)
 
 
-class _Allgather(torch.autograd.Function):
+class _Allgather(CarriedOut):
     """Gives each rank its rows of the averaged gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, request: Request, process_set: ProcessSet, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.rows = [len(tensor) for tensor in tensors]
-        ctx.process_set = process_set
-        return tuple(controller_of(process_set).run(request))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

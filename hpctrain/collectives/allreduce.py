@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from hpctrain.collectives.operation import (
+    CarriedOut,
     carried_out,
     check_group,
     check_reduction,
@@ -61,12 +61,12 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
             ranks give tensors of different shapes.
         RankLostError: another rank died or left.
     """
-    op = chosen_op(op, average)
+    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
     return compressed(
         compression,
         [tensor],
-        lambda given: check_reduction(given, op, prescale_factor, postscale_factor),
-        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
+        lambda given: check_reduction(given, op, *factors),
+        lambda small: _reduced(small, name, op, *factors, process_set),
     )[0]
 
 
@@ -88,8 +88,7 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
         DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
-    op = chosen_op(op, average)
-    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor)
+    request = _request((tensor,), name, op, average, prescale_factor, postscale_factor)
     return controller_of(process_set).submit(request, only)
 
 
@@ -106,9 +105,8 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
 
     As ``allreduce``, but not differentiable.
     """
-    op = chosen_op(op, average)
-    request = reduction(
-        Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor, in_place=True
+    request = _request(
+        (tensor,), name, op, average, prescale_factor, postscale_factor, in_place=True
     )
     return cast("Tensor", controller_of(process_set).run(request)[0])
 
@@ -123,9 +121,8 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    op = chosen_op(op, average)
-    request = reduction(
-        Kind.ALLREDUCE, (tensor,), name, op, prescale_factor, postscale_factor, in_place=True
+    request = _request(
+        (tensor,), name, op, average, prescale_factor, postscale_factor, in_place=True
     )
     return controller_of(process_set).submit(request, only)
 
@@ -163,12 +160,12 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
         HorovodInternalError: as ``allreduce``.
         RankLostError: as ``allreduce``.
     """
-    op = chosen_op(op, average)
+    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
     return compressed(
         compression,
         check_group(tensors),
         check_tensor,
-        lambda small: reduced(small, name, op, prescale_factor, postscale_factor, process_set),
+        lambda small: _reduced(small, name, op, *factors, process_set),
     )
 
 
@@ -190,10 +187,8 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in
         DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
-    op = chosen_op(op, average)
-    request = reduction(
-        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor
-    )
+    group = check_group(tensors)
+    request = _request(group, name, op, average, prescale_factor, postscale_factor)
     return controller_of(process_set).submit(request)
 
 
@@ -225,15 +220,26 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, i
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
-    op = chosen_op(op, average)
-    request = reduction(
-        Kind.ALLREDUCE, check_group(tensors), name, op, prescale_factor, postscale_factor,
-        in_place=True,
-    )  # fmt: skip
+    group = check_group(tensors)
+    request = _request(group, name, op, average, prescale_factor, postscale_factor, in_place=True)
     return controller_of(process_set).submit(request)
 
 
-def reduced(
+def _request(  # noqa: PLR0913 - what users give
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp | None,
+    average: bool | None,  # noqa: FBT001
+    prescale: float,
+    postscale: float,
+    *,
+    in_place: bool = False,
+) -> Request:
+    op = chosen_op(op, average, stacklevel=4)
+    return reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale, in_place=in_place)
+
+
+def _reduced(
     tensors: Sequence[Tensor],
     name: str | None,
     op: ReduceOp,
@@ -241,26 +247,15 @@ def reduced(
     postscale: float,
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    """Return the reduced tensors, which can be differentiated where that may be wanted."""
     request = reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale)
     return carried_out(_Allreduce, request, tensors, process_set)
 
 
-class _Allreduce(torch.autograd.Function):
+class _Allreduce(CarriedOut):
     """Reduces the gradients as it reduces the tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.signature, ctx.process_set = request.signature, process_set
-        return tuple(controller_of(process_set).run(request))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _, _, _, op, prescale, postscale, _, _ = ctx.signature
-        return (
-            None,
-            None,
-            *reduced(gradients, None, op, prescale, postscale, ctx.process_set),
-        )
+        reduced = _reduced(gradients, None, op, prescale, postscale, ctx.process_set)
+        return None, None, *reduced

@@ -2,18 +2,17 @@
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from hpctrain.collectives.allreduce import allreduce
 from hpctrain.collectives.operation import (
-    applied,
+    CarriedOut,
+    carried_out,
     check_tensor,
     controller_of,
     named,
     only,
     root_in,
-    wanted,
 )
 from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.request import Kind, Request
@@ -49,9 +48,7 @@ def broadcast(
         RankLostError: another rank died or left.
     """
     request = _request(tensor, root_rank, name, process_set)
-    if wanted((tensor,)):
-        return cast("Tensor", applied(_Broadcast, tensor, request, process_set))
-    return cast("Tensor", controller_of(process_set).run(request)[0])
+    return carried_out(_Broadcast, request, (tensor,), process_set)[0]
 
 
 def broadcast_async(
@@ -113,17 +110,11 @@ def _request(
     )
 
 
-class _Broadcast(torch.autograd.Function):
+class _Broadcast(CarriedOut):
     """Gives the root the average of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, request: Request, process_set: ProcessSet) -> Tensor:
-        controller = controller_of(process_set)
-        ctx.is_root = controller.comm.rank == request.signature.root
-        ctx.process_set = process_set
-        return cast("Tensor", controller.run(request)[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         reduced = allreduce(gradient, process_set=ctx.process_set)
-        return reduced if ctx.is_root else reduced * 0, None, None
+        is_root = controller_of(ctx.process_set).comm.rank == ctx.signature.root
+        return None, None, reduced if is_root else reduced * 0

@@ -1,7 +1,8 @@
 """Python objects for all ranks of a process set, as named operations."""
 
 import pickle
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -20,10 +21,11 @@ FIRST_BYTES = 4096
 _LENGTH_BYTES = 8
 
 
-class _Refusal(str):
+@dataclass(frozen=True)
+class _Refusal:
     """Why a rank has nothing to send: it goes in place of the object."""
 
-    __slots__ = ()
+    message: str
 
 
 def broadcast_object(
@@ -52,11 +54,10 @@ def broadcast_object(
     is_root = current().topology.rank == root_rank
     root = in_set(process_set, root_rank)
     data, failure = _pickled(obj) if is_root else (b"", None)
-    try:
-        received = _broadcast_bytes(data, root, f"broadcast.{name or 'object'}", process_set)
-    except HorovodInternalError as error:
-        raise error from failure
-    return obj if is_root else cast("T", pickle.loads(received))  # noqa: S301 - of our ranks
+    received = _broadcast_bytes(data, root, f"broadcast.{name or 'object'}", process_set)
+    if is_root and failure is None:
+        return obj
+    return cast("T", _unpickled(received, failure))
 
 
 def allgather_object(
@@ -81,31 +82,32 @@ def allgather_object(
     gathered = _bytes_of(controller.run(request)[0])
     pieces: list[memoryview] = []
     while gathered.nbytes:
-        length = _LENGTH_BYTES + abs(_length(gathered))
-        pieces.append(gathered[:length])
-        gathered = gathered[length:]
-    try:
-        return [pickle.loads(_content(piece)) for piece in pieces]  # noqa: S301 - of our ranks
-    except HorovodInternalError as error:
-        raise error from failure
+        pieces.append(_content(gathered))
+        gathered = gathered[_LENGTH_BYTES + pieces[-1].nbytes :]
+    return [_unpickled(piece, failure) for piece in pieces]
 
 
-def _pickled(obj: object) -> tuple[bytes | _Refusal, BaseException | None]:
+def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
+    """Return what travels for an object, and why it is a refusal, if so."""
     try:
         return cloudpickle.dumps(obj), None
     except Exception as error:  # whatever the object raises: the others wait for an answer
-        return _Refusal(
-            f"rank {current().topology.rank} cannot pickle its {type(obj).__name__}: {error}"
-        ), error
+        rank, kind = current().topology.rank, type(obj).__name__
+        return pickle.dumps(_Refusal(f"rank {rank} cannot pickle its {kind}: {error}")), error
 
 
-def _framed(data: bytes | _Refusal, num_bytes: int = 0) -> Tensor:
-    """Put the length before the bytes, negative before a refusal, and zeros after them."""
-    content = data.encode() if isinstance(data, _Refusal) else data
-    length = -len(content) if isinstance(data, _Refusal) else len(content)
-    head = length.to_bytes(_LENGTH_BYTES, "little", signed=True)
-    frame = bytearray(head + content).ljust(num_bytes, b"\0")
-    return torch.frombuffer(frame, dtype=torch.uint8)
+def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
+    """Return the object of some rank, or raise its refusal from what failed on this one."""
+    value = pickle.loads(data)  # noqa: S301 - of our ranks
+    if isinstance(value, _Refusal):
+        raise HorovodInternalError(value.message) from failure
+    return value
+
+
+def _framed(data: bytes, num_bytes: int = 0) -> Tensor:
+    """Put the length before the bytes, and zeros after them."""
+    frame = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    return torch.frombuffer(frame.ljust(num_bytes, b"\0"), dtype=torch.uint8)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -113,19 +115,15 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _length(frame: memoryview) -> int:
-    return int.from_bytes(frame[:_LENGTH_BYTES], "little", signed=True)
+    return int.from_bytes(frame[:_LENGTH_BYTES], "little")
 
 
 def _content(frame: memoryview) -> memoryview:
-    length = _length(frame)
-    content = frame[_LENGTH_BYTES : _LENGTH_BYTES + abs(length)]
-    if length < 0:
-        raise HorovodInternalError(bytes(content).decode())
-    return content
+    return frame[_LENGTH_BYTES : _LENGTH_BYTES + _length(frame)]
 
 
 def _broadcast_bytes(
-    data: bytes | _Refusal, root: int, name: str, process_set: ProcessSet | None
+    data: bytes, root: int, name: str, process_set: ProcessSet | None
 ) -> memoryview:
     controller = current().sets.controller(process_set)
     whole = _framed(data, FIRST_BYTES)
@@ -135,7 +133,7 @@ def _broadcast_bytes(
         controller.run(Request(kind, f"{name}.{which}", [part], in_place=True, root=root))
 
     send(whole[:FIRST_BYTES], "first")
-    num_bytes = _LENGTH_BYTES + abs(_length(_bytes_of(whole)))
+    num_bytes = _LENGTH_BYTES + _length(_bytes_of(whole))
     if num_bytes > FIRST_BYTES:
         if len(whole) < num_bytes:
             whole = torch.cat([whole, torch.empty(num_bytes - FIRST_BYTES, dtype=torch.uint8)])
@@ -148,11 +146,7 @@ def broadcast_tensors_(
 ) -> None:
     """Replace tensors by those of ``root_rank``, all in one operation. Collective.
 
-    Args:
-        tensors: dense, on any device; of the same shapes and dtypes on every rank.
-        root_rank: a rank of the world that is in the set.
-        name: of the operation.
-        process_set: who takes part.
+    They are dense, on any device, and of the same shapes and dtypes on every rank.
     """
     if not tensors:
         return

@@ -57,12 +57,8 @@ def named(kind: Kind, name: str | None) -> str | None:
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 
-def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: FBT001
-    """Return the operation, also where it is said in Horovod's old way.
-
-    Raises:
-        ConfigError: it is said in both ways, or is none.
-    """
+def chosen_op(op: ReduceOp | None, average: bool | None, *, stacklevel: int = 3) -> ReduceOp:  # noqa: FBT001
+    """Return the operation; ``ConfigError`` if it is none, or said in Horovod's old way too."""
     if average is None:
         if op is None:
             return ReduceOp.AVERAGE
@@ -76,17 +72,13 @@ def chosen_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:  # noqa: F
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Refuse anything but a dense tensor on the CPU.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Refuse, by ``ConfigError``, anything but a dense tensor on the CPU."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
             f"operations take tensors, got {type(tensor).__name__}; send other objects by "
@@ -101,11 +93,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_on_cpu(tensor: Tensor) -> None:
-    """Refuse a tensor of a device.
-
-    Raises:
-        ConfigError: it is not on the CPU.
-    """
+    """Refuse, by ``ConfigError``, a tensor of a device."""
     if not tensor.is_cpu:
         raise ConfigError(
             f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
@@ -114,11 +102,7 @@ def check_on_cpu(tensor: Tensor) -> None:
 
 
 def check_rows(tensor: Tensor, function: str) -> None:
-    """Refuse what ``check_tensor`` does, and a tensor without a first dimension.
-
-    Raises:
-        ConfigError: it cannot be taken.
-    """
+    """Refuse what ``check_tensor`` does, and a tensor without a first dimension."""
     check_tensor(tensor)
     if tensor.dim() == 0:
         raise ConfigError(
@@ -128,11 +112,7 @@ def check_rows(tensor: Tensor, function: str) -> None:
 
 
 def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
-    """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype.
-
-    Raises:
-        ConfigError: the tensor cannot be taken, or there is no such reduction of its dtype.
-    """
+    """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype."""
     check_tensor(tensor)
     is_scaled = prescale != 1.0 or postscale != 1.0
     if refusal := _refusal(tensor.dtype, op, is_scaled=is_scaled):
@@ -140,11 +120,7 @@ def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: fl
 
 
 def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors of a group as a list.
-
-    Raises:
-        ConfigError: it is empty, or not a group.
-    """
+    """Return the tensors of a group as a list; ``ConfigError`` if it is empty, or no group."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise ConfigError(
             f"grouped operations take a list of tensors, got {type(tensors).__name__}"
@@ -156,11 +132,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
-    """Return the number in the process set of ``root_rank``, a rank of the world.
-
-    Raises:
-        ConfigError: there is no such rank in the set.
-    """
+    """Return the number in the process set of ``root_rank``, a rank of the world."""
     if process_set is None or process_set is global_process_set:
         size = current().comm.size
         if not 0 <= root_rank < size:
@@ -184,11 +156,7 @@ def reduction(  # noqa: PLR0913 - what users give
     *,
     in_place: bool = False,
 ) -> Request:
-    """Return the request for a reduction of some tensors.
-
-    Raises:
-        ConfigError: a tensor cannot be taken, or there is no such reduction of its dtype.
-    """
+    """Return the request for a reduction of some tensors; see ``check_reduction``."""
     for tensor in tensors:
         check_reduction(tensor, op, prescale, postscale)
     return Request(
@@ -208,14 +176,7 @@ def compressed(
     check: Callable[[Tensor], None],
     reduce: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Return what ``reduce`` makes of tensors, compressed on the way.
-
-    Args:
-        compression: None for none.
-        tensors: of the user.
-        check: refuses a tensor that cannot be taken, before it is compressed.
-        reduce: checks and reduces what travels.
-    """
+    """Return what ``reduce`` makes of tensors that ``check`` takes, compressed on the way."""
     if compression is None or compression is Compression.none:
         return reduce(tensors)
     for tensor in tensors:
@@ -238,20 +199,29 @@ def applied(function: type[torch.autograd.Function], *args: object) -> Any:
     return function.apply(*args)
 
 
+class CarriedOut(torch.autograd.Function):
+    """Carries a request out; a kind of operation adds its derivative.
+
+    That knows the request by ``ctx.signature``, and the rows of this rank's tensors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the results of ``request``, whose tensors are given once more for autograd."""
+        ctx.signature, ctx.process_set = request.signature, process_set
+        ctx.rows = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
+        return tuple(controller_of(process_set).run(request))
+
+
 def carried_out(
-    function: type[torch.autograd.Function],
+    function: type[CarriedOut],
     request: Request,
     tensors: Sequence[Tensor],
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
-    """Return the result of a request, which can be differentiated where that may be wanted.
-
-    Args:
-        function: runs the request; of ``(request, process_set, *tensors)``.
-        request: what to do with ``tensors``.
-        tensors: of the request.
-        process_set: the ranks that take part.
-    """
+    """Return the result of a request, which can be differentiated where that may be wanted."""
     if wanted(tensors):
         return list(applied(function, request, process_set, *tensors))
     return controller_of(process_set).run(request)

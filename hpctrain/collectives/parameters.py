@@ -125,39 +125,29 @@ def broadcast_optimizer_state(
         _fill_gradients(optimizer, _sparse(model))
 
 
-class _Lifting(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles everything but tensors, which it moves into a list."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_id(self, value: object) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        self._tensors.append(value)
-        return len(self._tensors) - 1
-
-
-class _Lowering(pickle.Unpickler):
-    """Puts the tensors of the list where ``_Lifting`` took them."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
-
-
 def _lift(value: object, tensors: list[Tensor]) -> bytes:
+    """Pickle everything but tensors, which are moved into the list."""
+
+    class Lifting(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, value: object) -> int | None:
+            if not isinstance(value, Tensor):
+                return None
+            tensors.append(value)
+            return len(tensors) - 1
+
     file = io.BytesIO()
-    _Lifting(file, tensors).dump(value)
+    Lifting(file).dump(value)
     return file.getvalue()
 
 
 def _lower(skeleton: bytes, tensors: list[Tensor]) -> dict[str, Any]:
-    return cast("dict[str, Any]", _Lowering(io.BytesIO(skeleton), tensors).load())
+    """Put the tensors of the list where ``_lift`` took them."""
+
+    class Lowering(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> Tensor:
+            return tensors[pid]
+
+    return cast("dict[str, Any]", Lowering(io.BytesIO(skeleton)).load())
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:

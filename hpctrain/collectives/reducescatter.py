@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpctrain.collectives.allgather import grouped_allgather
 from hpctrain.collectives.operation import (
+    CarriedOut,
     UnsupportedError,
     carried_out,
     check_group,
@@ -156,15 +156,8 @@ def _scattered(
     return carried_out(_Reducescatter, request, tensors, process_set)
 
 
-class _Reducescatter(torch.autograd.Function):
+class _Reducescatter(CarriedOut):
     """Gathers the gradients of all rows, as many times larger as there are ranks for a sum."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, request: Request, process_set: ProcessSet, *_: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.signature, ctx.process_set = request.signature, process_set
-        return tuple(controller_of(process_set).run(request))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

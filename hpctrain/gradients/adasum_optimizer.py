@@ -36,17 +36,7 @@ class AdasumStep:
         parameters: Callable[[], NamedParameters],
         header: StepHeader,
     ) -> None:
-        """Compare the parameters of all ranks. Collective.
-
-        Args:
-            comm: the ranks.
-            compressor: what changes travel as.
-            parameters: returns all of today, with their names.
-            header: opens the steps of all optimizers over ``comm``.
-
-        Raises:
-            MismatchError: the ranks do not have the same parameters; on every rank.
-        """
+        """Compare the parameters of all ranks, of today and with their names. Collective."""
         self.flags = 0
         """Bits of this rank."""
         self.raised_flags = 0
@@ -143,11 +133,7 @@ class AdasumMethods(DistributedMethods):
         self._adasum.flags = flags
 
     def skip_synchronize(self) -> NoReturn:
-        """Refuse: a step that is not combined would let the ranks part.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: a step that is not combined would let the ranks part."""
         raise ConfigError(
             "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
         )

@@ -159,10 +159,8 @@ class _Normalise(Function):
 def _statistics(values: Tensor, controller: Controller) -> tuple[Tensor, Tensor, int]:
     """Return mean and biased variance per feature in float64, and the number of values of each.
 
-    Collective. All ranks form them from the same parts in the same order.
-
-    Raises:
-        ConfigError: there is one value per feature; on every rank.
+    Collective. All ranks form them from the same parts in the same order; with one value per
+    feature all raise ``ConfigError``.
     """
     features = values.size(1)
     count = values.numel() // features if features else 0

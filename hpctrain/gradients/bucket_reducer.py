@@ -57,10 +57,9 @@ class Reducer:
             reduction: moves the gradients.
             parameters: returns all named parameters of today; asked again in every step. Those
                 that are frozen and without a gradient take no part.
-            passes: backward passes that are accumulated locally before one reduction.
+            passes: see ``passes``.
             note: is told what this rank has done with others, once per step.
-            is_exclusive: whether another such reducer may not reduce the same gradients: the one
-                made last does.
+            is_exclusive: whether of several such reducers only the last one reduces a gradient.
         """
         self._reduction = reduction
         self._is_exclusive = is_exclusive
@@ -139,10 +138,8 @@ class Reducer:
         """Reduce now what ``backward()`` has not reduced in this step. Collective.
 
         Gradients that the program has replaced or dropped since are the ranks' own: where all
-        ranks have done the same they stay, else they are averaged.
-
-        Returns:
-            Whether there was anything to do.
+        ranks have done the same they stay, else they are averaged. Returns whether there was
+        anything to do.
         """
         if not self.is_on:
             return False

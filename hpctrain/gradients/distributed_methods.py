@@ -151,8 +151,7 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Average what is not averaged yet: torch calls this at the start of ``step()``.
 
-    Returns:
-        The arguments of ``step()``; a closure that makes gradients inside has them averaged, too.
+    A closure among the arguments, which makes gradients inside, has them averaged, too.
     """
     if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
         warnings.warn(

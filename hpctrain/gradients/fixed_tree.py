@@ -34,13 +34,7 @@ class Node:
 
 
 def push(pending: list[Node], node: Node, absent: Absent) -> None:
-    """Append ``node`` to the nodes before it, and add up all pairs that this completes.
-
-    Args:
-        pending: nodes that wait for their neighbours, in the order of their leaves; changed.
-        node: begins where the last of ``pending`` ends.
-        absent: what stands for a missing value beside one that is there.
-    """
+    """Append ``node`` to the nodes before it, in order, and add up all pairs this completes."""
     while pending and _are_siblings(pending[-1], node):
         node = _sum(pending.pop(), node, absent)
     pending.append(node)
@@ -72,11 +66,9 @@ def sum_over_ranks(
         comm: the ranks.
         ranges: leaves of each rank.
         pending: whole nodes of this rank's leaves; their memory is used.
-        present: whether any leaf has a value, of each entry, the same on every rank.
+        present: whether any leaf has a value, of each entry, the same on every rank; the result
+            is None where none has.
         absent: what stands for a missing value.
-
-    Returns:
-        Entry by entry; None where no leaf has a value.
     """
     rows = [
         [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]
@@ -165,11 +157,7 @@ def exact_sum(values: Iterable[float]) -> float:
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:
-    """Name the processor, the library versions and the threads: equal words, equal bits.
-
-    Args:
-        num_threads: threads that an operation of torch may use.
-    """
+    """Name the processor, the library versions and torch's threads: equal words, equal bits."""
     names = ("math kernel library", "mkl-dnn", "onednn", "openmp", "blas_info")
     built = [line.strip(" -") for line in torch.__config__.show().splitlines()]
     libraries = (line.partition(" (")[0] for line in built if line.lower().startswith(names))

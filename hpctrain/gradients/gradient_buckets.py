@@ -12,10 +12,10 @@ from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.sparse_gradients import as_sparse
+from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
 
-class Slot:
+class Slot(GradientState):
     """The place of one parameter's gradient in its bucket.
 
     A program sees the place as ``.grad``, by a tensor that shares its memory and nothing else:
@@ -27,34 +27,21 @@ class Slot:
         "_shown",
         "_sparse_grad",
         "bucket",
-        "fires",
         "is_filled",
-        "is_present",
-        "is_result",
         "layout",
         "mark",
-        "name",
-        "parameter",
-        "sparse_dim",
         "view",
     )
 
     def __init__(
         self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
     ) -> None:
-        self.name = name
-        self.parameter = parameter
+        super().__init__(name, parameter, None)
         self.bucket = bucket
         self.layout = parameter.stride()
         self.view = view
         self.mark = mark
-        self.fires = 0
         self.is_filled = False
-        self.is_present = False
-        self.is_result = False
-        """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
-        self.sparse_dim: int | None = None
-        """Sparse dimensions of the gradient where it is sparse on some rank."""
         self._address = view.data_ptr()
         self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
@@ -64,19 +51,6 @@ class Slot:
         """Sparse dimensions of the gradient as far as this rank knows; None if it is dense."""
         grad = self.parameter.grad
         return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
-
-    @property
-    def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction, where that was put."""
-        grad = self.parameter.grad
-        return self.is_result and grad is not None and self.holds(grad)
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether a reduced gradient was dropped or replaced since."""
-        if self.is_result:
-            return not self.holds_result
-        return self.parameter.grad is not None
 
     def fits(self, parameter: Tensor) -> bool:
         """Say whether the parameter still has the dtype, shape and strides of its place."""
@@ -90,11 +64,8 @@ class Slot:
         """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
 
         A parameter without a gradient adds zeros. A weight of zero adds zeros too, so that the
-        NaN which a mean over no samples is stays out of the sum.
-
-        Args:
-            weight: factor of this rank's gradient.
-            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
+        NaN which a mean over no samples is stays out of the sum. What was reduced already is
+        added where this rank ``keeps_result``; one rank of a sum does.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -208,13 +179,7 @@ def require_same_parameters(
 ) -> None:
     """Return if all ranks have the same parameters in the same groups. Collective.
 
-    Args:
-        comm: the ranks.
-        parameters: with their names, in one order.
-        groups: the number of the group of each; None where it has none; empty for none.
-
-    Raises:
-        MismatchError: they do not; on every rank.
+    Groups are those of ``Grouping.numbers``. Else raise ``MismatchError``, on every rank.
     """
     lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
     if groups:
@@ -230,14 +195,8 @@ def build_buckets(
 ) -> list[GradientBucket]:
     """Lay the gradients out, last parameter first, and make the buckets. Collective.
 
-    Args:
-        comm: the ranks, which have the same parameters.
-        parameters: with their names, in one order.
-        bucket_bytes: largest bucket of those that were not grouped; None for one per dtype.
-        groups: the number of the group of each parameter; None where it has none; empty for none.
-
-    Raises:
-        NodeMemoryError: there is not enough memory; on every rank.
+    ``bucket_bytes`` is the largest bucket of those that were not grouped; None for one per dtype.
+    Groups are those of ``Grouping.numbers``. Without memory enough all raise ``NodeMemoryError``.
     """
     ready_order = list(reversed(parameters))
     specs = [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in ready_order]
@@ -272,14 +231,9 @@ class Grouping:
     """Groups of parameters; each travels as one message for each dtype in it."""
 
     def __init__(self, groups: Groups | None) -> None:
-        """Check the groups.
+        """Check the groups: ``ConfigError`` if it is no such thing, or has a parameter twice.
 
-        Args:
-            groups: None for none. Parameters of lists need not be trained, and those in no list
-                travel in ordinary buckets.
-
-        Raises:
-            ConfigError: it is no such thing, or a parameter is in it twice.
+        Parameters of lists need not be trained; those in no list travel in ordinary buckets.
         """
         self._num_groups = 0
         self._group_of: dict[Tensor, int] = {}
@@ -293,11 +247,9 @@ class Grouping:
             self._group_of = _numbered(groups)
 
     def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
-        """Return the number of the group of each parameter; empty where there are no groups.
+        """Return the group of each parameter, None for no group; empty without any groups.
 
-        Args:
-            parameters: all that get gradients. Where only a number of groups was given, these
-                are cut into so many parts, in this order.
+        Where only a number of groups was given, all parameters are cut into so many parts.
         """
         if self._group_of:
             return [self._group_of.get(parameter) for parameter in parameters]

@@ -16,8 +16,7 @@ ALIGNMENT = 64
 def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
     """Return the numbers of the micro-shards of a rank: contiguous, all ranks equal or one apart.
 
-    Raises:
-        ConfigError: the number of micro-shards is no power of two, or below that of ranks.
+    ``ConfigError`` if the number of micro-shards is no power of two, or below that of ranks.
     """
     if num_micro_shards < 1 or num_micro_shards & (num_micro_shards - 1):
         raise ConfigError(
@@ -36,10 +35,7 @@ def own_micro_shards(num_micro_shards: int, rank: int, size: int) -> range:
 def sample_range(num_samples: int, num_micro_shards: int, shards: range) -> range:
     """Return the samples of the micro-shards ``shards`` in a global batch: contiguous.
 
-    Args:
-        num_samples: of the global batch; micro-shards differ by one where it does not divide.
-        num_micro_shards: of the global batch.
-        shards: contiguous.
+    Micro-shards differ by one sample where their number does not divide that of the batch.
     """
     return range(
         num_samples * shards.start // num_micro_shards,
@@ -56,11 +52,8 @@ def seed_of(seed: int, step: int, micro_shard: int) -> int:
 def num_samples_of(batch: Any) -> int:
     """Return how many samples a batch holds.
 
-    Args:
-        batch: tensors whose first dimension counts the samples, in tuples, lists and mappings.
-
-    Raises:
-        ConfigError: it holds something else, nothing, or tensors of different lengths.
+    It consists of tensors whose first dimension counts the samples, in tuples, lists and mappings;
+    ``ConfigError`` if it holds something else, nothing, or tensors of different lengths.
     """
     found = {len(tensor) if tensor.dim() else -1 for tensor in _tensors(batch)}
     if len(found) != 1 or -1 in found:
@@ -93,11 +86,7 @@ def aligned_parts(
 ) -> Iterator[Any]:
     """Yield the micro-shards of a rank that have samples, each as ``aligned_part`` copies it.
 
-    Args:
-        batch: samples ``sample_range(num_samples, num_micro_shards, shards)`` of a global batch.
-        num_samples: of the global batch.
-        num_micro_shards: of the global batch.
-        shards: numbers of the rank's.
+    ``batch`` is samples ``sample_range(num_samples, num_micro_shards, shards)`` of a global batch.
     """
     start = sample_range(num_samples, num_micro_shards, shards).start
     for shard in shards:

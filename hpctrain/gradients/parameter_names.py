@@ -14,15 +14,9 @@ NamedParameters = Sequence[tuple[str, Parameter]]
 
 
 def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> dict[Tensor, str]:
-    """Return the name of every parameter.
+    """Return the name of every parameter; by its place in the optimizer if none are given.
 
-    Args:
-        optimizer: holds the parameters.
-        named_parameters: pairs of a name and a parameter, with all that the optimizer has; None
-            to name them by their places in it.
-
-    Raises:
-        ConfigError: they are no pairs, a name comes twice, or a parameter has none.
+    ``ConfigError`` if these are no pairs, a name comes twice, or a parameter has none.
     """
     if named_parameters is None:
         return {parameter: place for place, parameter in places_of(optimizer)}
@@ -47,12 +41,7 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
 
 
 def trained(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return the parameters that get gradients today, with their names.
-
-    Args:
-        optimizer: None for no parameters.
-        names: of those that it had when it was wrapped.
-    """
+    """Return the parameters that get gradients today; names are of those there at the wrap."""
     return [(name, p) for name, p in named(optimizer, names) if p.requires_grad]
 
 

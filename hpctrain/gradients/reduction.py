@@ -69,12 +69,8 @@ class Reduction:
     ) -> None:
         """Take what is needed; ``enter`` and ``build`` come next. Collective without a header.
 
-        Args:
-            comm: the ranks; one with a thread carries the buckets beside backward.
-            plan: when buckets travel, and how large they are.
-            codec: what a bucket travels as.
-            options: what is done to gradients.
-            header: opens the steps of all optimizers over ``comm``; None for one of its own.
+        A communicator with a thread carries the buckets beside backward. The header opens the
+        steps of all optimizers over these ranks; None for one of its own.
         """
         self.count = SampleCount(predivide=options.predivide)
         self.average = options.average
@@ -127,14 +123,10 @@ class Reduction:
         self._member = self._header.enter(member)
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
-        """Lay the buckets out anew; results of a reduction stay such. Collective.
+        """Lay the buckets out anew for all these parameters. Collective.
 
-        Args:
-            parameters: all, with their names.
-            results: those whose gradients are the same on all ranks, beside those known.
-
-        Raises:
-            MismatchError: the ranks do not have the same parameters; on every rank.
+        ``results`` are those whose gradients are the same on all ranks, beside those known: they
+        stay such. Ranks with other parameters all raise ``MismatchError``.
         """
         numbers = self._options.grouping.numbers([p for _, p in parameters])
         require_same_parameters(self._comm, parameters, numbers)
@@ -174,10 +166,8 @@ class Reduction:
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
         """Return a fingerprint of what was done to reduced gradients; None for nothing.
 
-        What was put in their place becomes a copy: it may lie in the place of another.
-
-        Args:
-            today: all parameters, where they are no longer those of ``build``.
+        What was put in their place becomes a copy: it may lie in the place of another. ``today``
+        is all parameters, where they are no longer those of ``build``.
         """
         touched = [(s.name, s.parameter) for s in self.slot_of.values() if s.is_touched]
         touched += [named for named in today or () if named[1] not in self.slot_of]
@@ -208,18 +198,16 @@ class Reduction:
     ) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
 
+        Ranks that have done different things without a common result all raise ``MismatchError``.
+
         Args:
             changed: the parameters of today where they are no longer those of ``build``: the
                 buckets are then laid out anew. All ranks give some, or none does.
             by_hand: of ``changed_by_hand``, where gradients were reduced in this step already.
                 What all ranks have done alike stays as it is; else what is there is reduced.
-            changed_early: whether gradients were changed after a pass that was not the last one.
+            changed_early: see ``Announcement``, as ``replaced_sum``.
             replaced_sum: name of a sum that was replaced before backward added to it.
             opening: how the other ranks have begun, for one that only takes part.
-
-        Raises:
-            MismatchError: the ranks have done different things that have no common result; on
-                every rank.
         """
         if opening is not None:
             self._take(opening)

@@ -52,9 +52,8 @@ class StepValues:
     def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         """Take what forward and backward of a micro-shard have left, and put the buffers back.
 
-        Returns:
-            Entry by entry, memory that nobody else has: a gradient; a changed buffer that has a
-            mean; None for all else. Then the changed buffers that have none, by entry.
+        Returns, entry by entry, memory that nobody else has: a gradient; a changed buffer that has
+        a mean; None for all else. Then the changed buffers that have none, by entry.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()
@@ -143,15 +142,12 @@ class Reproducible:
         Args:
             model: on the CPU, with the same values on every rank.
             optimizer: a plain one of torch; its parameters get gradients.
-            comm: the ranks.
+            comm: the ranks; all raise ``MismatchError`` if they have other arguments, parameters,
+                processors or libraries.
             num_micro_shards: a power of two, at least the number of ranks. Another one changes
                 the result.
             seed: of the random numbers of forward and backward.
             num_threads: threads of torch in this process from now on.
-
-        Raises:
-            ConfigError: an argument cannot be taken.
-            MismatchError: arguments, parameters, processors or libraries differ between ranks.
         """
         if isinstance(optimizer, DistributedMethods):
             raise ConfigError(
@@ -377,11 +373,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def begin_generators(seed: int) -> None:
-    """Begin the numbers of the generators of torch, numpy and Python anew.
-
-    Args:
-        seed: below 2^64.
-    """
+    """Begin the numbers of torch, numpy and Python anew, by a seed below 2^64."""
     torch.default_generator.manual_seed(seed)
     np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 - a model may draw from it
     random.seed(seed)

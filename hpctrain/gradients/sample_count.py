@@ -21,12 +21,7 @@ class SampleCount:
     """
 
     def __init__(self, *, predivide: float = 1.0) -> None:
-        """Count every rank alike.
-
-        Args:
-            predivide: weights are divided by it before the sum, and the sum's factor is
-                multiplied by it.
-        """
+        """Count every rank alike; weights are divided by ``predivide``, and the sum multiplied."""
         self.weight = 1.0
         self.is_set = False
         """Whether the weight follows from a number of samples."""
@@ -35,11 +30,7 @@ class SampleCount:
         self._predivide = predivide
 
     def set(self, num_samples: float, nominal: float) -> None:
-        """Let this rank's gradient count as the mean over ``num_samples``.
-
-        Raises:
-            ConfigError: the count is negative, the nominal count not positive, or one not finite.
-        """
+        """Let this rank's gradient count as the mean over ``num_samples``; see ``check_count``."""
         check_count(num_samples, nominal)
         self.weight = num_samples / nominal
         self.is_set = True

@@ -7,38 +7,26 @@ from torch.nn import Parameter
 from hpctrain.comm.communicator import Communicator
 
 
-class SparseSlot:
-    """One parameter whose gradient is sparse: rows of an embedding, most often.
+class GradientState:
+    """What is known of one parameter's gradient, wherever it travels."""
 
-    It travels by itself, after the buckets: its indices, then its values. Where a rank's gradient
-    is dense for once, its rows that are not zero travel.
-    """
+    __slots__ = ("fires", "is_present", "is_result", "name", "parameter", "sparse_dim")
 
-    __slots__ = (
-        "_gradient",
-        "fires",
-        "is_present",
-        "is_result",
-        "name",
-        "parameter",
-        "sparse_dim",
-    )
-
-    def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
-        """Take the number of sparse dimensions, the same on every rank."""
+    def __init__(self, name: str, parameter: Parameter, sparse_dim: int | None) -> None:
         self.name = name
         self.parameter = parameter
         self.sparse_dim = sparse_dim
+        """Sparse dimensions of the gradient where it is sparse on some rank."""
         self.fires = 0
         self.is_present = False
         self.is_result = False
         """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
-        self._gradient: Tensor | None = None
 
     @property
     def holds_result(self) -> bool:
-        """Whether ``.grad`` is the result of a reduction."""
-        return self.is_result and self.parameter.grad is self._gradient is not None
+        """Whether ``.grad`` is the result of a reduction, where that was put."""
+        grad = self.parameter.grad
+        return self.is_result and grad is not None and self.holds(grad)
 
     @property
     def is_touched(self) -> bool:
@@ -46,6 +34,31 @@ class SparseSlot:
         if self.is_result:
             return not self.holds_result
         return self.parameter.grad is not None
+
+    def holds(self, grad: Tensor) -> bool:
+        """Say whether a gradient of the parameter lies in its place, as it should."""
+        raise NotImplementedError
+
+
+class SparseSlot(GradientState):
+    """One parameter whose gradient is sparse: rows of an embedding, most often.
+
+    It travels by itself, after the buckets: its indices, then its values. Where a rank's gradient
+    is dense for once, its rows that are not zero travel.
+    """
+
+    __slots__ = ("_gradient",)
+
+    sparse_dim: int
+    """The same on every rank."""
+
+    def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
+        super().__init__(name, parameter, sparse_dim)
+        self._gradient: Tensor | None = None
+
+    def holds(self, grad: Tensor) -> bool:
+        """Say whether it is the one that a reduction has put there."""
+        return grad is self._gradient
 
     def forget_result(self) -> None:
         """Have no gradient: another rank keeps the sum that was there."""
@@ -65,15 +78,10 @@ class SparseSlot:
     def reduce(
         self, comm: Communicator, weight: float, scale: float | None, *, keeps_result: bool
     ) -> None:
-        """Replace the gradient by the sum of all ranks' gradients. Collective.
+        """Replace the gradient by the sum of all ranks' rows, times ``scale``. Collective.
 
-        It stays None where no rank has one.
-
-        Args:
-            comm: the ranks; each receives the rows of all others.
-            weight: factor of this rank's gradient; zero for one that does not count.
-            scale: factor of the sum.
-            keeps_result: whether this rank adds what was reduced already; one rank of a sum does.
+        It stays None where no rank has one. A weight of zero, and what was reduced already where
+        this rank does not keep it, count as no rows.
         """
         counts = weight != 0.0 and (keeps_result or not self.holds_result)
         indices, values = self._own(weight if counts else 0.0)

@@ -115,15 +115,11 @@ class StepHeader:
         mine: Announcement | None,
         sample: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> Opening:
-        """Tell all ranks, and hear what they say together. Collective.
+        """Tell all ranks, and hear what they say together, on the communicator's thread.
 
-        Args:
-            comm: the ranks, on whose thread this runs if there is one.
-            mine: None for a rank that has joined.
-            sample: returns the checksums of the weights that are looked at in a step, by name.
-
-        Raises:
-            MismatchError: the ranks do not begin the same step; on every rank.
+        Collective. A rank that has joined gives None. ``sample`` returns the checksums of the
+        weights that are looked at in a step, by name. Where the ranks do not begin the same step,
+        all raise ``MismatchError``.
         """
         flat = self._message.flat
         flat.copy_(torch.tensor(_words(mine), dtype=torch.float64))
@@ -140,11 +136,7 @@ class StepHeader:
         return opening
 
     def take_part(self, comm: Communicator) -> bool:
-        """Take part in the next step of the other ranks with nothing. Collective.
-
-        Returns:
-            False if all ranks do so: there is no other step.
-        """
+        """Take part in the others' next step with nothing; False if there is none. Collective."""
         heard: list[Opening] = []
         start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
         opening = heard[0]
@@ -156,11 +148,7 @@ class StepHeader:
         return True
 
     def last_to_step(self, comm: Communicator) -> list[int]:
-        """Return the ranks that have taken every step since all ranks had joined. Collective.
-
-        Raises:
-            RankLostError: another rank died or left.
-        """
+        """Return the ranks that have taken every step since all ranks had joined. Collective."""
         numbers: list[int] = []
         start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
         self._num_taken = 0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.runtime.process_sets import ProcessSet
 
 
-class StepHeader(Protocol):
+class OpenedSteps(Protocol):
     """The opening messages of steps, as a rank that has joined knows them."""
 
     def take_part(self, comm: Communicator) -> bool:
@@ -74,7 +74,7 @@ class World:
     """The timeline that this rank records, if any."""
     last_call: LastCall
     """What this rank has communicated last."""
-    step_headers: MutableMapping[Communicator, StepHeader]
+    step_headers: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"
     """Takes leave where the program ends MPI itself; None in a world of one."""

@@ -5,20 +5,11 @@ import threading
 import pytest
 import torch
 
-import hpctrain
 from hpctrain.collectives.objects import FIRST_BYTES
 from hpctrain.core.errors import ConfigError, HorovodInternalError
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 LENGTHS = [0, 1, FIRST_BYTES - 20, FIRST_BYTES - 8, FIRST_BYTES, FIRST_BYTES + 1, 1 << 20]
-
-
-@pytest.fixture(scope="module")
-def hvd():
-    """One world for all tests of this file: they are many and small."""
-    hpctrain.init()
-    yield hpctrain
-    hpctrain.shutdown()
 
 
 @SIZES

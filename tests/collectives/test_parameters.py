@@ -4,18 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import hpctrain
 from hpctrain.core.errors import CommError, ConfigError
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
-
-
-@pytest.fixture(scope="module")
-def hvd():
-    """One world for all tests of this file: they are many and small."""
-    hpctrain.init()
-    yield hpctrain
-    hpctrain.shutdown()
 
 
 def model_of(rank):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,19 @@ class Side:
 
         return again
 
+    def begin(self) -> None:
+        """Learn how often hooks fire, so that later gradients travel early."""
+        self.step(7)
+        self.step(8)
+
+    def head_then_other(self, change: Callable[[], object]) -> None:
+        """Step by two losses that share no parameter, with a change in between."""
+        self.optimizer.zero_grad()
+        self.loss(0, lambda x: self.net.head(torch.tanh(x))).backward()
+        change()
+        self.loss(1, lambda x: self.net.other(torch.tanh(x))).backward()
+        self.optimizer.step()
+
     def step(self, batch: int = 0) -> None:
         self.optimizer.zero_grad()
         self.backward(batch)
@@ -89,15 +103,53 @@ REFUSED: set[str] = set()
 """Cases that are an error, on all ranks."""
 
 
-def case(*ops: str) -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
+def case(*ops: str, name: str = "") -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:
     def enter(function: Callable[[Side], None]) -> Callable[[Side], None]:
-        CASES[function.__name__] = function
-        CAN[function.__name__] = [op for op in OPS if op in ops or not {*ops} & {*OPS}]
+        key = name or function.__name__
+        CASES[key] = function
+        CAN[key] = [op for op in OPS if op in ops or not {*ops} & {*OPS}]
         if "refused" in ops:
-            REFUSED.add(function.__name__)
+            REFUSED.add(key)
         return function
 
     return enter
+
+
+def between_backward_and_step(side: Side, change: Callable[[Net], object]) -> None:
+    side.backward()
+    change(side.net)
+    side.optimizer.step()
+    side.step(1)
+
+
+def between_two_backwards(side: Side, change: Callable[[Net], object]) -> None:
+    side.backward()
+    change(side.net)
+    side.backward(1)
+    side.optimizer.step()
+
+
+def between_two_passes(side: Side, change: Callable[[Net], object]) -> None:
+    side.optimizer.zero_grad(set_to_none=False)
+    with_passes(side, 2)
+    between_two_backwards(side, change)
+
+
+def after_one_of_two_passes(side: Side, change: Callable[[Net], object]) -> None:
+    with_passes(side, 2)
+    side.backward()
+    change(side.net)
+    side.optimizer.step()
+
+
+def enter_changes(
+    place: Callable[[Side, Callable[[Net], object]], None],
+    changes: dict[str, Callable[[Net], object]],
+    *ops: str,
+) -> None:
+    """Make a case of each change of the network, in its place of a step."""
+    for name, change in changes.items():
+        case(*ops, name=f"{name}_{place.__name__}")(partial(place, change=change))
 
 
 def with_passes(side: Side, passes: int) -> None:

@@ -1,151 +1,159 @@
 """What a program may do to ``.grad``, and in which order it may call backward and step."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.gradients.cases import case, with_passes
+from tests.gradients.cases import (
+    after_one_of_two_passes,
+    between_backward_and_step,
+    between_two_backwards,
+    between_two_passes,
+    case,
+    enter_changes,
+    with_passes,
+)
 
 # --- what is done to .grad ---
 
 
-@case()
-def clamp_of_data(side):
-    side.backward()
-    for p in side.net.parameters():
+def set_each(net, made):
+    for p in net.parameters():
+        p.grad = made(p)
+
+
+def clamp_data(net):
+    for p in net.parameters():
         p.grad.data = p.grad.data.clamp(-0.01, 0.01)
-    side.optimizer.step()
+
+
+def change_in_place(net):
+    for p in net.parameters():
+        p.grad.mul_(0.5).add_(0.01)
+
+
+def replace(net, made):
+    net.head.weight.grad = made(net.head.weight.grad)
+
+
+def replace_data(net, made):
+    net.head.weight.grad.data = made(net.head.weight.grad.data)
+
+
+def transpose(net):
+    net.body.weight.grad = net.body.weight.grad.t()
+
+
+def swap(net):
+    head, other = net.head.weight, net.other.weight
+    head.grad, other.grad = other.grad, head.grad
+
+
+def clip_norm(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+
+CHANGES = {
+    "clamp_of_data": clamp_data,
+    "product": lambda net: set_each(net, lambda p: p.grad * 0.5),
+    "product_of_some": lambda net: replace(net, lambda grad: grad * 0.5),
+    "change_in_place": change_in_place,
+    "clip_by_norm": clip_norm,
+    "clip_by_value": lambda net: nn.utils.clip_grad_value_(net.parameters(), 0.01),
+    "drop_one": lambda net: replace(net, lambda _: None),
+    "drop_all": lambda net: net.zero_grad(),
+    "transposed_square": transpose,
+    "swapped_parameters": swap,
+}
+enter_changes(between_backward_and_step, CHANGES)
+enter_changes(
+    between_two_backwards,
+    {
+        "nothing": lambda _: None,
+        "change_in_place": change_in_place,
+        "zeros_of_the_model": lambda net: net.zero_grad(set_to_none=False),
+    },
+)
+enter_changes(between_two_passes, {"drop_one": CHANGES["drop_one"]})
+enter_changes(between_two_passes, {"swapped_parameters": swap}, "refused")
+enter_changes(
+    after_one_of_two_passes,
+    {
+        "clip_by_norm": clip_norm,
+        "replaced": lambda net: replace(net, torch.sign),
+        "other_data": lambda net: replace_data(net, torch.sign),
+    },
+    "refused",
+)
 
 
 @case()
 def clamp_of_data_without_forgetting(side):
-    clamp_of_data(side)
+    side.backward()
+    clamp_data(side.net)
+    side.optimizer.step()
     side.optimizer.zero_grad(set_to_none=False)
     side.backward(1)
-    side.optimizer.step()
-
-
-@case()
-def product_in_its_place(side):
-    side.backward()
-    for p in side.net.parameters():
-        p.grad = p.grad * 0.5
-    side.optimizer.step()
-
-
-@case()
-def product_of_some(side):
-    side.backward()
-    side.net.head.weight.grad = side.net.head.weight.grad * 0.5
     side.optimizer.step()
 
 
 @case()
 def product_then_two_steps(side):
-    product_in_its_place(side)
-    side.optimizer.step()
-
-
-@case()
-def change_in_place(side):
     side.backward()
-    for p in side.net.parameters():
-        p.grad.mul_(0.5).add_(0.01)
+    CHANGES["product"](side.net)
     side.optimizer.step()
-
-
-@case()
-def clip_by_norm(side):
-    side.backward()
-    nn.utils.clip_grad_norm_(side.net.parameters(), 0.01)
-    side.optimizer.step()
-
-
-@case()
-def clip_by_value(side):
-    side.backward()
-    nn.utils.clip_grad_value_(side.net.parameters(), 0.01)
-    side.optimizer.step()
-
-
-@case()
-def drop_one(side):
-    side.backward()
-    side.net.head.weight.grad = None
     side.optimizer.step()
 
 
 @case()
 def drop_one_and_go_on(side):
-    drop_one(side)
+    side.backward()
+    CHANGES["drop_one"](side.net)
+    side.optimizer.step()
     side.backward(1)
     side.optimizer.step()
 
 
-@case()
-def drop_all(side):
-    side.backward()
-    side.net.zero_grad()
-    side.optimizer.step()
-    side.step(1)
-
-
 @case("Average")
 def own_gradients_after_a_backward(side):
-    side.backward()
-    side.net.zero_grad()
-    for p in side.net.parameters():
-        p.grad = torch.full_like(p, side.x().mean().item())
-    side.optimizer.step()
+    for goes_on in (False, True):
+        side.backward()
+        side.net.zero_grad()
+        set_each(side.net, lambda p: torch.full_like(p, side.x().mean().item()))
+        if goes_on:
+            side.backward()
+        side.optimizer.step()
 
 
 @case("Average")
 def own_gradient_of_one_after_a_backward(side):
     side.backward()
-    side.net.head.bias.grad = torch.full_like(side.net.head.bias, side.x().mean().item())
+    replace(side.net, lambda grad: torch.full_like(grad, side.x().mean().item()))
     side.optimizer.step()
+
+
+def set_by_autograd_grad(side):
+    found = torch.autograd.grad(side.loss(), list(side.net.parameters()))
+    for p, gradient in zip(side.net.parameters(), found, strict=True):
+        p.grad = gradient
 
 
 @case()
 def gradients_of_autograd_grad(side):
-    found = torch.autograd.grad(side.loss(), list(side.net.parameters()))
-    for p, gradient in zip(side.net.parameters(), found, strict=True):
-        p.grad = gradient
+    set_by_autograd_grad(side)
     side.optimizer.step()
 
 
 @case()
-def transposed_square(side):
-    side.backward()
-    side.net.body.weight.grad = side.net.body.weight.grad.t()
-    side.optimizer.step()
-
-
-@case()
-def swapped_between_parameters(side):
-    side.backward()
-    head, other = side.net.head.weight, side.net.other.weight
-    head.grad, other.grad = other.grad, head.grad
-    side.optimizer.step()
-
-
-@case("refused")
-def swapped_between_two_passes(side):
-    side.optimizer.zero_grad(set_to_none=False)
-    with_passes(side, 2)
-    side.backward()
-    head, other = side.net.head.weight, side.net.other.weight
-    head.grad, other.grad = other.grad, head.grad
-    side.backward(1)
-    side.optimizer.step()
-
-
-@case()
-def zeroed_by_the_model(side):
-    side.backward()
-    side.net.zero_grad(set_to_none=False)
-    side.backward(1)
-    side.optimizer.step()
+def skipped_without_synchronizing(side):
+    set_by_autograd_grad(side)
+    if side.is_alone:
+        side.optimizer.step()
+        return
+    with side.optimizer.skip_synchronize():
+        side.optimizer.step()
 
 
 @case()
@@ -162,25 +170,11 @@ def skipped_step_then_zeroed_by_the_model(side):
 
 
 @case()
-def backward_twice(side):
-    side.backward()
-    side.backward(1)
-    side.optimizer.step()
-
-
-@case()
-def backward_after_a_change_in_place(side):
-    side.backward()
-    for p in side.net.parameters():
-        p.grad.mul_(0.5)
-    side.backward(1)
-    side.optimizer.step()
-
-
-@case()
 def step_twice(side):
     side.backward()
     side.optimizer.step()
+    if not side.is_alone:
+        side.optimizer.synchronize()  # the same gradients for another step
     side.optimizer.step()
 
 
@@ -206,46 +200,32 @@ def two_losses_on_disjoint_parameters(side):
         side.optimizer.step()
 
 
-def replace_between_two_losses(side):
-    side.optimizer.zero_grad()
-    net = side.net
-    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
-    net.head.weight.grad = net.head.weight.grad / net.head.weight.grad.norm()
-    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
-    side.optimizer.step()
+def replaced_between_two_losses(side):
+    side.head_then_other(lambda: replace(side.net, lambda grad: grad / grad.norm()))
 
 
-@case("Sum", "refused")
-def a_sum_that_is_replaced_between_two_losses(side):
-    replace_between_two_losses(side)
+case("Sum", "refused", name="a_sum_that_is_replaced_between_two_losses")(
+    replaced_between_two_losses
+)
+case("Average", name="an_average_that_is_replaced_between_two_losses")(replaced_between_two_losses)
 
 
 @case("Sum", "refused")
 def a_sum_that_is_zeroed_on_one_rank_between_two_losses(side):
-    side.optimizer.zero_grad()
-    net = side.net
-    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
-    net.head.bias.grad = torch.full_like(net.head.bias, 0.1 * side.rank)
-    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
-    side.optimizer.step()
+    side.head_then_other(
+        lambda: replace(side.net, lambda grad: torch.full_like(grad, 0.1 * side.rank))
+    )
 
 
 @case("Sum")
 def a_sum_that_is_converted_and_zeroed_between_two_losses(side):
-    side.optimizer.zero_grad()
-    net = side.net
-    side.loss(0, lambda x: net.head(torch.tanh(x))).backward()
-    side.optimizer.step()
-    net.float()
-    net.double()
-    side.optimizer.zero_grad(set_to_none=False)
-    side.loss(1, lambda x: net.other(torch.tanh(x))).backward()
-    side.optimizer.step()
+    def change():
+        side.optimizer.step()
+        side.net.float()
+        side.net.double()
+        side.optimizer.zero_grad(set_to_none=False)
 
-
-@case("Average")
-def an_average_that_is_replaced_between_two_losses(side):
-    replace_between_two_losses(side)
+    side.head_then_other(change)
 
 
 @case()
@@ -270,11 +250,17 @@ def one_head_after_the_other(side):
 
 @case()
 def reentrant_and_plain_steps(side):
-    for batch in range(4):
+    net = side.net
+
+    def in_part(x):
+        y = torch.tanh(net.body(x))
+        return checkpoint(net.head, y, use_reentrant=True) + 2 * net.other(y)
+
+    def whole(x):
+        return checkpoint(net, x.requires_grad_(), use_reentrant=True)
+
+    for batch, way in enumerate((net, whole, whole, net, in_part, net, whole, in_part)):
         side.optimizer.zero_grad()
-        way = side.net
-        if batch % 2:
-            way = lambda x: checkpoint(side.net, x.requires_grad_(), use_reentrant=True)  # noqa: E731
         side.loss(batch, way).backward()
         side.optimizer.step()
 
@@ -286,25 +272,32 @@ def closure(side):
 
 
 @case()
-def synchronized_and_skipped(side):
-    for batch in range(3):
-        side.optimizer.zero_grad()
-        side.backward(batch)
-        if side.is_alone:
-            side.optimizer.step()
-            continue
-        side.optimizer.synchronize()
-        with side.optimizer.skip_synchronize():
-            side.optimizer.step()
+def closure_with_one_of_two_passes(side):
+    with_passes(side, 2)
+    for batch in range(2):
+        side.optimizer.step(side.closure(batch))
 
 
 @case()
-def skipped_without_synchronizing(side):
-    found = torch.autograd.grad(side.loss(), list(side.net.parameters()))
-    for p, gradient in zip(side.net.parameters(), found, strict=True):
-        p.grad = gradient
-    if side.is_alone:
-        side.optimizer.step()
-        return
-    with side.optimizer.skip_synchronize():
-        side.optimizer.step()
+def several_closures_of_one_step(side):
+    side.net = type(side.net)()
+    plain = torch.optim.LBFGS(side.net.parameters(), lr=0.05, max_iter=3)
+    side.optimizer = side.wrap(plain)
+    side.optimizer.step(side.closure(0))
+    side.step = lambda _: side.optimizer.step(side.closure(0))
+
+
+@case()
+def some_synchronized_clipped_and_skipped(side):
+    for batch in range(5):
+        side.optimizer.zero_grad()
+        side.backward(batch)
+        if side.is_alone or batch == 2:
+            clip_norm(side.net)
+            side.optimizer.step()
+            continue
+        side.optimizer.synchronize()
+        clip_norm(side.net)
+        with side.optimizer.skip_synchronize(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            side.optimizer.step()

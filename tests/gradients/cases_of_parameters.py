@@ -5,32 +5,45 @@ import copy
 import torch
 from torch import nn
 
-from tests.gradients.cases import case, with_passes
+from tests.gradients.cases import (
+    between_backward_and_step,
+    between_two_passes,
+    case,
+    enter_changes,
+    with_passes,
+)
 
 # --- what is done to parameters ---
+
+
+def freeze_body(net):
+    net.body.requires_grad_(False)
+
+
+enter_changes(
+    between_backward_and_step,
+    {
+        "frozen": freeze_body,
+        "single_precision": lambda net: net.float(),
+        "single_precision_and_back": lambda net: net.float().double(),
+    },
+)
+enter_changes(between_two_passes, {"frozen": freeze_body})
 
 
 @case()
 def frozen_between_steps(side):
     side.step()
-    side.net.body.requires_grad_(False)
+    freeze_body(side.net)
     side.step(1)
     side.net.body.requires_grad_()
     side.step(2)
 
 
 @case()
-def frozen_between_backward_and_step(side):
-    side.backward()
-    side.net.body.requires_grad_(False)
-    side.optimizer.step()
-    side.step(1)
-
-
-@case()
 def frozen_with_a_gradient_that_stays(side):
     side.backward()
-    side.net.body.requires_grad_(False)
+    freeze_body(side.net)
     side.optimizer.step()
     for p in (*side.net.head.parameters(), *side.net.other.parameters()):
         p.grad = None
@@ -40,11 +53,8 @@ def frozen_with_a_gradient_that_stays(side):
 
 @case()
 def unfrozen_between_backward_and_step(side):
-    side.net.body.requires_grad_(False)
-    side.backward()
-    side.net.body.requires_grad_()
-    side.optimizer.step()
-    side.step(1)
+    freeze_body(side.net)
+    between_backward_and_step(side, lambda net: net.body.requires_grad_())
 
 
 @case()
@@ -53,21 +63,60 @@ def only_what_was_frozen_gets_a_gradient(side):
     side.step()
     side.net.head.requires_grad_()
     side.optimizer.zero_grad()
-    side.net.body.requires_grad_(False)
+    freeze_body(side.net)
     side.net.other.requires_grad_(False)
     side.backward(1)
     nn.utils.clip_grad_norm_(side.net.parameters(), 0.01)
     side.optimizer.step()
 
 
+@case()
+def gradient_of_a_frozen_parameter(side):
+    freeze_body(side.net)
+    side.step()
+    side.backward(1)
+    side.net.body.weight.grad = torch.full_like(side.net.body.weight, 0.5)
+    side.optimizer.step()
+
+
+def late_parameter(side):
+    side.net.late = late = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    return late
+
+
+def backward_with(side, late, batch=0):
+    side.optimizer.zero_grad()
+    side.loss(batch, lambda x: side.net(x) * late).backward()
+
+
+@case()
+def group_added(side):
+    late = late_parameter(side)
+    side.step()
+    side.optimizer.add_param_group({"params": [late]})
+    for batch in (1, 2):
+        backward_with(side, late, batch)
+        side.optimizer.step()
+
+
 @case("Average")
 def group_with_gradients_added_before_a_step(side):
-    late = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    side.net.late = late
-    side.optimizer.zero_grad()
-    side.loss(0, lambda x: side.net(x) * late).backward()
+    late = late_parameter(side)
+    backward_with(side, late)
     side.optimizer.add_param_group({"params": [late]})
     side.optimizer.step()
+    side.step(1)
+
+
+@case()
+def group_added_between_backward_and_step(side):
+    late = late_parameter(side)
+    backward_with(side, late)
+    if not side.is_alone:  # nobody has averaged it, and the step would
+        late.grad = None
+    side.optimizer.step()
+    side.optimizer.add_param_group({"params": [late]})
+    late.grad = None
     side.step(1)
 
 
@@ -77,32 +126,6 @@ def state_loaded_before_a_step(side):
     side.backward(1)
     side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
     side.optimizer.step()
-
-
-@case()
-def gradient_of_a_frozen_parameter(side):
-    side.net.body.requires_grad_(False)
-    side.step()
-    side.backward(1)
-    side.net.body.weight.grad = torch.full_like(side.net.body.weight, 0.5)
-    side.optimizer.step()
-
-
-@case()
-def single_precision_and_back(side):
-    side.backward()
-    side.net.float()
-    side.net.double()
-    side.optimizer.step()
-    side.step(1)
-
-
-@case()
-def single_precision_between_backward_and_step(side):
-    side.backward()
-    side.net.float()
-    side.optimizer.step()
-    side.step(1)
 
 
 @case("Average")
@@ -133,8 +156,7 @@ def swapped_by_a_conversion(side):
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         side.backward()
-        side.net.float()
-        side.net.double()
+        side.net.float().double()
         side.optimizer.step()
         for batch in (1, 2):
             side.optimizer.zero_grad()
@@ -169,32 +191,6 @@ def edited_without_autograd(side):
 
 
 @case()
-def group_added(side):
-    late = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    side.net.late = late
-    side.step()
-    side.optimizer.add_param_group({"params": [late]})
-    for batch in (1, 2):
-        side.optimizer.zero_grad()
-        side.loss(batch, lambda x: side.net(x) * late).backward()
-        side.optimizer.step()
-
-
-@case()
-def group_added_between_backward_and_step(side):
-    late = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    side.net.late = late
-    side.optimizer.zero_grad()
-    side.loss(0, lambda x: side.net(x) * late).backward()
-    if not side.is_alone:  # nobody has averaged it, and the step would
-        late.grad = None
-    side.optimizer.step()
-    side.optimizer.add_param_group({"params": [late]})
-    late.grad = None
-    side.step(1)
-
-
-@case()
 def tied(side):
     side.net.other = side.net.head
     side.make()
@@ -225,43 +221,10 @@ def wrapped_anew_while_the_old_one_lives(side):
 
 
 @case()
-def frozen_between_two_passes(side):
-    with_passes(side, 2)
-    side.backward()
-    side.net.body.requires_grad_(False)
-    side.backward(1)
-    side.optimizer.step()
-
-
-@case()
 def step_after_one_of_two_passes(side):
     with_passes(side, 2)
     for batch in range(3):
         side.step(batch)
-
-
-@case("refused")
-def clipped_after_one_of_two_passes(side):
-    with_passes(side, 2)
-    side.backward()
-    torch.nn.utils.clip_grad_norm_(side.net.parameters(), 0.01)
-    side.optimizer.step()
-
-
-@case("refused")
-def replaced_after_one_of_two_passes(side):
-    with_passes(side, 2)
-    side.backward()
-    side.net.head.weight.grad = side.net.head.weight.grad.sign()
-    side.optimizer.step()
-
-
-@case("refused")
-def given_other_data_after_one_of_two_passes(side):
-    with_passes(side, 2)
-    side.backward()
-    side.net.head.weight.grad.data = side.net.head.weight.grad.data.sign()
-    side.optimizer.step()
 
 
 @case()
@@ -283,28 +246,3 @@ def passes_change_between_steps(side):
         for batch in range(passes):
             side.backward(batch)
         side.optimizer.step()
-
-
-@case()
-def dropped_between_two_passes(side):
-    with_passes(side, 2)
-    side.backward()
-    side.net.head.weight.grad = None
-    side.backward(1)
-    side.optimizer.step()
-
-
-@case()
-def closure_with_one_of_two_passes(side):
-    with_passes(side, 2)
-    for batch in range(2):
-        side.optimizer.step(side.closure(batch))
-
-
-@case()
-def several_closures_of_one_step(side):
-    side.net = type(side.net)()
-    plain = torch.optim.LBFGS(side.net.parameters(), lr=0.05, max_iter=3)
-    side.optimizer = side.wrap(plain)
-    side.optimizer.step(side.closure(0))
-    side.step = lambda _: side.optimizer.step(side.closure(0))

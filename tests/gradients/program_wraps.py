@@ -146,9 +146,14 @@ class Local:
             self.anchor = [p.detach().clone() for p in model.parameters()]
             self.momenta = [torch.zeros_like(p) for p in self.anchor]
             self.left_out = set()
+            self.trained = self.apart = self._trained()
+            self.held = set()
 
     def groups(self):
         return [group for wrap in self.phase(self.step) for group in wrap.groups()]
+
+    def _trained(self):
+        return {i for i, p in enumerate(self.models[-1].parameters()) if p.requires_grad}
 
     def weigh(self, rank, num_samples, nominal):
         self.is_counted = True
@@ -210,6 +215,8 @@ class Local:
         self.start, self.agrees = self.step, True
 
     def _staged(self, in_round):
+        before, self.trained = self.trained, self._trained()
+        self.apart = self.apart | before | self.trained
         if self.step >= self.due:
             self._take_over()
         was, now = self.cycles(self.step - 1), self.cycles(self.step)
@@ -219,6 +226,8 @@ class Local:
             self._take_over()
             self.sent, delay = self._means(range(self.oracle.size), 0), self.options["delay"]
             self.due = self.step + delay
+            self.sent = {i: self.sent[i] for i in self.apart}
+            self.held, self.apart = self.apart - self.trained, self.trained
             self.start, self.agrees = self.step, not delay
             if not delay:
                 self._take_over()
@@ -234,8 +243,9 @@ class Local:
         own = 2 * self.options["delay"]
         keep = own / (own + len(self.oracle.nodes))
         for model in self.models:
-            for p, mean in zip(model.parameters(), self.sent, strict=True):
-                p.copy_(keep * p + (1 - keep) * mean)
+            for i, p in enumerate(model.parameters()):
+                if (mean := self.sent.get(i)) is not None:
+                    p.copy_(mean if i in self.held else keep * p + (1 - keep) * mean)
         self.sent = None
 
     def _weights(self, ranks, level):

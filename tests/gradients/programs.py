@@ -1,7 +1,7 @@
 """Training scripts drawn at random, compared with replicas of plain torch.
 
 In the tests, and as a program that starts its own ranks, goes on behind a script that hangs, and
-shrinks what fails: ``python -m tests.gradients.programs --ranks 3 -n 500 --seed 1``.
+shrinks what it finds: ``python -m tests.gradients.programs --ranks 3 -n 500 --seed 1``.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from tests.gradients.program_wraps import dense
 
 LIMIT_S = 45.0
 """A script that makes no progress for so long hangs."""
-LAUNCHES = 16
-"""Smaller scripts that are tried for one that hangs, each in a world of its own."""
+LAUNCHES = 32
+"""Smaller scripts that are tried for a finding, each in a world of its own."""
 BROKEN = 3
-"""Exit code of ranks whose world is of no use any more."""
+"""Exit code of ranks that have a finding."""
 
 
 @dataclass
@@ -158,7 +158,6 @@ def check(world, program, on_statement=lambda _: None):
 
     Returns:
         The kind of finding and what each rank found, the same on every rank; empty if all is well.
-        After "ranks differ" the world is of no use any more.
     """
     warnings.simplefilter("ignore")
     with environment(program.settings):
@@ -206,48 +205,17 @@ def left_apart(program):
     return program.says("method = ") and program.statements[-1].kind != "finish"
 
 
-def shrink(world, program, kind, keep, save, on_statement):
-    """Leave out what is not needed for this kind of finding. Collective.
-
-    Args:
-        world: the ranks.
-        program: all of it.
-        kind: of the finding.
-        keep: the numbers of the moves that are there; changed in place.
-        save: is called with each smaller program.
-        on_statement: is called with the number of each statement.
-    """
-    count = max(len(keep) // 2, 1)
-    while count:
-        first = 0
-        while first < len(keep):
-            rest = keep[:first] + keep[first + count :]
-            smaller = part_of(program, rest)
-            found, said = check(world, smaller, on_statement)
-            if found == kind:
-                keep[:] = rest
-                save(smaller, said)
-            else:
-                first += count
-        count //= 2
-
-
 def part_of(program, keep):
     return dataclasses.replace(program, moves=tuple(program.moves[i] for i in keep))
 
 
 def work(asked):
-    """Be one of the ranks: carry out programs, and write what is found."""
+    """Be one of the ranks: carry out programs, and stop at the first finding."""
     from mpi4py import MPI  # noqa: PLC0415 - the supervisor is no rank
 
     world = MPI.COMM_WORLD.Dup()
     place = asked.folder / f"place-{world.rank}"
     (asked.folder / f"pid-{world.rank}").write_text(str(os.getpid()))
-
-    def note(finding, program, said):
-        if world.rank == 0:
-            finding.write_text(program.script(said))
-
     for number in range(asked.first, asked.first + asked.n):
         program = draw_program(f"{asked.seed}/{number}", world.size)
         if asked.keep:
@@ -258,18 +226,10 @@ def work(asked):
 
         kind, said = check(world, program, tell)
         if kind:
-            name = f"{world.size}-{asked.seed}-{number}-{kind.replace(' ', '-')}"
-            finding = asked.folder / f"{name}.py"
-            if kind == "ranks differ":
-                sys.stdout.write(f"{said}\n")
-                sys.stdout.flush()
-                world.Barrier()
-                os._exit(BROKEN)
-            if asked.keep:
-                continue
-            note(finding, program, said)
-            keep = list(range(len(program.moves)))
-            shrink(world, program, kind, keep, lambda p, s, f=finding: note(f, p, s), tell)
+            sys.stdout.write(f"{kind}\n{said}\n")
+            sys.stdout.flush()
+            world.Barrier()
+            os._exit(BROKEN)
         place.write_text(f"{number + 1} 0")
     world.Barrier()
 
@@ -278,7 +238,7 @@ def launch(asked, first, count, keep=""):
     """Start the ranks, and end them if they make no progress.
 
     Returns:
-        The program that broke the world, or None; and what is known of it.
+        The program that is a finding, or None; and what is known of it.
     """
     for left in (*asked.folder.glob("place-*"), *asked.folder.glob("pid-*")):
         left.unlink()
@@ -315,41 +275,41 @@ def poll(running):
 
 
 def supervise(asked):
-    """Carry out all programs, in as many worlds as that needs."""
+    """Carry out all programs, and shrink each that is a finding."""
     asked.folder.mkdir(parents=True, exist_ok=True)
-    first, end = asked.first, asked.first + asked.n
+    first, end, found = asked.first, asked.first + asked.n, []
     while first < end:
-        broken, said = launch(asked, first, end - first)
-        if broken is None:
+        number, said = launch(asked, first, end - first)
+        if number is None:
             break
-        program = draw_program(f"{asked.seed}/{broken}", asked.ranks)
-        finding = asked.folder / f"{asked.ranks}-{asked.seed}-{broken}-broken.py"
-        finding.write_text(program.script(said))
-        shrink_apart(asked, broken, program, finding)
-        first = broken + 1
-    found = sorted(asked.folder.glob(f"{asked.ranks}-{asked.seed}-*.py"))
+        program = draw_program(f"{asked.seed}/{number}", asked.ranks)
+        script = shrunk(asked, number, program, said)
+        finding = asked.folder / f"{asked.ranks}-{asked.seed}-{number}.py"
+        finding.write_text(script)
+        found.append(finding)
+        first = number + 1
     for finding in found:
         sys.stdout.write(f"{finding}\n{finding.read_text()}\n")
     sys.stdout.write(f"{asked.n} programs on {asked.ranks} ranks, {len(found)} findings\n")
     return bool(found)
 
 
-def shrink_apart(asked, number, program, finding):
-    """Shrink what hangs, each smaller program in a world of its own."""
+def shrunk(asked, number, program, said):
+    """Leave out what is not needed for a finding; each smaller program has a world of its own."""
     keep = list(range(len(program.moves)))
     count, left = max(len(keep) // 2, 1), LAUNCHES
     while count and left:
         first = 0
-        while first < len(keep) and left:
+        while first < len(keep) > count and left:
             rest = keep[:first] + keep[first + count :]
-            broken, said = launch(asked, number, 1, ",".join(map(str, rest or keep[:1])))
+            is_found, told = launch(asked, number, 1, ",".join(map(str, rest)))
             left -= 1
-            if broken is not None:
-                keep[:] = rest
-                finding.write_text(part_of(program, keep).script(said))
+            if is_found is not None:
+                keep, said = rest, told
             else:
                 first += count
         count //= 2
+    return part_of(program, keep).script(said)
 
 
 def main():

@@ -16,22 +16,28 @@ def batches_of(rank: int, unit: float = 1.0) -> list[torch.Tensor]:
     return [torch.full((1, 3), unit * (1 + rank + 10 * i)).double() for i in range(2 + rank)]
 
 
-@MANY
-@OVERLAPS
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, op):
+def trained(hvd, **options):
+    """Make a model, the same on every rank, and its optimizer."""
     model = nn.Linear(3, 2).double()
     hvd.broadcast_parameters(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), op=getattr(hvd, op)
-    )
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(plain, **options)
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("how", ["Average", "Sum", "counted"])
+def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, how):
+    model, optimizer = trained(hvd, op=hvd.Sum if how == "Sum" else hvd.Average)
     for step, x in enumerate(batches_of(hvd.rank())):
         optimizer.zero_grad()
+        if how == "counted":  # then ranks that have joined have no samples
+            optimizer.set_num_samples(1)
         model(x).sum().backward()
         there = [r for r in range(hvd.size()) if step < len(batches_of(r))]
         total = sum(batches_of(r)[step] for r in there).expand(2, 3)
-        expected = total / hvd.size() if op == "Average" else total
-        torch.testing.assert_close(model.weight.grad, expected)
+        divisor = {"Average": hvd.size(), "Sum": 1, "counted": len(there)}[how]
+        torch.testing.assert_close(model.weight.grad, total / divisor)
         metric = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="metric")
         assert metric.item() == len(there)
         optimizer.step()
@@ -43,33 +49,14 @@ def test_ranks_that_have_joined_add_zeros_to_the_steps_of_the_others(hvd, op):
 
 
 @MANY
-def test_with_sample_counts_they_count_as_ranks_without_samples(hvd):
-    model = nn.Linear(3, 2).double()
-    hvd.broadcast_parameters(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step, x in enumerate(batches_of(hvd.rank())):
-        optimizer.zero_grad()
-        optimizer.set_num_samples(1)
-        model(x).sum().backward()
-        there = [r for r in range(hvd.size()) if step < len(batches_of(r))]
-        mean = sum(batches_of(r)[step] for r in there).expand(2, 3) / len(there)
-        torch.testing.assert_close(model.weight.grad, mean)
-        optimizer.step()
-    hvd.join()
-
-
-@MANY
 def test_several_optimizers_are_told_apart(hvd):
-    one, two = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
-    for model in (one, two):
-        hvd.broadcast_parameters(model.state_dict())
-    kept = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (one, two)]
+    pairs = [trained(hvd), trained(hvd)]
     for step, x in enumerate(batches_of(hvd.rank())):
-        order = (0, 1) if step % 2 else (1, 0, 1)
-        for index in order:
-            kept[index].zero_grad()
-            (one, two)[index](x).sum().backward()
-            kept[index].step()
+        for index in (0, 1) if step % 2 else (1, 0, 1):
+            model, optimizer = pairs[index]
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
     assert hvd.join() == hvd.size() - 1
 
 
@@ -77,9 +64,7 @@ def test_several_optimizers_are_told_apart(hvd):
 def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_last(
     hvd, monkeypatch
 ):
-    model = nn.Linear(3, 2).double()
-    hvd.broadcast_parameters(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = trained(hvd)
     for _ in range(2 if hvd.rank() == 0 else 1):
         optimizer.zero_grad()
         model(torch.ones(1, 3).double()).sum().backward()
@@ -96,11 +81,7 @@ def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_la
 
 @MANY
 def test_steps_of_adasum_are_refused_once_a_rank_has_joined(hvd):
-    model = nn.Linear(3, 2).double()
-    hvd.broadcast_parameters(model.state_dict())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum
-    )
+    model, optimizer = trained(hvd, op=hvd.Adasum)
     model(torch.ones(1, 3).double()).sum().backward()
     with pytest.raises(MismatchError, match="has joined"):
         hvd.join() if hvd.rank() == 0 else optimizer.step()

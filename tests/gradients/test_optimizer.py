@@ -1,14 +1,19 @@
-"""Optimizers, schedulers, scalers and closures go on to work, on averages."""
+"""What scripts, schedulers and scalers do with an optimizer: averages, or a telling error."""
+
+import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import MismatchError
+from hpctrain.core.errors import ConfigError
 from tests.gradients.training import (
     EVERY_SIZE,
     MANY,
+    ONE_NODE,
+    OVERLAPS,
     assert_close,
     backward,
     distributed,
@@ -19,7 +24,10 @@ from tests.gradients.training import (
     make_model,
     part_of,
     sgd,
+    train_alone,
 )
+
+pytestmark = ONE_NODE
 
 
 @MANY
@@ -33,36 +41,6 @@ def test_a_rank_may_skip_backward(hvd):
     optimizer.step()
     for p, old, g in zip(model.parameters(), before, expected_gradients(), strict=True):
         torch.testing.assert_close(p.detach(), old - 0.01 * g / hvd.size(), rtol=1e-11, atol=1e-14)
-
-
-@MANY
-def test_parameters_added_later_are_averaged_too(hvd):
-    torch.manual_seed(0)
-    first, second = nn.Linear(64, 10).double(), nn.Linear(64, 10).double()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1))
-    images, labels = part_of(global_batch(0), hvd.rank(), hvd.size())
-    cross_entropy(first(images), labels).backward()
-    optimizer.step()
-    optimizer.add_param_group({"params": list(second.parameters())})
-    for _ in range(3):
-        optimizer.zero_grad()
-        cross_entropy(first(images) + second(images), labels).backward()
-        grads = torch.cat([p.grad.view(-1) for p in [*first.parameters(), *second.parameters()]])
-        assert torch.equal(hvd.allreduce(grads), grads) or hvd.size() == 3
-        torch.testing.assert_close(hvd.allreduce(grads), grads)
-
-
-@MANY
-def test_clipping_sees_averages(hvd):
-    model, alone = make_model(), make_model()
-    optimizer = distributed(hvd, model)
-    optimizer.zero_grad()
-    images, labels = global_batch(0)
-    cross_entropy(alone(images), labels).backward()
-    backward(hvd, model)
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, alone)]
-    torch.testing.assert_close(*norms)
-    assert_close(gradients(model), gradients(alone))
 
 
 @MANY
@@ -124,29 +102,132 @@ def test_schedulers_made_before_and_after_go_on_to_work(hvd):
     assert_close(gradients(model), expected_gradients())
 
 
-@EVERY_SIZE
-def test_a_closure_is_evaluated_on_averages(hvd):
-    model, alone = make_model(), make_model()
-    kind = torch.optim.LBFGS
-    optimizer, plain = hvd.DistributedOptimizer(kind(model.parameters())), kind(alone.parameters())
-
-    def closure(m, o, batch, average):
-        def evaluate():
-            o.zero_grad()
-            loss = cross_entropy(m(batch[0]), batch[1])
-            loss.backward()
-            return average(loss.detach())
-
-        return evaluate
-
-    own = part_of(global_batch(0), hvd.rank(), hvd.size())
-    optimizer.step(closure(model, optimizer, own, hvd.allreduce))
-    plain.step(closure(alone, plain, global_batch(0), lambda loss: loss))
-    assert largest_difference(model, alone) < 1e-8
+@MANY
+def test_a_step_after_synchronize_warns_once_and_keeps_what_was_clipped(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    backward(hvd, model)
+    optimizer.synchronize()
+    for p in model.parameters():
+        p.grad.fill_(0.0)
+    with pytest.warns(
+        UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"
+    ) as all_:
+        optimizer.step()
+    assert len(all_) == 1
+    assert all_[0].filename == __file__
+    assert_close(list(model.parameters()), list(make_model().parameters()))
+    backward(hvd, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
 @MANY
-def test_different_models_are_an_error_on_every_rank(hvd):
-    model = nn.Linear(4, 5 if hvd.rank() == hvd.size() - 1 else 3)
-    with pytest.raises(MismatchError, match=r"parameters must be the same.*\(5, 4\)"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+@OVERLAPS
+def test_groups_and_predivision_change_no_gradient(hvd):
+    def some(model):
+        first, *_, last = model.parameters()
+        return [[first, last], [model[2].weight]]
+
+    ways = [{"gradient_predivide_factor": factor} for factor in (1.0, 4.0, 0.25)]
+    ways += [{"groups": groups} for groups in (1, 4, 99, [], some)]
+    for options in ways:
+        model = make_model()
+        made = {"groups": some(model)} if options.get("groups") is some else options
+        optimizer = distributed(hvd, model, **made)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(hvd, model, step)
+            assert_close(gradients(model), expected_gradients(step))
+
+
+@MANY
+def test_groups_are_messages(hvd):
+    model = make_model()
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = distributed(hvd, model, num_groups=3)
+    buckets = optimizer._reducer._reduction._buckets
+    named = [[slot.name for slot in bucket.slots] for bucket in buckets]
+    assert named == [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"]]
+
+
+@MANY
+def test_a_process_set_averages_among_its_ranks_only(hvd):
+    inside = hvd.rank() > 0
+    some = hvd.add_process_set(range(1, hvd.size()))
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = distributed(hvd, model, process_set=some)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.full((1, 1), float(hvd.rank())).double()).sum().backward()
+        mean = hvd.size() / 2 if inside else 0.0
+        assert model.weight.grad.item() == pytest.approx(mean)
+        optimizer.step()
+    removed = distributed(hvd, nn.Linear(1, 1), process_set=some)
+    del removed
+    hvd.remove_process_set(some)
+    with pytest.raises(ConfigError, match="not registered"):
+        distributed(hvd, model, process_set=some)
+
+
+@EVERY_SIZE
+def test_state_goes_to_and_from_a_plain_optimizer(hvd):
+    model, other = make_model(), make_model()
+    optimizer = distributed(hvd, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.step()
+    plain = sgd(other)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    resumed = hvd.DistributedOptimizer(plain, other.named_parameters())
+    optimizer.load_state_dict(copy.deepcopy(resumed.state_dict()))
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.zero_grad()
+        backward(hvd, m, 2)
+        o.step()
+        assert largest_difference(m, train_alone(3)) < 1e-12
+
+
+@EVERY_SIZE
+def test_names_are_unique_and_the_same_on_all_ranks(hvd):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    names = sorted(optimizer._parameter_names.values())
+    assert len(set(names)) == 4
+    assert hvd.broadcast_object(names) == names
+
+
+@EVERY_SIZE
+def test_arguments_are_checked(hvd):
+    model = make_model()
+    named = list(model.named_parameters())
+    first = named[0][1]
+
+    def refused(match, *names, **options):
+        with pytest.raises(ConfigError, match=match):
+            hvd.DistributedOptimizer(sgd(model), *names, **options)
+
+    refused("backward_passes_per_step", backward_passes_per_step=0)
+    refused("got twice: a", [("a", p) for p in model.parameters()])
+    refused(r"lacks 5: group 0, parameter 1 \(48,\)", named[:1])
+    refused("lacks 6", [])
+    refused("sequence of tuples", list(model.parameters()))
+    refused("op must be Average", op=hvd.Min)
+    refused("predivide", gradient_predivide_factor=2.0, op=hvd.Sum)
+    refused("predivide", gradient_predivide_factor=0.0)
+    refused("non-negative", groups=-1)
+    refused("lists of parameters", groups="all")
+    refused("lists of parameters", groups=[first])
+    refused("groups consist of parameters, got str", groups=[["0.weight"]])
+    refused("groups 0 and 1", groups=[[first], [first]])
+    optimizer = distributed(hvd, model)
+    with pytest.raises(ConfigError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigError, match="backward_passes_per_step"):
+        optimizer.set_backward_passes_per_step(0)
+    optimizer.set_backward_passes_per_step(3)
+    assert optimizer.backward_passes_per_step == 3

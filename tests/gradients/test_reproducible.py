@@ -209,20 +209,12 @@ def test_its_state_goes_on_with_the_random_numbers(comm):
 
 @EVERY_SIZE
 @ONE_NODE
-def test_every_rank_sees_the_flags_of_all(comm):
+def test_one_thread_is_the_rule_and_every_rank_sees_the_flags_of_all(comm):
     model, _, steps = make("mlp", comm, 4)
     steps.raise_flags(2 if comm.rank == comm.size - 1 else 0)
     samples = range(4 * steps.own.start, 4 * steps.own.stop)
-    steps.step(batch_of("mlp", 0, samples), loss_of(model))
-    assert steps.raised_flags == 2
-
-
-@EVERY_SIZE
-@ONE_NODE
-def test_one_thread_is_the_rule(comm):
-    model, _, steps = make("mlp", comm, 4)
-    samples = range(4 * steps.own.start, 4 * steps.own.stop)
     steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+    assert steps.raised_flags == 2
     assert torch.get_num_threads() == 1
     assert steps.facts["threads"] == "1"
     assert all(steps.facts.values())

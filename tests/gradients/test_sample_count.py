@@ -16,6 +16,7 @@ from tests.gradients.training import (
     global_batch,
     gradients,
     make_model,
+    sgd,
 )
 
 
@@ -39,15 +40,32 @@ def test_unequal_batches_are_weighted_by_their_samples(hvd):
             assert_close(gradients(model), expected_gradients())
 
 
-@MANY
-def test_a_mean_over_no_samples_does_not_poison_the_others(hvd):
+def loss_of(model, own):
+    """Return a loss whose gradients over no samples are NaN: it multiplies mean and weights."""
     images, labels = global_batch(0)
-    own = slice(0, 0) if hvd.rank() == 0 else slice(0, GLOBAL_BATCH)
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    optimizer.set_num_samples(own.stop)
-    cross_entropy(model(images[own]), labels[own]).backward()  # NaN on rank 0
-    assert_close(gradients(model), expected_gradients())
+    size = sum(parameter.square().sum() for parameter in model.parameters())
+    return cross_entropy(model(images[own]), labels[own]) * (1 + 0.01 * size)
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_nan_with_a_weight_of_zero_stays_out_of_the_sum(hvd, set_to_none):
+    alone, model = make_model(), make_model()
+    loss_of(alone, slice(0, 0)).backward()
+    assert all(gradient.isnan().all() for gradient in gradients(alone))
+    plain, optimizer = sgd(alone), distributed(hvd, model)
+    own = slice(0, 0 if hvd.rank() == 0 else GLOBAL_BATCH)
+    for _ in range(3):
+        plain.zero_grad()
+        loss_of(alone, slice(0, GLOBAL_BATCH)).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.set_num_samples(own.stop)
+        loss_of(model, own).backward()
+        assert_close(gradients(model), gradients(alone))
+        plain.step()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @MANY

@@ -30,10 +30,10 @@ def distributed(hvd, model, as_dense, **options):
     return hvd.DistributedOptimizer(optimizer, named, sparse_as_dense=as_dense, **options)
 
 
-def expected(hvd, step, ranks, num_parts=None):
+def expected(hvd, step, ranks):
     model = make_table()
     for rank in ranks:
-        (loss_of(model, rows_of(rank, step)) / (num_parts or hvd.size())).backward()
+        (loss_of(model, rows_of(rank, step)) / hvd.size()).backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -60,55 +60,31 @@ def test_sparse_gradients_are_averages_and_stay_sparse(hvd, as_dense):
 
 @MANY
 @EITHER
-def test_a_rank_without_a_sparse_gradient_adds_no_rows(hvd, as_dense):
-    model = make_table()
-    optimizer = distributed(hvd, model, as_dense)
-    for step in range(4):
-        optimizer.zero_grad()
-        if hvd.rank() == 1:
-            loss_of(model, rows_of(1, step)).backward()
-        optimizer.synchronize()
-        assert_gradients(model, expected(hvd, step, [1]))
-
-
-@MANY
-@EITHER
-def test_sparse_gradients_are_weighted_by_samples_and_predivided(hvd, as_dense):
-    model = make_table()
-    optimizer = distributed(hvd, model, as_dense, gradient_predivide_factor=2.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        optimizer.set_num_samples(0 if hvd.rank() == 0 else 2)
-        loss_of(model, rows_of(hvd.rank(), step)).backward()
-        ranks = range(1, hvd.size())
-        assert_gradients(model, expected(hvd, step, ranks, num_parts=len(ranks)))
-
-
-@MANY
-@EITHER
-def test_a_second_backward_adds_its_average(hvd, as_dense):
+@pytest.mark.parametrize("how", ["one alone", "counted", "added up", "later"])
+def test_they_are_averages_whoever_has_them_and_when(hvd, as_dense, how):
+    """One rank alone has some; rank 0 has no samples; nobody forgets them; they come later."""
     model, alone = make_table(), make_table()
-    optimizer = distributed(hvd, model, as_dense)
-    for step in range(3):
-        loss_of(model, rows_of(hvd.rank(), step)).backward()
-        for rank in range(hvd.size()):
-            (loss_of(alone, rows_of(rank, step)) / hvd.size()).backward()
-        assert_gradients(model, [p.grad for p in alone.parameters()])
-    optimizer.zero_grad()
-
-
-@MANY
-@EITHER
-def test_a_gradient_that_becomes_sparse_later_is_sparse_from_then_on(hvd, as_dense):
-    model = make_table()
-    optimizer = distributed(hvd, model, as_dense)
+    options = {"gradient_predivide_factor": 2.0} if how == "counted" else {}
+    optimizer = distributed(hvd, model, as_dense, **options)
+    counted = {"one alone": [1], "counted": range(1, hvd.size())}.get(how, range(hvd.size()))
+    num_parts = len(counted) if how == "counted" else hvd.size()
     for step in range(5):
-        model[0].sparse = step >= 2 and hvd.rank() == 0
-        optimizer.zero_grad()
-        loss_of(model, rows_of(hvd.rank(), step)).backward()
-        exact = expected(hvd, step, range(hvd.size()))
-        exact[0] = exact[0] if step >= 2 else exact[0].to_dense()
+        if how == "counted":
+            optimizer.set_num_samples(0 if hvd.rank() == 0 else 2)
+        if how == "later":
+            model[0].sparse = step >= 2 and hvd.rank() == 0
+        for one in (optimizer, alone) if how != "added up" else ():
+            one.zero_grad()
+        if hvd.rank() == 1 or how != "one alone":
+            loss_of(model, rows_of(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        for rank in counted:
+            (loss_of(alone, rows_of(rank, step)) / num_parts).backward()
+        exact = [p.grad for p in alone.parameters()]
+        if how == "later" and step < 2:
+            exact[0] = exact[0].to_dense()
         assert_gradients(model, exact)
+    optimizer.zero_grad()
 
 
 @MANY

@@ -5,8 +5,8 @@ batch; afterwards the weights are the same on all ranks and those of the one pro
 has raised the same error.
 """
 
-import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -42,23 +42,33 @@ def hvd(request):
         hpctrain.shutdown()
 
 
+def error_of(script: Callable[[], None], world) -> HpctrainError | None:
+    """Run a script; it ends on all ranks, or every rank has an error of the same kind."""
+    error: HpctrainError | None = None
+    try:
+        script()
+    except HpctrainError as caught:
+        error = caught
+    kinds = world.allgather(type(error).__name__)
+    assert len(set(kinds)) == 1, f"{kinds}: {error}"
+    return error
+
+
 @SIZES
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name in CASES for op in CAN[name]])
 def test_a_change_ends_with_the_average_everywhere(hvd, world, name, op):
     how = getattr(hvd, op)
     side = Side(hvd.rank(), hvd.size(), lambda o: hvd.DistributedOptimizer(o, op=how), 1)
     alone = Side(0, 0, lambda o: o, hvd.size() if op == "Sum" else 1)
-    error: HpctrainError | None = None
-    for one in (side, alone):
-        one.step(7)  # learns how often hooks fire, so that later ones travel early
-        one.step(8)
-    try:
+    alone.begin()
+    weights: list[Tensor] = []
+
+    def script():
+        side.begin()
         CASES[name](side)
-        weights = finish(side)
-    except HpctrainError as caught:
-        error = caught
-    kinds = world.allgather(type(error).__name__)
-    assert len(set(kinds)) == 1, f"{kinds}: {error}"
+        weights.extend(finish(side))
+
+    error = error_of(script, world)
     assert (error is not None) == (name in REFUSED), error
     if error is not None:
         return
@@ -67,137 +77,98 @@ def test_a_change_ends_with_the_average_everywhere(hvd, world, name, op):
     for mine, wanted in zip(weights, expected, strict=True):
         tolerance = 1e-5 if "single" in name or "swapped_by" in name or "double" in name else 1e-9
         torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
-    assert (
-        len(
-            {
-                tuple(map(tuple, w.flatten(1).tolist())) if w.dim() > 1 else tuple(w.tolist())
-                for w in world.allgather(weights[0])
-            }
-        )
-        == 1
-    )
+    assert all(torch.equal(weights[0], other) for other in world.allgather(weights[0]))
 
 
 # --- what only some ranks do ---
 
-PARTINGS: dict[str, Callable[[Side], None]] = {}
+
+@torch.no_grad()
+def edit_a_weight(side):
+    side.net.body.weight[0] += 1
 
 
-def parting(function: Callable[[Side], None]) -> Callable[[Side], None]:
-    PARTINGS[function.__name__] = function
-    return function
+def set_head(side, made):
+    side.net.head.weight.grad = made(side.net.head.weight)
 
 
-@parting
-def drops_one(side):
-    side.backward()
+def load_other_state(side):
+    state = side.optimizer.state_dict()
+    state["state"] = {
+        number: {"momentum_buffer": values["momentum_buffer"] + 1}
+        for number, values in state["state"].items()
+    }
+    side.optimizer.load_state_dict(state)
+
+
+def nothing(side):
+    assert side.size > 1
+
+
+PARTINGS: dict[str, tuple[Callable[[Side], object], Callable[[Side], object]]] = {
+    # name: what rank 0 does before a backward, and after it
+    "drops_one": (nothing, lambda side: set_head(side, lambda _: None)),
+    "replaces_one": (nothing, lambda side: set_head(side, torch.ones_like)),
+    "changes_one_in_place": (nothing, lambda side: side.net.head.weight.grad.mul_(2)),
+    "runs_backward_once_more": (nothing, lambda side: side.backward(1)),
+    "leaves_a_step_out": (nothing, nothing),
+    "steps_without_a_backward": (lambda side: side.optimizer.step(), nothing),
+    "edits_a_weight": (edit_a_weight, nothing),
+    "has_another_learning_rate": (
+        lambda side: side.optimizer.param_groups[0].update(lr=0.2),
+        nothing,
+    ),
+    "freezes": (lambda side: side.net.head.requires_grad_(False), nothing),
+    "converts": (lambda side: side.net.float(), nothing),
+    "loads_other_state": (load_other_state, nothing),
+}
+
+
+def part(side: Side, name: str) -> None:
+    before, after = PARTINGS[name]
     if side.rank == 0:
-        side.net.head.weight.grad = None
+        before(side)
+    if side.rank or name != "steps_without_a_backward":
+        side.backward()
+        if side.rank == 0:
+            after(side)
+        if side.rank or name != "leaves_a_step_out":
+            side.optimizer.step()
+
+
+def replace_by_its_rank(side: Side) -> None:
+    side.backward()
+    set_head(side, lambda weight: torch.full_like(weight, float(side.rank)))
     side.optimizer.step()
 
 
-@parting
-def replaces_one(side):
+def forget_and_let_rank_0_go_on(side: Side) -> None:
+    """Skip a step, as for a NaN, and the next backward on other ranks."""
     side.backward()
+    side.net.zero_grad()
     if side.rank == 0:
-        side.net.head.weight.grad = torch.ones_like(side.net.head.weight)
+        side.backward()
     side.optimizer.step()
 
 
-@parting
-def changes_one_in_place(side):
-    side.backward()
-    if side.rank == 0:
-        side.net.head.weight.grad.mul_(2)
-    side.optimizer.step()
-
-
-@parting
-def edits_a_weight(side):
-    with torch.no_grad():
-        side.net.body.weight[0] += side.rank
-    side.step()
-
-
-@parting
-def steps_without_a_backward(side):
-    if side.rank == 0:
-        side.optimizer.step()
-    else:
-        side.step()
-
-
-@parting
-def leaves_a_step_out(side):
-    side.backward()
-    if side.rank:
-        side.optimizer.step()
-
-
-@parting
-def runs_backward_once_more(side):
-    side.backward()
-    if side.rank == 0:
-        side.backward(1)
-    side.optimizer.step()
-
-
-@parting
-def has_another_learning_rate(side):
-    side.optimizer.param_groups[0]["lr"] = 0.1 * (1 + side.rank)
-    side.step()
-
-
-@parting
-def freezes(side):
-    if side.rank == 0:
-        side.net.head.requires_grad_(False)
-    side.step()
-
-
-@parting
-def converts(side):
-    if side.rank == 0:
-        side.net.float()
-    side.step()
-
-
-@parting
-def loads_other_state(side):
-    if side.rank == 0:
-        state = copy.deepcopy(side.optimizer.state_dict())
-        for values in state["state"].values():
-            values["momentum_buffer"] += 1
-        side.optimizer.load_state_dict(state)
-    side.step()
-
-
-@parting
-def replaces_a_sum_then_goes_on(side):
-    side.backward()
-    side.net.head.weight.grad = torch.full_like(side.net.head.weight, float(side.rank))
-    side.optimizer.step()
+SCRIPTS = {name: partial(part, name=name) for name in PARTINGS}
+SCRIPTS |= {one.__name__: one for one in (replace_by_its_rank, forget_and_let_rank_0_go_on)}
 
 
 @SIZES
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", PARTINGS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_what_only_some_ranks_do_is_an_error_on_all_or_has_no_effect(hvd, world, name, op):
     how = getattr(hvd, op)
     side = Side(hvd.rank(), hvd.size(), lambda o: hvd.DistributedOptimizer(o, op=how), 1)
-    error: HpctrainError | None = None
-    try:
-        side.step(7)
-        side.step(8)
-        PARTINGS[name](side)
+
+    def script():
+        side.begin()
+        SCRIPTS[name](side)
         for batch in range(3):
             side.step(batch)
-    except HpctrainError as caught:
-        error = caught
-    kinds = world.allgather(type(error).__name__)
-    assert len(set(kinds)) == 1, f"{kinds}: {error}"
-    if error is None:
+
+    if error_of(script, world) is None:
         weights = world.allgather([p.detach().clone() for p in side.net.parameters()])
         for others in weights:
-            for mine, other in zip(weights[0], others, strict=True):
-                assert torch.equal(mine, other)
+            assert all(map(torch.equal, weights[0], others))

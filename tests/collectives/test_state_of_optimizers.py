@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn, optim
 
-import hpctrain
 from hpctrain.core.errors import ConfigError
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
@@ -26,14 +25,6 @@ HALF = KINDS.keys() - {"LBFGS", "SparseAdam"}
 CASES = [(kind, torch.float32) for kind in KINDS] + [
     (kind, torch.bfloat16) for kind in sorted(HALF)
 ]
-
-
-@pytest.fixture(scope="module")
-def hvd():
-    """One world for all tests of this file: they are many and small."""
-    hpctrain.init()
-    yield hpctrain
-    hpctrain.shutdown()
 
 
 class Model(nn.Module):
