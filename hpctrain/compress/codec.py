@@ -1,7 +1,7 @@
-"""What lies between a full bucket and the ranks' sum of it: the protocol, and the plain form."""
+"""Codecs, between a full bucket and the ranks' sum of it: the protocol, and the plain form."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -40,8 +40,28 @@ class Codec(Protocol):
         Collective: every rank calls it, for the same buckets, in the same order.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on, such as an error that was not sent yet.
 
-class Identity:
+        It is this rank's own. Not collective.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` has given. Not collective."""
+
+
+class Stateless:
+    """The part of a codec of which no step depends on another."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Need nothing."""
+
+
+class Identity(Stateless):
     """The codec that loses nothing: what is there is sent."""
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.compress.codec import Stateless
 
 
 class Compressor(Protocol):
@@ -19,7 +20,7 @@ class Compressor(Protocol):
         """Return the sum of what has travelled, in the form of the original tensors."""
 
 
-class TensorByTensor:
+class TensorByTensor(Stateless):
     """The codec for a compressor of somebody else: every tensor of a bucket is sent by itself."""
 
     def __init__(self, compressor: Compressor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Identity
+from hpctrain.compress.codec import Codec, Identity, Stateless
 from hpctrain.compress.compressor import Compressor, TensorByTensor
 
 
@@ -53,7 +53,7 @@ class Compression:
     """In bfloat16: 8 bits of precision, the range of float32."""
 
 
-class HalfCodec:
+class HalfCodec(Stateless):
     """The codec that sends buckets of 32 and 64 bits as 16.
 
     A node sums in full precision, and only what crosses its rail is rounded: the slice before it

@@ -25,6 +25,7 @@ from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, install, leave
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
+from hpctrain.runtime.rebuild import Rebuild, Stage
 
 if TYPE_CHECKING:
     from hpctrain.comm.liveness import Liveness
@@ -70,6 +71,8 @@ class World:
     """The same ranks for MPI; None in a world of one."""
     given: "MpiComm | None"
     """The communicator that ``init`` was given."""
+    rebuild: Rebuild
+    """Who holds state about the ranks."""
     timelines: Timelines
     """The timeline that this rank records, if any."""
     last_call: LastCall
@@ -195,6 +198,9 @@ def join(settings: Settings, chosen: object = None) -> None:
         end=hooks.abort if hooks is not None else None,
     )
     sets = ProcessSets(inside, comm, controllers)
+    rebuild = Rebuild()
+    rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
+    rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
     _world = World(
         comm=comm,
         sets=sets,
@@ -207,6 +213,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         hooks=hooks,
         ranks=ranks,
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
+        rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
         step_headers=WeakKeyDictionary(),
@@ -260,8 +267,7 @@ def _leave(leaving: World) -> None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
-    leaving.sets.close()
-    leaving.timelines.stop()
+    leaving.rebuild.close()
     leaving.comm.close()
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
@@ -32,6 +33,7 @@ from hpctrain.train.metrics import result
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.task import Task, build
 
@@ -267,10 +269,7 @@ def held(
     told = ""
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
-            console.print(
-                f"--force takes {directory.path} from {holder.describe()}, which stops if it "
-                "still lives; what was learnt since its last checkpoint is lost"
-            )
+            console.print(_losses(directory, holder))
         while waits_for := on_root(comm, partial(_attempt, lease, directory, force=force)):
             if waits_for != told:
                 console.print(waits_for)
@@ -280,6 +279,21 @@ def held(
     finally:
         if lease is not None:
             lease.release()
+
+
+def _losses(directory: RunDirectory, holder: Holder) -> str:
+    """Say what a job loses from which the run is taken."""
+    newest, last = None, 0
+    with suppress(CheckpointError):
+        newest, _ = CheckpointDirectory(directory.checkpoints).newest()
+    with suppress(OSError, ValueError):
+        last = last_record(directory.metrics).get("step", 0)
+    start = f"the checkpoint of step {newest}" if newest is not None else "the start"
+    return (
+        f"--force takes {directory.path} from {holder.describe()}, which stops if it still lives; "
+        f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
+        f"step {last}"
+    )
 
 
 def _attempt(lease: Lease | None, directory: RunDirectory, *, force: bool) -> str:

@@ -142,7 +142,7 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
         assert len(re.findall(rf"process {second.pid} on .* has taken it over", told)) == 1
         assert "Traceback" not in told
         assert re.search(
-            rf"--force takes .*process {holder.pid} on .* since its last checkpoint is lost", said
+            rf"--force takes .*process {holder.pid} on .* is lost: its last", said
         )
     elif event == "is killed":
         assert first.returncode == -signal.SIGKILL, told

@@ -110,7 +110,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             together = agree(_ending_of(functools.partial(attempt, must_sync=must_sync)))
             if together.end is End.DONE:
                 return cast("R", together.result)
-            world.current().sets.renew()
+            world.current().rebuild.renew()
             if together.end is End.MET_OTHERS:
                 raise together.error or MismatchError(together.text)
             resets.count(together)

@@ -1,0 +1,66 @@
+"""Rebuild: who holds state about the ranks, and in what order it is made anew and let go.
+
+Communicators are reached through the world of the moment and kept by nobody. What else depends on
+who the ranks are registers here: numbers of ranks, operations under way, shares of data. When the
+ranks change, or what they have under way must be given up, all of it is made anew in one order;
+at the end it is let go in the reverse one.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Stage(enum.IntEnum):
+    """What comes before what: a holder may use what the stages before its own have made."""
+
+    RECORDS = 0
+    """What writes down what this rank does: timelines."""
+    SETS = 1
+    """Process sets and the controllers of their named operations."""
+    HOLDERS = 2
+    """What is built upon them: optimizers, samplers, loaders."""
+
+
+class _Holder(NamedTuple):
+    stage: Stage
+    renew: Callable[[], object] | None
+    close: Callable[[], object] | None
+
+
+class Rebuild:
+    """The holders of one world."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._holders: list[_Holder] = []
+
+    def register(
+        self,
+        stage: Stage,
+        *,
+        renew: Callable[[], object] | None = None,
+        close: Callable[[], object] | None = None,
+    ) -> None:
+        """Take one more; in the same order on every rank, as both functions may be collective.
+
+        Args:
+            stage: when its turn is; those of one stage take turns as they came.
+            renew: makes anew what it holds; None where nothing of it depends on the ranks.
+            close: lets go of it; None where nothing has to be done.
+        """
+        self._holders.append(_Holder(stage, renew, close))
+        self._holders.sort(key=lambda holder: holder.stage)  # stable
+
+    def renew(self) -> None:
+        """Make everything anew, the first stage first. Collective."""
+        for holder in self._holders:
+            if holder.renew is not None:
+                holder.renew()
+
+    def close(self) -> None:
+        """Let go of everything, the last stage first. Collective."""
+        while self._holders:
+            holder = self._holders.pop()
+            if holder.close is not None:
+                holder.close()
