@@ -1,5 +1,6 @@
 """A batch out of several shards: each copies its samples to their places in the batch."""
 
+import mmap
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.core.units import KIB
+from hpctrain.core.units import KIB, MIB
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Ragged
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 """Makes an array to be filled, of a shape and a dtype."""
 
+HUGE_BYTES = 2 * MIB
+"""Of a large page."""
 _SMALL_BYTES = 64 * KIB
 _MAX_PER_SIZE = 16
 _MAX_SIZES = 8
@@ -52,7 +55,7 @@ class Buffers:
             # The one that became free last is the likeliest to lie in a cache.
             memory = self._free[size].pop()
         except (KeyError, IndexError):
-            memory = np.empty(size, np.uint8)
+            memory = _fresh(size)
         # Not an array's view but a buffer's: all views of it refer to it, not to the memory.
         whole = np.frombuffer(memory.data, np.uint8)
         weakref.finalize(whole, self._take_back, memory).atexit = False
@@ -65,6 +68,18 @@ class Buffers:
         if len(self._free) > _MAX_SIZES:
             with suppress(KeyError):
                 self._free.popitem(last=False)
+
+
+def _fresh(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory in large pages where the system has them: a batch fills them sooner."""
+    if num_bytes < HUGE_BYTES:
+        return np.empty(num_bytes, np.uint8)
+    memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_BYTES
+    return whole[start : start + num_bytes]
 
 
 class Part(NamedTuple):
