@@ -79,7 +79,8 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 # table, so that a failure keeps no other launch from running. The tests of one rank need no
 # launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
 # keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
-# How long files are is `make check`'s to say.
+# How long files are is `make check`'s to say. Nobody waits for tee: a process that a test left
+# behind would keep it for ever.
 SIDE_BY_SIDE := OMP_WAIT_POLICY=passive OMPI_MCA_mpi_yield_when_idle=1
 
 define suite
@@ -90,7 +91,8 @@ define suite
   $(if $(filter 1,$(2)),,$(3) -m hpctrain launch -n $(2) --) \
   $(3) -m pytest -q $(if $(filter 1,$(2)),-n 3 --dist worksteal) --color=$(COLOR) \
   --ignore tests/test_size.py \
-  --report $(REPORTS)/$(1).json || code=$$?; echo $$code > $(REPORTS)/$(1).rc
+  --report $(REPORTS)/$(1).json > >(tee $(REPORTS)/$(1).log) 2>&1 || code=$$?; \
+  echo $$code > $(REPORTS)/$(1).rc
 
 endef
 

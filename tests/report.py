@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 SLOWEST = 20
+LAST_LINES = 15
 EXIT_NOTHING_RAN = 5
+_HEAD = re.compile(r"still runs after|\] \S+::\S+ failed$|Fatal Python error|signal \d|Signal:")
+"""How a rank says that its test hangs, fails or ends the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +24,8 @@ class Launch:
     problem: str
     skipped: str
     tests: list[dict[str, Any]]
+    last_words: tuple[str, ...] = ()
+    """Of a launch that broke outside of its tests: what ranks told, and its last lines."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
@@ -32,7 +38,10 @@ class Launch:
             return cls(name=name, problem=problem, skipped=skipped, tests=[])
         report = json.loads(_text(folder / f"{name}.json") or "{}")
         problem = _problem(name, report, _text(folder / f"{name}.rc") or "none")
-        return cls(name=name, problem=problem, skipped="", tests=report.get("tests", []))
+        tests = report.get("tests", [])
+        told = any(test["outcome"] == "failed" for test in tests)
+        words = _last_words(folder / f"{name}.log") if problem and not told else ()
+        return cls(name=name, problem=problem, skipped="", tests=tests, last_words=words)
 
     @property
     def row(self) -> str:
@@ -46,6 +55,12 @@ class Launch:
 
 def _text(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
+
+
+def _last_words(path: Path) -> tuple[str, ...]:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    heads = [line for line in lines if _HEAD.search(line)]
+    return (*heads[-LAST_LINES:], "...", *lines[-LAST_LINES:]) if lines else ()
 
 
 def _problem(name: str, report: dict[str, Any], code: str) -> str:
@@ -65,10 +80,17 @@ def table(launches: list[Launch]) -> list[str]:
     lines = [f"{'launch':12}{'passed':>9}{'failed':>9}{'skipped':>9}{'time':>11}"]
     lines += [launch.row for launch in launches]
     tests = [(launch.name, test) for launch in launches for test in launch.tests]
-    lines += _reasons("skipped", tests) + _reasons("failed", tests)
+    lines += _reasons("skipped", tests)
     slowest = sorted(tests, key=lambda test: -test[1]["seconds"])[:SLOWEST]
     lines += ["", f"slowest {len(slowest)}"]
     lines += [f"{test['seconds']:8.2f} s  {name:12}{test['test']}" for name, test in slowest]
+    # What failed comes last: whoever sees the end of a long output alone looks for that.
+    lines += _reasons("failed", tests)
+    for launch in launches:
+        words = launch.last_words
+        lines += ["", f"{launch.name}: {launch.problem}", *(f"  {line}" for line in words)] * bool(
+            words
+        )
     sums = Counter(test["outcome"] for _, test in tests)
     # A launch that broke outside of its tests is a failure, one left out a skip.
     sums["failed"] += sum(bool(launch.problem) for launch in launches if not _told(launch))

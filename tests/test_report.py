@@ -55,6 +55,15 @@ def test_a_launch_that_broke_outside_of_its_tests_fails_the_run(
     assert capsys.readouterr().out.endswith("\n1 passed, 1 failed, 0 skipped\n")
 
 
+def test_the_end_tells_what_broke_a_launch_outside_of_its_tests(tmp_path, capsys):
+    lines = ["[rank 1] t.py::test_x still runs after 60 s", *map(str, range(99)), "the end"]
+    (tmp_path / "openmpi-2.log").write_text("\n".join(lines))
+    assert report.main(str(tmp_path), "openmpi-2") == 1
+    told = capsys.readouterr().out.splitlines()
+    assert f"  {lines[0]}" in told
+    assert told[-3:] == ["  the end", "", "0 passed, 1 failed, 0 skipped"]
+
+
 def test_a_launch_without_report_fails_the_run(tmp_path, capsys):
     assert report.main(str(tmp_path), "openmpi-3") == 1
     assert "no report" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Blocks read ahead are read once, waited for, and told as damaged to who takes them."""
 
+import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
@@ -126,3 +127,11 @@ def test_a_shard_truncated_while_open_is_told(directory):
         file.truncate(4096)
     with pytest.raises(CorruptError, match="truncated or replaced"):
         list(Loader(dataset, global_batch=8))
+
+
+def test_what_a_map_cannot_bring_is_read_and_the_process_lives(directory):
+    shard = OpenShard(directory, Manifest.read(directory), 0, io="map")
+    entry = Manifest.read(directory).shards[0]
+    # Behind its end a mapped file cannot be touched, as where a disk fails.
+    os.truncate(directory / entry.file, entry.places["number"].offset)
+    assert shard.file.wrong_blocks(np.arange(6)) == [0, 1, 2, 3, 4, 5]

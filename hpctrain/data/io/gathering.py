@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.core.units import KIB, MIB
+from hpctrain.core.units import KIB
+from hpctrain.data.io.mapped import HUGE_BYTES
 from hpctrain.data.io.values import Array
 from hpctrain.data.ragged import Ragged
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 """Makes an array to be filled, of a shape and a dtype."""
 
-_HUGE_BYTES = 2 * MIB
-"""Of a large page."""
 _SMALL_BYTES = 64 * KIB
 _MAX_PER_SIZE = 16
 _MAX_SIZES = 8
@@ -72,13 +71,13 @@ class Buffers:
 
 def _fresh(num_bytes: int) -> NDArray[np.uint8]:
     """Return memory in large pages where the system has them: a batch fills them sooner."""
-    if num_bytes < _HUGE_BYTES:
+    if num_bytes < HUGE_BYTES:
         return np.empty(num_bytes, np.uint8)
-    memory = mmap.mmap(-1, num_bytes + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % _HUGE_BYTES
+    start = -whole.ctypes.data % HUGE_BYTES
     return whole[start : start + num_bytes]
 
 

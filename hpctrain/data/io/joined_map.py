@@ -7,6 +7,7 @@ shard and the next slot nothing is mapped.
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from math import gcd, lcm
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.units import KIB
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.mapped import Space
+from hpctrain.data.io.mapped import HUGE_BYTES, Space
 from hpctrain.data.io.shardfile import ShardFile
 from hpctrain.data.io.values import Array, take_rows
 
@@ -51,21 +52,22 @@ class JoinedMap:
     @classmethod
     def of(cls, manifest: Manifest, files: Sequence[ShardFile]) -> Self | None:
         """Join files, None where one of them is not mapped or cannot be placed."""
-        fields = [field for field in manifest.fields.values() if not field.ragged]
-        if not all(file.is_mapped for file in files) or any(f.compression for f in fields):
+        fields = {name: field for name, field in manifest.fields.items() if not field.ragged}
+        is_plain = not any(field.compression for field in fields.values())
+        if not is_plain or not all(file.is_mapped for file in files):
             return None
-        sizes = [field.sample_bytes for field in fields]
         most = max(file.shard.num_samples for file in files)
-        # Rows after which every field, and every block, begins anew on a page.
-        pages = (mmap.PAGESIZE // gcd(mmap.PAGESIZE, size) for size in sizes if size)
-        step = lcm(manifest.block_size, *pages)
-        slot = -(-most // step) * step
-        if sum(sizes) * slot * len(files) > _MOST_BYTES:
-            return None
-        try:
-            return cls(manifest, files, slot)
-        except (OSError, ValueError):  # too few addresses, or bytes that begin on no page
-            return None
+        is_copied = {name: _is_copied(manifest, files[0], name, most) for name in fields}
+        sizes = [field.sample_bytes for name, field in fields.items() if not is_copied[name]]
+        for page in (HUGE_BYTES, mmap.PAGESIZE):
+            # Rows after which every field, and every block, begins anew on such a page.
+            step = lcm(manifest.block_size, *(page // gcd(page, size) for size in sizes))
+            slot = -(-most // step) * step
+            if sum(sizes) * slot * len(files) <= _MOST_BYTES:
+                # Too few addresses, too little memory, or bytes that begin on no page.
+                with suppress(OSError, ValueError, MemoryError):
+                    return cls(manifest, files, slot)
+        return None
 
     def is_in_memory(self, *, fits: bool) -> bool:
         """Return whether every file was in memory when it was opened, or has come there since.
@@ -119,18 +121,23 @@ class JoinedMap:
 def _joined(manifest: Manifest, files: Sequence[ShardFile], name: str, slot: int) -> NDArray[Any]:
     field = manifest.fields[name]
     shape = (len(files) * slot, *field.shape)
-    most_bytes = max(file.shard.num_samples for file in files) * field.sample_bytes
-    # Less than a page is aligned to nothing in a shard.
-    if most_bytes <= _SMALL_BYTES or files[0].is_kept(name):
+    most = max(file.shard.num_samples for file in files)
+    if _is_copied(manifest, files[0], name, most):
         array = np.empty(shape, field.dtype)
         for number, file in enumerate(files):
             count = file.shard.num_samples
             array[number * slot : number * slot + count] = file.values[name].between(0, count)
         return array
-    space = Space(shape, field.dtype)
+    space = Space(shape, field.dtype, files[0].shard.places[name].offset or 0)
     for number, file in enumerate(files):
         if (offset := file.shard.places[name].offset) is None:
             raise ValueError("only HDF5 can read it")
         num_bytes = file.shard.num_samples * field.sample_bytes
         space.map_file(number * slot * field.sample_bytes, file.descriptor, offset, num_bytes)
     return space.array()
+
+
+def _is_copied(manifest: Manifest, file: ShardFile, name: str, most: int) -> bool:
+    # Less than a page is aligned to nothing in a shard.
+    small = manifest.fields[name].sample_bytes * most <= _SMALL_BYTES
+    return small or file.is_kept(name)

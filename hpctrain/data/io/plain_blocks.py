@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import MIB
+from hpctrain.data.io.mapped import Space
 from hpctrain.data.io.values import Array, read_into
 
 Read = Callable[[int, int], memoryview]
@@ -71,6 +72,22 @@ class PlainBlocks:
 def _pieces(blocks: Array, edges: Array, crcs: NDArray[np.uint32]) -> list[_Piece]:
     columns = blocks, edges[blocks], edges[blocks + 1], crcs[blocks]
     return list(zip(*[column.tolist() for column in columns], strict=True))
+
+
+def from_map(space: Space, offset: int, num_bytes: int, *, otherwise: Read) -> Read:
+    """Read ``num_bytes`` from ``offset`` on where a file is mapped, once they are in memory.
+
+    What cannot be brought there is read ``otherwise``, which says why it fails: to touch it would
+    end the process.
+    """
+    data = space.array()[offset : offset + num_bytes].data
+
+    def read(begin: int, end: int) -> memoryview:
+        if space.bring(offset + begin, end - begin):
+            return data[begin:end]
+        return otherwise(begin, end)
+
+    return read
 
 
 def from_file(descriptor: int, offset: int) -> Read:

@@ -66,7 +66,9 @@ def distinct(numbers: Array) -> Array:
 
 
 def _bring(file: ShardFile, blocks: Array) -> None:
-    _advise_blocks(file, blocks)
+    # What is asked for here comes in small pages, which a map then takes one by one.
+    if not file.is_mapped:
+        _advise_blocks(file, blocks)
     file.bring(blocks)
 
 

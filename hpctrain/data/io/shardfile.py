@@ -16,7 +16,7 @@ from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.io.chunks import CachedValues, ChunkCache
 from hpctrain.data.io.mapped import Space, is_cached
-from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
+from hpctrain.data.io.plain_blocks import PlainBlocks, from_file, from_map
 from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values, as_bytes, read_at
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class ShardFile:
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
         """Whether it lay in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
-        self._bytes = self._mapped() if self.is_mapped else None
+        self._space = self._mapped() if self.is_mapped else None
+        self._bytes = self._space.array() if self._space else None
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
             name: self._index(name) for name, field in manifest.fields.items() if field.ragged
@@ -170,10 +171,10 @@ class ShardFile:
                 f"it was truncated or replaced"
             )
 
-    def _mapped(self) -> NDArray[np.uint8]:
+    def _mapped(self) -> Space:
         space = Space((self.shard.num_bytes,), "|u1")
         space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
-        return space.array()
+        return space
 
     def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
@@ -190,15 +191,13 @@ class ShardFile:
         if name in self.indices:
             edges = self.indices[name][edges]
         edges *= size
-        in_memory = None
         if self.is_kept(name):
-            in_memory = as_bytes(self.values[name].between(0, self.shard.num_samples))
-        elif self._bytes is not None and self.was_cached:
-            in_memory = self._bytes[offset : offset + int(edges[-1])].data
-        if in_memory is None:  # also of a map: its disk may fail
-            return PlainBlocks(edges, self.crcs[name], from_file(self.descriptor, offset))
-        data = in_memory
-        return PlainBlocks(edges, self.crcs[name], lambda begin, end: data[begin:end])
+            data = as_bytes(self.values[name].between(0, self.shard.num_samples))
+            return PlainBlocks(edges, self.crcs[name], lambda begin, end: data[begin:end])
+        read = from_file(self.descriptor, offset)
+        if self._space is not None:
+            read = from_map(self._space, offset, int(edges[-1]), otherwise=read)
+        return PlainBlocks(edges, self.crcs[name], read)
 
     def _table(self, name: str) -> NDArray[Any]:
         place = self.shard.places[name]
