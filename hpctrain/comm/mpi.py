@@ -14,8 +14,11 @@ from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Combination, Op, combination, finish
-from hpctrain.comm.rail.algorithms import pairwise_alltoall_, pairwise_reduce_scatter
-from hpctrain.comm.rail.halving import allreduce_by_messages_
+from hpctrain.comm.rail.algorithms import (
+    allreduce_by_messages_,
+    pairwise_alltoall_,
+    pairwise_reduce_scatter,
+)
 from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,

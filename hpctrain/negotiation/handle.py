@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.negotiation.request import Request, Result
 
 if TYPE_CHECKING:
-    from hpctrain.negotiation.progress_thread import ProgressThread
+    from hpctrain.negotiation.controller import Controller
 
 Take = Callable[[Result], Any]
 """Makes what the user gets of the result of a request."""
@@ -20,7 +20,7 @@ class Handle:
 
     def __init__(
         self,
-        driver: "ProgressThread | None",
+        driver: "Controller | None",
         request: Request,
         name: str | None = None,
         take: Take | None = None,

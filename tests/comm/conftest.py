@@ -13,7 +13,6 @@ from tests.harness.features import FEATURES
 PATHS = {
     "flat MPI": Settings(probe="off", shared_memory="off"),
     "one node": Settings(probe="off"),
-    "MPI window": Settings(probe="off", shared_memory="window"),
     "nodes of one": Settings(probe="off", ranks_per_node=1),
     "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal at 3 ranks
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement
 from hpctrain.comm.communicator import Owner
-from hpctrain.comm.node.node_memory import NodeMemory
+from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.ops import Combination
 from hpctrain.comm.waiting import IN_NODE, Watch
@@ -35,7 +35,6 @@ class SharedMemory:
     def __init__(
         self,
         node: "MPI.Intracomm",
-        memory: NodeMemory,
         *,
         spin: bool,
         watch: Watch,
@@ -59,8 +58,6 @@ class SharedMemory:
         self.num_bytes = 0
         """Bytes that this rank has read and written in node memory so far."""
         self._node = node
-        self._memory = memory
-        self.memory_name = memory.name
         self._num_buckets = 0
         self._unusable = ""
         self._owner = Owner()
@@ -163,7 +160,7 @@ class SharedMemory:
         """
         refusal, segments = None, None
         try:
-            segments = self._memory.allocate(self._node, num_bytes)
+            segments = node_memory.allocate(self._node, num_bytes)
         except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
             refusal = str(error) or type(error).__name__
         refusals = [text for text in self._node.allgather(refusal) if text]

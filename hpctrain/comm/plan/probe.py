@@ -17,9 +17,7 @@ from mpi4py import MPI
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
-    BATCHING_SIZES,
     SIZES,
-    batching,
     candidates,
     expected_s,
     refine,
@@ -32,10 +30,6 @@ BUDGET_S = 0.3
 """What the tables may take."""
 RAIL_SHARE = 0.6
 """Of the budget, for the rails; the rest is for tensors."""
-BATCHING_SHARE = 0.3
-"""Of the budget, and beside it, for what fusion and cycle follow from."""
-BATCHING_RUNS = 9
-"""Of each size; the shortest counts."""
 RUNS = 3
 """Timed runs of a candidate."""
 RUN_S = 1e-3
@@ -65,7 +59,7 @@ def measure(
     Sizes that ``budget_s`` seconds do not reach keep what the rule says.
 
     Returns:
-        The plan with refined tables, what follows for small operations, and all measurements.
+        The plan with refined tables and all measurements.
 
     Raises:
         RankLostError: a rank was lost meanwhile.
@@ -89,10 +83,6 @@ def measure(
         found = _table("tensors", plan, comm.allreduce_by, stopwatch, budget_s)
         table = refine(plan.tensors, found, SIZES["tensors"])
         plan = replace(plan, tensors=table, measured=(*plan.measured, *found))
-        comm.use(plan)
-        times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
-        fusion_bytes, cycle_s = batching(times)
-        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
         comm.use(plan)
     finally:
         torch.set_num_threads(threads)
@@ -133,28 +123,6 @@ def _table(
             times.setdefault(algorithm, {})[num_bytes] = found.seconds
             measured.append(found)
     return measured
-
-
-def _shortest(
-    comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
-) -> dict[int, float]:
-    """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
-
-    Returns:
-        The shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached until
-        the stopwatch shows ``until_s`` are missing.
-    """
-    tensors = [torch.zeros(size // torch.float32.itemsize) for size in BATCHING_SIZES]
-    times: dict[int, float] = {}
-    for _ in range(BATCHING_RUNS):
-        for tensor in tensors:
-            expected = times.get(tensor.nbytes, expected_s(times, tensor.nbytes))
-            if stopwatch.elapsed_s + expected > until_s:
-                continue
-            seconds = stopwatch.time(partial(comm.allreduce_, tensor), 1)
-            if seconds is not None:
-                times[tensor.nbytes] = min(seconds, times.get(tensor.nbytes, seconds))
-    return times
 
 
 class Stopwatch:
