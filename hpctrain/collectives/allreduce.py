@@ -9,8 +9,6 @@ from hpctrain.collectives.operation import (
     CarriedOut,
     carried_out,
     check_group,
-    check_reduction,
-    check_tensor,
     chosen_op,
     compressed,
     controller_of,
@@ -62,12 +60,7 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         RankLostError: another rank died or left.
     """
     op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
-    return compressed(
-        compression,
-        [tensor],
-        lambda given: check_reduction(given, op, *factors),
-        lambda small: _reduced(small, name, op, *factors, process_set),
-    )[0]
+    return grouped_allreduce([tensor], None, name, compression, op, *factors, process_set)[0]
 
 
 def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -164,7 +157,6 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
     return compressed(
         compression,
         check_group(tensors),
-        check_tensor,
         lambda small: _reduced(small, name, op, *factors, process_set),
     )
 

@@ -173,14 +173,13 @@ def reduction(  # noqa: PLR0913 - what users give
 def compressed(
     compression: Compressor | type[Compressor] | None,
     tensors: Sequence[Tensor],
-    check: Callable[[Tensor], None],
     reduce: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Return what ``reduce`` makes of tensors that ``check`` takes, compressed on the way."""
+    """Return what ``reduce`` makes of tensors, compressed on the way."""
     if compression is None or compression is Compression.none:
         return reduce(tensors)
     for tensor in tensors:
-        check(tensor)
+        check_tensor(tensor)
     packed = [compression.compress(each) for each in tensors]  # type: ignore[call-arg, arg-type]
     totals = reduce([small for small, _ in packed])
     return [
@@ -192,11 +191,6 @@ def compressed(
 def wanted(tensors: Sequence[Tensor]) -> bool:
     """Say whether somebody may ask for gradients of what is made of ``tensors``."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def applied(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Return what ``function`` returns, which can be differentiated; a tuple is one still."""
-    return function.apply(*args)
 
 
 class CarriedOut(torch.autograd.Function):
@@ -223,7 +217,7 @@ def carried_out(
 ) -> list[Tensor]:
     """Return the result of a request, which can be differentiated where that may be wanted."""
     if wanted(tensors):
-        return list(applied(function, request, process_set, *tensors))
+        return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return controller_of(process_set).run(request)
 
 

@@ -109,7 +109,6 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
     return compressed(
         compression,
         check_group(tensors),
-        lambda tensor: check_rows(tensor, "reducescatter"),
         lambda small: _scattered(small, name, op, process_set, prescale_factor, postscale_factor),
     )
 

@@ -121,5 +121,5 @@ class Request:
 
 
 Result = list[Any]
-"""One item for each tensor of the request: a tensor; of an all-to-all ``(tensor, received
-splits)``. Nothing for a barrier."""
+"""A tensor for each one of the request; of an all-to-all a tensor and the received splits. Nothing
+for a barrier."""

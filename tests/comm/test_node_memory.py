@@ -166,14 +166,13 @@ for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
     current().comm.allreduce_(bucket).wait()
     said.append(str(bucket.flat.unique().tolist()))
 print("<" + "|".join([str(hvd.rank()), *said]) + ">", flush=True)
-hvd.shutdown()
 """
 
 
 @pytest.mark.launches
-def test_memory_that_the_system_does_not_give_is_an_error_on_all_ranks(tmp_path):
+def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_the_end(tmp_path):
     (tmp_path / "refused.py").write_text(REFUSED)
-    said, done = launch(tmp_path / "refused.py", HPCTRAIN_SHARED_MEMORY="memfd")
+    said, done = launch(tmp_path / "refused.py", HPCTRAIN_STATS="1")
     assert [words[0] for words in said] == ["0", "1"], done
     for _, full, refused, without in said:
         for text, why in ((full, "No space left on device"), (refused, "Invalid argument")):
@@ -181,6 +180,7 @@ def test_memory_that_the_system_does_not_give_is_an_error_on_all_ranks(tmp_path)
             assert why in text
             assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
         assert without == "[2.0]"  # libc takes the pages by storing to each
+    assert done.stderr.count("what 2 ranks communicated") == 1
 
 
 class Group:
