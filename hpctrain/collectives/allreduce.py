@@ -15,10 +15,9 @@ from hpctrain.collectives.operation import (
     only,
     reduction,
 )
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 

@@ -15,8 +15,7 @@ from hpctrain.collectives.operation import (
 )
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.request import Handle, Kind, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 

@@ -14,8 +14,7 @@ from hpctrain.collectives.operation import (
     only,
     root_in,
 )
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Handle, Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.controller import Controller

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from hpctrain.collectives.operation import check_on_cpu, controller_of, named
 from hpctrain.core.errors import ConfigError
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 

@@ -14,9 +14,8 @@ from hpctrain.comm.eager import eager
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.units import MIB
-from hpctrain.negotiation.handle import Handle, Take
 from hpctrain.negotiation.progress_engine import CLOSE, JOIN, BreakOff, ProgressEngine
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.request import Handle, Kind, Request, Result, Take
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

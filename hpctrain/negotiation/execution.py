@@ -15,8 +15,8 @@ from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator, Traffic
-    from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.messages import OperationBatch
+    from hpctrain.negotiation.request import Handle
     from hpctrain.negotiation.timeline import Timeline
 
 

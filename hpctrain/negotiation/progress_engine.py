@@ -13,11 +13,10 @@ from hpctrain.core.errors import (
     OperationMismatchError,
 )
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
-from hpctrain.negotiation.request import Kind
+from hpctrain.negotiation.request import Handle, Kind
 from hpctrain.negotiation.stall import Answer, Question, StallWatch
 
 if TYPE_CHECKING:

@@ -220,11 +220,7 @@ def test_every_rank_is_connected_with_rank_0_and_both_ends_know_of_each_edge(nod
         assert tree.parent is None or rank in trees[tree.parent].children
         assert set(tree.neighbours) == {*tree.children, tree.parent} - {None}
         assert len(tree.children) == len(set(tree.children)) <= 2 * FAN_OUT
-
-
-@given(worlds())
-def test_only_the_first_rank_of_a_node_has_a_parent_on_another_node(nodes):
-    trees = trees_of(nodes)
+    # Only the first rank of a node has a parent on another one.
     node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     for ranks in nodes:
         for rank in set(ranks) - {min(ranks)}:

@@ -16,8 +16,8 @@ from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.node_memory import allocate
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.units import MIB
-from tests.comm.test_node_memory_jobs import launch
 from tests.full_disk import largest_file
+from tests.runtime.victims import run_ranks
 
 CLONE_NEWNET = 0x40000000
 NOBODY = 65534
@@ -148,14 +148,13 @@ def test_what_one_rank_cannot_reserve_all_are_told_with_the_way_out(world):
 
 
 REFUSED = """
-import torch, hpctrain as hvd
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 from tests.doctor.refuse import install
-hvd.init()
+
 said = []
 for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
-    if hvd.rank() == 1:
+    if rank == 1:
         install("fallocate", answer)
     try:
         bucket = current().comm.new_bucket(1 << 18, torch.float32)
@@ -165,22 +164,25 @@ for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
     bucket.flat.fill_(1)
     current().comm.allreduce_(bucket).wait()
     said.append(str(bucket.flat.unique().tolist()))
-print("<" + "|".join([str(hvd.rank()), *said]) + ">", flush=True)
+sys.stdout.write("|".join([str(rank), *said]) + "\\n")
 """
 
 
 @pytest.mark.launches
-def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_the_end(tmp_path):
-    (tmp_path / "refused.py").write_text(REFUSED)
-    said, done = launch(tmp_path / "refused.py", HPCTRAIN_STATS="1")
-    assert [words[0] for words in said] == ["0", "1"], done
+def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_the_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HPCTRAIN_STATS", "1")
+    outcome = run_ranks(tmp_path, REFUSED)
+    said = sorted(line.split("|") for line in outcome.out.splitlines())
+    assert [words[0] for words in said] == ["0", "1"], outcome.err
     for _, full, refused, without in said:
         for text, why in ((full, "No space left on device"), (refused, "Invalid argument")):
             assert "local rank 1 cannot reserve 1.0 MiB of node memory: [Errno" in text
             assert why in text
             assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
         assert without == "[2.0]"  # libc takes the pages by storing to each
-    assert done.stderr.count("what 2 ranks communicated") == 1
+    assert outcome.err.count("what 2 ranks communicated") == 1
 
 
 class Group:

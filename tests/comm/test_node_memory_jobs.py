@@ -56,6 +56,7 @@ def script(tmp_path):
 SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 
 
+@pytest.mark.conformance
 def test_a_container_per_rank_with_a_small_dev_shm_shares_memory_by_socket(script):
     wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--mount", "--ipc"]
     wrapper += ["sh", "-c", f'{SMALL_SHM} && exec "$@"', "sh"]
