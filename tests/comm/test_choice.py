@@ -6,7 +6,6 @@ from hpctrain.comm.plan.choice import (
     GAIN,
     SIZES,
     candidates,
-    expected_s,
     faster,
     refine,
 )
@@ -84,10 +83,3 @@ def test_the_plans_own_algorithm_is_measured_first(what, plan):
         names = candidates(what, size, plan)
         assert names[0] == plan.table(what).at(size)
         assert len(set(names)) == len(names) > 1
-
-
-def test_what_a_size_will_take_is_estimated_along_a_line():
-    assert expected_s({}, 100) == 0
-    assert expected_s({10: 2.0}, 100) == 2
-    assert expected_s({10: 2.0, 20: 3.0}, 100) == pytest.approx(11)
-    assert expected_s({10: 3.0, 20: 2.0}, 100) == 2

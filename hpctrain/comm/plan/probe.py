@@ -19,7 +19,6 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
     SIZES,
     candidates,
-    expected_s,
     refine,
 )
 from hpctrain.comm.plan.plan import Measurement, Plan
@@ -92,8 +91,11 @@ def measure(
 def _table(
     what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
 ) -> list[Measurement]:
-    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective."""
-    times: dict[str, dict[int, float]] = {}
+    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective.
+
+    The run that is under way then is the last one: sizes grow, so it takes about as long as those
+    before it together at most.
+    """
     measured: list[Measurement] = []
     failed: set[str] = set()
     begin_s = stopwatch.elapsed_s
@@ -104,24 +106,21 @@ def _table(
         figures: dict[str, list[float]] = {}
         # In turns: what else this machine does for a while then hits all candidates alike.
         for algorithm in RUNS * candidates(what, num_bytes, plan):
-            if algorithm in failed:
+            if algorithm in failed or stopwatch.elapsed_s > end_s:
                 continue
-            runs = figures.get(algorithm, [])
-            expected = runs[-1] if runs else expected_s(times.get(algorithm, {}), num_bytes)
-            calls = max(1, min(MOST_CALLS, int(RUN_S / expected))) if runs else 1
-            if stopwatch.elapsed_s + (calls + (not runs)) * expected > end_s:
-                continue
+            runs = figures.setdefault(algorithm, [])
+            calls = max(1, min(MOST_CALLS, int(RUN_S / runs[-1]))) if runs else 1
             run = partial(run_by, algorithm, values)
             seconds = stopwatch.time(run, calls, warm_up=not runs)
             if seconds is None:
                 failed.add(algorithm)
-                figures.pop(algorithm, None)
+                del figures[algorithm]
             else:
-                figures.setdefault(algorithm, []).append(seconds)
-        for algorithm, runs in figures.items():
-            found = Measurement(what, num_bytes, algorithm, tuple(runs))
-            times.setdefault(algorithm, {})[num_bytes] = found.seconds
-            measured.append(found)
+                runs.append(seconds)
+        measured += [
+            Measurement(what, num_bytes, algorithm, tuple(runs))
+            for algorithm, runs in figures.items()
+        ]
     return measured
 
 
