@@ -177,6 +177,10 @@ class Handle:
         assert self._result is not None
         return self._result if self._take is None else self._take(self._result)
 
+    def __call__(self) -> Any:
+        """Do what ``wait`` does, as Horovod's handles of sparse tensors."""
+        return self.wait()
+
     def succeed(self, result: Result) -> None:
         """Give the result; called once, by the controller."""
         self._result = result
