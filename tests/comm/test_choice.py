@@ -1,11 +1,20 @@
 """Measurements change the rule's table only where the gain is clear."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpctrain.comm.plan.choice import (
+    BATCHING_SIZES,
+    DEFAULT,
     GAIN,
+    LATENCY_SHARE,
     SIZES,
+    batching,
     candidates,
+    expected_s,
     faster,
     refine,
 )
@@ -28,7 +37,7 @@ def test_without_measurements_the_rule_stays():
 
 def test_what_confirms_the_rule_changes_nothing():
     measured = [
-        *figures(4 * KIB, doubling=1.0, other=2.0),
+        *figures(4 * KIB, doubling=1.0, tree=2.0),
         *figures(64 * KIB, halving=1.0, ring=2.0),
         *figures(MIB, ring=1.0, halving=2.0),
     ]
@@ -38,12 +47,12 @@ def test_what_confirms_the_rule_changes_nothing():
 @pytest.mark.parametrize(
     ("measured", "winner"),
     [
-        ({"rule": (1.0, 1.0), "other": (0.8, 0.8)}, "other"),
-        ({"rule": (1.0, 1.0), "other": (0.9, 0.9)}, "rule"),  # the gain is not clear
-        ({"rule": (1.0, 1.0), "other": (2.0, 2.0)}, "rule"),
+        ({"rule": (1.0, 1.0), "tree": (0.8, 0.8)}, "tree"),
+        ({"rule": (1.0, 1.0), "tree": (0.9, 0.9)}, "rule"),  # the gain is not clear
+        ({"rule": (1.0, 1.0), "tree": (2.0, 2.0)}, "rule"),
         ({"rule": (1.0, 1.0), "b": (1 - GAIN, 1 - GAIN)}, "b"),  # the smallest gain that counts
         ({"rule": (1.0,), "b": (0.5, 0.5), "a": (0.5, 0.5)}, "b"),  # the first of equals
-        ({"other": (0.1, 0.1)}, "rule"),  # it was not measured
+        ({"tree": (0.1, 0.1)}, "rule"),  # it was not measured
         ({"rule": (1.0, 5.0, 6.0), "other": (0.1, 0.1, 1.1)}, "rule"),  # some run says no: noise
         ({"rule": (1.0, 5.0, 6.0), "other": (0.1,)}, "rule"),
         # What is steady wins where the fastest is not.
@@ -56,10 +65,10 @@ def test_the_rule_stays_unless_another_gains_clearly_and_in_each_run(measured, w
 
 
 def test_a_size_speaks_for_its_neighbourhood():
-    found = refine(RULE, figures(64 * KIB, halving=1.0, other=0.5), RAIL_SIZES)
+    found = refine(RULE, figures(64 * KIB, halving=1.0, tree=0.5), RAIL_SIZES)
     assert found.steps == (
         (0, "doubling"),  # not measured at 64 KiB, so the rule stays up to its own limit
-        (32 * KIB, "other"),
+        (32 * KIB, "tree"),
         (256 * KIB, "ring"),
     )
 
@@ -71,8 +80,8 @@ def test_the_largest_size_speaks_for_all_above():
 
 
 def test_sizes_that_were_not_reached_keep_the_rule():
-    found = refine(RULE, figures(4 * KIB, doubling=1.0, other=0.1), RAIL_SIZES)
-    assert found.at(0) == found.at(15 * KIB) == "other"
+    found = refine(RULE, figures(4 * KIB, doubling=1.0, tree=0.1), RAIL_SIZES)
+    assert found.at(0) == found.at(15 * KIB) == "tree"
     assert (found.at(17 * KIB), found.at(MIB)) == ("doubling", "ring")
 
 
@@ -83,3 +92,58 @@ def test_the_plans_own_algorithm_is_measured_first(what, plan):
         names = candidates(what, size, plan)
         assert names[0] == plan.table(what).at(size)
         assert len(set(names)) == len(names) > 1
+
+
+def test_what_a_size_will_take_is_estimated_along_a_line():
+    assert expected_s({}, 100) == 0
+    assert expected_s({10: 2.0}, 100) == 2
+    assert expected_s({10: 2.0, 20: 3.0}, 100) == pytest.approx(11)
+    assert expected_s({10: 3.0, 20: 2.0}, 100) == 2
+
+
+A_GBIT = 1e9 / 8
+"""Bytes per second."""
+
+
+def times(latency_s, bytes_per_s, sizes=BATCHING_SIZES):
+    return {size: latency_s + (size - BATCHING_SIZES[0]) / bytes_per_s for size in sizes}
+
+
+@given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
+def test_latency_is_a_small_share_of_a_full_message_and_no_shorter_than_a_cycle(
+    latency_s, bytes_per_s
+):
+    chosen = batching(times(latency_s, bytes_per_s))
+    assert 1 / 4.1 <= chosen.cycle_s / latency_s <= 1.05
+    if 64 * KIB < chosen.fusion_bytes < 64 * MIB:
+        share = latency_s * bytes_per_s / chosen.fusion_bytes
+        assert LATENCY_SHARE / 2.1 <= share <= LATENCY_SHARE * 2.1
+
+
+@given(st.floats(2e-6, 8e-3), st.floats(1e6, 1e11))
+def test_both_are_powers_of_four(latency_s, bytes_per_s):
+    chosen = batching(times(latency_s, bytes_per_s))
+    assert math.log(chosen.fusion_bytes, 4) == pytest.approx(
+        round(math.log(chosen.fusion_bytes, 4))
+    )
+    in_us = chosen.cycle_s / 1e-6
+    assert math.log(in_us, 4) == pytest.approx(round(math.log(in_us, 4)), abs=1e-6)
+
+
+@given(st.floats(0.1e-3, 1e-3))
+def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
+    slow, fast = batching(times(latency_s, A_GBIT / 5)), batching(times(latency_s, A_GBIT))
+    assert slow.fusion_bytes < fast.fusion_bytes
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {},
+        times(1e-3, 1e8, BATCHING_SIZES[:1]),
+        times(1e-3, -1e9),
+        dict.fromkeys(BATCHING_SIZES, 1e-3),
+    ],
+)
+def test_what_says_nothing_about_the_link_changes_nothing(seconds):
+    assert batching(seconds) == DEFAULT

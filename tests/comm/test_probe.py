@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
-from hpctrain.comm.plan.choice import SIZES
+from hpctrain.comm.plan.choice import BATCHING_SIZES, SIZES, Batching
 from hpctrain.comm.plan.probe import Stopwatch, measure
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
@@ -39,6 +39,19 @@ def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
         tensor = torch.full((numel,), float(world.rank))
         connection.comm.allreduce_(tensor).wait()
         assert tensor.eq(sum(range(world.size))).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_fusion_and_cycle_follow_from_what_was_timed(world, connection, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        "hpctrain.comm.plan.probe.batching",
+        lambda times: timed.append(times) or Batching(12, 3e-4),
+    )
+    plan = measure(connection.comm, world, connection.plan, Watch(), FOR_EVER_S)
+    assert (plan.fusion_bytes, plan.cycle_s) == (12, 3e-4)
+    assert [set(times) for times in timed] == [set(BATCHING_SIZES)]
+    assert world.allgather(timed[0]) == world.size * timed
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable
@@ -30,8 +31,8 @@ GAIN = 0.15
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
-_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "library")
-_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "library")
+_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
+_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 _NO_RAIL = SizeTable(((0, "library"),))
 
 
@@ -172,3 +173,74 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
         and max(m.runs) < min(rule.runs)
     ]
     return min(gain, key=lambda m: m.seconds).algorithm if gain else default
+
+
+def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
+    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
+    sizes = sorted(times)
+    if not sizes:
+        return 0.0
+    last = times[sizes[-1]]
+    if len(sizes) == 1:
+        return last
+    slope = (last - times[sizes[-2]]) / (sizes[-1] - sizes[-2])
+    return last + max(slope, 0.0) * (num_bytes - sizes[-1])
+
+
+BATCHING_SIZES = (KIB, 256 * KIB)
+"""Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
+a slow one carries in ten milliseconds."""
+LATENCY_SHARE = 1 / 128
+"""Of the time of a full message."""
+_FUSION_BYTES = (64 * KIB, 64 * MIB)
+_LATENCY_S = (2e-6, 8e-3)
+
+
+class Batching(NamedTuple):
+    """How named operations are put together."""
+
+    fusion_bytes: int
+    """Largest message of several operations."""
+    cycle_s: float
+    """How long an operation waits for others, unless somebody waits for it."""
+
+
+DEFAULT = Batching(64 * MIB, 0.0)
+"""Without a measurement: no limit that matters, and no waiting."""
+
+
+def batching(seconds: Mapping[int, float]) -> Batching:
+    """Choose from how long all-reduces over all ranks take; pure.
+
+    A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation
+    but the first; what waits longer than ``a`` loses more than it can save. So operations are
+    fused up to a size at which the latency is a small share of the time, and wait for about half
+    a latency: they wait as long again, on average, for the message before theirs.
+
+    Both figures are powers of four, in bytes and in microseconds: what is nearer to one of them
+    than to the next is the same link, measured at another moment.
+
+    Args:
+        seconds: by size in bytes, each the shortest of several runs.
+
+    Returns:
+        ``DEFAULT`` where fewer than two sizes were measured, or the largest took no longer.
+    """
+    if len(seconds) < 2:
+        return DEFAULT
+    smallest, largest = min(seconds), max(seconds)
+    per_byte_s = (seconds[largest] - seconds[smallest]) / (largest - smallest)
+    if per_byte_s <= 0:
+        return DEFAULT
+    latency_s = _between(seconds[smallest], *_LATENCY_S)
+    fusion_bytes = _between(latency_s / (LATENCY_SHARE * per_byte_s), *_FUSION_BYTES)
+    return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 2 / 1e-6) * 1e-6)
+
+
+def _between(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)
+
+
+def _power_of_four(value: float) -> int:
+    """Return the one that is nearest by factor."""
+    return 1 << 2 * round(math.log2(value) / 2)

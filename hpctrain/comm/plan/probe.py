@@ -17,8 +17,11 @@ from mpi4py import MPI
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
+    BATCHING_SIZES,
     SIZES,
+    batching,
     candidates,
+    expected_s,
     refine,
 )
 from hpctrain.comm.plan.plan import Measurement, Plan
@@ -29,6 +32,10 @@ BUDGET_S = 0.3
 """What the tables may take."""
 RAIL_SHARE = 0.6
 """Of the budget, for the rails; the rest is for tensors."""
+BATCHING_SHARE = 0.3
+"""Of the budget, and beside it, for what fusion and cycle follow from."""
+BATCHING_RUNS = 9
+"""Of each size; the shortest counts."""
 RUNS = 3
 """Timed runs of a candidate."""
 RUN_S = 1e-3
@@ -58,7 +65,7 @@ def measure(
     Sizes that ``budget_s`` seconds do not reach keep what the rule says.
 
     Returns:
-        The plan with refined tables and all measurements.
+        The plan with refined tables, what follows for small operations, and all measurements.
 
     Raises:
         RankLostError: a rank was lost meanwhile.
@@ -83,6 +90,10 @@ def measure(
         table = refine(plan.tensors, found, SIZES["tensors"])
         plan = replace(plan, tensors=table, measured=(*plan.measured, *found))
         comm.use(plan)
+        times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
+        fusion_bytes, cycle_s = batching(times)
+        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
+        comm.use(plan)
     finally:
         torch.set_num_threads(threads)
     return plan
@@ -91,11 +102,8 @@ def measure(
 def _table(
     what: str, plan: Plan, run_by: RunBy, stopwatch: "Stopwatch", until_s: float
 ) -> list[Measurement]:
-    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective.
-
-    The run that is under way then is the last one: sizes grow, so it takes about as long as those
-    before it together at most.
-    """
+    """Time the candidates for all sizes, until the stopwatch shows ``until_s``. Collective."""
+    times: dict[str, dict[int, float]] = {}
     measured: list[Measurement] = []
     failed: set[str] = set()
     begin_s = stopwatch.elapsed_s
@@ -106,22 +114,47 @@ def _table(
         figures: dict[str, list[float]] = {}
         # In turns: what else this machine does for a while then hits all candidates alike.
         for algorithm in RUNS * candidates(what, num_bytes, plan):
-            if algorithm in failed or stopwatch.elapsed_s > end_s:
+            if algorithm in failed:
                 continue
-            runs = figures.setdefault(algorithm, [])
-            calls = max(1, min(MOST_CALLS, int(RUN_S / runs[-1]))) if runs else 1
+            runs = figures.get(algorithm, [])
+            expected = runs[-1] if runs else expected_s(times.get(algorithm, {}), num_bytes)
+            calls = max(1, min(MOST_CALLS, int(RUN_S / expected))) if runs else 1
+            if stopwatch.elapsed_s + (calls + (not runs)) * expected > end_s:
+                continue
             run = partial(run_by, algorithm, values)
             seconds = stopwatch.time(run, calls, warm_up=not runs)
             if seconds is None:
                 failed.add(algorithm)
-                del figures[algorithm]
+                figures.pop(algorithm, None)
             else:
-                runs.append(seconds)
-        measured += [
-            Measurement(what, num_bytes, algorithm, tuple(runs))
-            for algorithm, runs in figures.items()
-        ]
+                figures.setdefault(algorithm, []).append(seconds)
+        for algorithm, runs in figures.items():
+            found = Measurement(what, num_bytes, algorithm, tuple(runs))
+            times.setdefault(algorithm, {})[num_bytes] = found.seconds
+            measured.append(found)
     return measured
+
+
+def _shortest(
+    comm: HierarchicalCommunicator, stopwatch: "Stopwatch", until_s: float
+) -> dict[int, float]:
+    """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
+
+    Returns:
+        The shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached until
+        the stopwatch shows ``until_s`` are missing.
+    """
+    tensors = [torch.zeros(size // torch.float32.itemsize) for size in BATCHING_SIZES]
+    times: dict[int, float] = {}
+    for _ in range(BATCHING_RUNS):
+        for tensor in tensors:
+            expected = times.get(tensor.nbytes, expected_s(times, tensor.nbytes))
+            if stopwatch.elapsed_s + expected > until_s:
+                continue
+            seconds = stopwatch.time(partial(comm.allreduce_, tensor), 1)
+            if seconds is not None:
+                times[tensor.nbytes] = min(seconds, times.get(tensor.nbytes, seconds))
+    return times
 
 
 class Stopwatch:

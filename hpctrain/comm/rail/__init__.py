@@ -1,1 +1,1 @@
-"""Between nodes: a ring, halving and doubling over the slow link."""
+"""Between nodes: rings, trees and halving over the slow link."""

@@ -1,4 +1,4 @@
-"""The all-reduces between nodes by name: doubling, halving, a ring; exchanges of all pairs."""
+"""The all-reduces between nodes by name; doubling, halving, a ring, exchanges of all pairs."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
+from hpctrain.comm.rail.trees import double_tree_allreduce_, tree_allreduce_
 from hpctrain.comm.rail.wire import Arrival, Wire, cut, num_segments, received
 from hpctrain.core.units import KIB, MIB
 
@@ -201,6 +202,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "doubling": doubling_allreduce_,
     "halving": halving_allreduce_,
     "ring": ring_allreduce_,
+    "tree": tree_allreduce_,
+    "double_tree": double_tree_allreduce_,
     "library": allreduce_by_messages_,  # where the MPI library cannot; else Rail calls the library
 }
 """By the name that a plan gives them."""

@@ -48,6 +48,7 @@ class Arrival(NamedTuple):
     tensor: Tensor
     """Where it goes."""
     source: int
+    tag: int = 0
 
 
 def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
