@@ -1,9 +1,8 @@
-"""Node memory made in three ways: how long it takes to fill and to sum.
+"""Node memory made in two ways: how long it takes to fill and to sum.
 
     hpctrain launch -n 2 -- python perf/bench_node_memory.py [--json FILE]
 
 * ``memfd``: what hpctrain takes first;
-* ``window``: MPI's shared window;
 * ``huge``: memfd with pages of 2 MiB, where the system grants them: as root,
   ``echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled``. The table says how much of
   the rank's memory they are; where that is 0 the row is a second memfd and shows the noise.
@@ -24,27 +23,25 @@ from measure import arguments, interleave, median, report
 from mpi4py import MPI
 
 from hpctrain.comm.bucket import CHUNK_BYTES, slice_bounds
-from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
+from hpctrain.comm.node.node_memory import allocate, reserve
 from hpctrain.core.units import MIB, format_bytes
 
 SIZES = (8 * MIB, 25 * MIB, 64 * MIB)
 NODE = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
 
 
-class HugePages(Memfd):
-    """Memfd whose owner asks for huge pages before it takes any."""
+def reserve_huge(num_bytes: int) -> int:
+    """Take huge pages by a map that asks for them; what is refused comes in small ones."""
+    descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    with mmap.mmap(descriptor, num_bytes) as mapped:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, num_bytes, mmap.PAGESIZE):
+            mapped[start] = 0
+    return descriptor
 
-    name = "huge"
 
-    def reserve(self, num_bytes: int) -> int:
-        """Take huge pages by a map that asks for them; what is refused comes in small ones."""
-        descriptor = os.memfd_create("huge", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, num_bytes)
-        with mmap.mmap(descriptor, num_bytes) as mapped:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, num_bytes, mmap.PAGESIZE):
-                mapped[start] = 0
-        return descriptor
+WAYS = {"memfd": reserve, "huge": reserve_huge}
 
 
 def huge_share() -> float:
@@ -56,9 +53,11 @@ def huge_share() -> float:
     return sizes["ShmemPmdMapped"] / max(NODE.size * sizes["Pss_Shmem"], 1)
 
 
-def works(memory: NodeMemory, num_bytes: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def works(
+    reserve: Callable[[int], int], num_bytes: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """Make a segment on every rank; return what fills the own one and what sums them."""
-    segments = memory.allocate(NODE, num_bytes)
+    segments = allocate(NODE, num_bytes, reserve)
     values = [torch.frombuffer(segment, dtype=torch.float32) for segment in segments]
     source = torch.ones(num_bytes // 4)
     own = slice_bounds(source.numel(), NODE.size, NODE.rank)
@@ -76,21 +75,20 @@ def works(memory: NodeMemory, num_bytes: int) -> tuple[Callable[[], object], Cal
 
 def measure_size(num_bytes: int, rounds: int) -> list[dict[str, object]]:
     """Time filling and summing for one size; one row for each way."""
-    ways: tuple[NodeMemory, ...] = (Memfd(), Window(), HugePages())
-    made = {way.name: works(way, num_bytes) for way in ways}
+    made = {name: works(reserve, num_bytes) for name, reserve in WAYS.items()}
     fills = interleave({name: fill for name, (fill, _) in made.items()}, rounds=rounds)
     sums = interleave({name: add for name, (_, add) in made.items()}, rounds=rounds)
     return [
         {
             "size": format_bytes(num_bytes),
-            "way": way.name,
-            "fill ms": median(fills[way.name]) * 1e3,
-            "sum ms": median(sums[way.name]) * 1e3,
-            "memfd / fill": ratio(fills, way.name),
-            "memfd / sum": ratio(sums, way.name),
+            "way": name,
+            "fill ms": median(fills[name]) * 1e3,
+            "sum ms": median(sums[name]) * 1e3,
+            "memfd / fill": ratio(fills, name),
+            "memfd / sum": ratio(sums, name),
             "huge part of all": huge_share(),
         }
-        for way in ways
+        for name in WAYS
     ]
 
 

@@ -16,8 +16,7 @@ from hpctrain.collectives.operation import (
     named,
     only,
 )
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, Request
+from hpctrain.negotiation.request import Handle, Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 

@@ -9,18 +9,15 @@ from hpctrain.collectives.operation import (
     CarriedOut,
     carried_out,
     check_group,
-    check_reduction,
-    check_tensor,
     chosen_op,
     compressed,
     controller_of,
     only,
     reduction,
 )
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -62,12 +59,7 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
         RankLostError: another rank died or left.
     """
     op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
-    return compressed(
-        compression,
-        [tensor],
-        lambda given: check_reduction(given, op, *factors),
-        lambda small: _reduced(small, name, op, *factors, process_set),
-    )[0]
+    return grouped_allreduce([tensor], None, name, compression, op, *factors, process_set)[0]
 
 
 def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -164,7 +156,6 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
     return compressed(
         compression,
         check_group(tensors),
-        check_tensor,
         lambda small: _reduced(small, name, op, *factors, process_set),
     )
 

@@ -6,11 +6,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.operation import applied, check_rows, controller_of, named, wanted
+from hpctrain.collectives.operation import (
+    CarriedOut,
+    carried_out,
+    check_rows,
+    controller_of,
+    named,
+)
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.request import Handle, Kind, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -46,10 +51,7 @@ def alltoall(
     """
     controller = controller_of(process_set)
     request = _request(controller, tensor, splits, name)
-    if wanted((tensor,)):
-        rows, received = applied(_Alltoall, tensor, request, process_set)
-    else:
-        rows, received = controller.run(request)[0]
+    rows, received = carried_out(_Alltoall, request, (tensor,), process_set)
     return rows if splits is None else (rows, _like(received, splits))
 
 
@@ -72,7 +74,7 @@ def alltoall_async(
     request = _request(controller, tensor, splits, name)
 
     def take(result: Result) -> tuple[Tensor, Tensor]:
-        rows, received = result[0]
+        rows, received = result
         return rows, _like(received, splits)
 
     return controller.submit(request, take)
@@ -115,21 +117,21 @@ def _like(received: Tensor, splits: Tensor | Sequence[int] | None) -> Tensor:
     return received.to(splits.dtype) if isinstance(splits, Tensor) else received
 
 
-class _Alltoall(torch.autograd.Function):
+class _Alltoall(CarriedOut):
     """Sends gradients back to where the rows came from."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, request: Request, process_set: ProcessSet
-    ) -> tuple[Tensor, Tensor]:
-        rows, received = controller_of(process_set).run(request)[0]
-        ctx.num_rows, ctx.received, ctx.process_set = len(tensor), received, process_set
+        ctx: Any, request: Request, process_set: ProcessSet | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows, received = CarriedOut.forward(ctx, request, process_set, *tensors)
+        ctx.received = received
         ctx.mark_non_differentiable(received)
         return rows, received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
         back, _ = alltoall(gradient, ctx.received, process_set=ctx.process_set)
-        if len(back) < ctx.num_rows:  # rows that went nowhere
-            back = torch.cat([back, back.new_zeros(ctx.num_rows - len(back), *back.shape[1:])])
-        return back, None, None
+        if num_lost := ctx.rows[0] - len(back):  # rows that went nowhere
+            back = torch.cat([back, back.new_zeros(num_lost, *back.shape[1:])])
+        return None, None, back

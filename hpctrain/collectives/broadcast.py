@@ -12,11 +12,9 @@ from hpctrain.collectives.operation import (
     controller_of,
     named,
     only,
-    root_in,
 )
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, Request
-from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+from hpctrain.negotiation.request import Handle, Kind, Request
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
 
 
 def broadcast(
@@ -104,7 +102,7 @@ def _request(
     in_place: bool = False,
 ) -> Request:
     check_tensor(tensor)
-    root = root_in(process_set, root_rank)
+    root = in_set(process_set, root_rank)
     return Request(
         Kind.BROADCAST, named(Kind.BROADCAST, name), (tensor,), in_place=in_place, root=root
     )

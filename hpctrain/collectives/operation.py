@@ -4,35 +4,25 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
-from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result
+from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 from hpctrain.runtime.world import current
 
 _PREFIX = {kind: f"{kind.value}." for kind in Kind}
 
 only: Callable[[Result], Tensor] = itemgetter(0)
 """Takes the single tensor of a result."""
-
-
-class Pending(Protocol):
-    """An operation that was started."""
-
-    def done(self) -> bool:
-        """Say whether ``wait()`` would return, or raise, at once."""
-
-    def wait(self) -> Any:
-        """Return the result, or raise what went wrong; may be called again."""
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -87,8 +77,8 @@ def check_tensor(tensor: Tensor) -> None:
     check_on_cpu(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
-            f"operations take dense tensors, got {name_of_layout(tensor)}; give "
-            f"tensor.to_dense(), or use sparse_allreduce_async"
+            f"operations take dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
+            f"give tensor.to_dense(), or use sparse_allreduce_async"
         )
 
 
@@ -131,21 +121,6 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     return group
 
 
-def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
-    """Return the number in the process set of ``root_rank``, a rank of the world."""
-    if process_set is None or process_set is global_process_set:
-        size = current().comm.size
-        if not 0 <= root_rank < size:
-            raise ConfigError(f"root_rank must be a rank from 0 to {size - 1}, got {root_rank}")
-        return int(root_rank)
-    return in_set(process_set, root_rank)
-
-
-def name_of_layout(tensor: Tensor) -> str:
-    """Return the layout of a tensor as users write it."""
-    return str(tensor.layout).removeprefix("torch.")
-
-
 def reduction(  # noqa: PLR0913 - what users give
     kind: Kind,
     tensors: Sequence[Tensor],
@@ -173,14 +148,13 @@ def reduction(  # noqa: PLR0913 - what users give
 def compressed(
     compression: Compressor | type[Compressor] | None,
     tensors: Sequence[Tensor],
-    check: Callable[[Tensor], None],
     reduce: Callable[[Sequence[Tensor]], list[Tensor]],
 ) -> list[Tensor]:
-    """Return what ``reduce`` makes of tensors that ``check`` takes, compressed on the way."""
+    """Return what ``reduce`` makes of tensors, compressed on the way."""
     if compression is None or compression is Compression.none:
         return reduce(tensors)
     for tensor in tensors:
-        check(tensor)
+        check_tensor(tensor)
     packed = [compression.compress(each) for each in tensors]  # type: ignore[call-arg, arg-type]
     totals = reduce([small for small, _ in packed])
     return [
@@ -192,11 +166,6 @@ def compressed(
 def wanted(tensors: Sequence[Tensor]) -> bool:
     """Say whether somebody may ask for gradients of what is made of ``tensors``."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def applied(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Return what ``function`` returns, which can be differentiated; a tuple is one still."""
-    return function.apply(*args)
 
 
 class CarriedOut(torch.autograd.Function):
@@ -223,11 +192,11 @@ def carried_out(
 ) -> list[Tensor]:
     """Return the result of a request, which can be differentiated where that may be wanted."""
     if wanted(tensors):
-        return list(applied(function, request, process_set, *tensors))
+        return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return controller_of(process_set).run(request)
 
 
-def poll(handle: Pending) -> bool:
+def poll(handle: Handle) -> bool:
     """Say whether ``synchronize(handle)`` would return, or raise, at once. Not collective.
 
     Raises:
@@ -236,7 +205,7 @@ def poll(handle: Pending) -> bool:
     return _checked(handle).done()
 
 
-def synchronize(handle: Pending) -> Any:
+def synchronize(handle: Handle) -> Any:
     """Wait for an operation, and return its result. It may be called again, for the same result.
 
     Args:
@@ -255,12 +224,12 @@ def synchronize(handle: Pending) -> Any:
     return _checked(handle).wait()
 
 
-def _checked(handle: Pending) -> Pending:
-    if hasattr(handle, "wait") and hasattr(handle, "done"):
-        return handle
-    raise ConfigError(
-        f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
-    )
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ConfigError(
+            f"a handle is what a function ending in _async returns, got {type(handle).__name__}"
+        )
+    return handle
 
 
 @lru_cache(maxsize=256)

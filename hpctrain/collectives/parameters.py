@@ -1,10 +1,9 @@
 """The parameters of a model and the state of its optimizer, the same on every rank."""
 
-import hashlib
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from hpctrain.collectives.objects import allgather_object, broadcast_object, broadcast_tensors_
-from hpctrain.comm.agreement import by_rank
-from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.comm.agreement import require_equal_by
+from hpctrain.core.errors import ConfigError
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 from hpctrain.runtime.world import current
 
@@ -47,7 +46,8 @@ def broadcast_parameters(
         if tensor.layout is not torch.strided:
             raise ConfigError(f"broadcast_parameters takes dense tensors, {name} is sparse")
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-    _require_equal(lines, process_set)
+    gather = partial(allgather_object, name="parameters.lines", process_set=process_set)
+    require_equal_by(gather, lines, "parameters")
     tensors = [tensor for _, tensor in named]
     broadcast_tensors_(tensors, root_rank, "parameters", process_set)
 
@@ -64,20 +64,6 @@ def _named(params: object) -> list[tuple[str, Any]]:
         entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
         for number, entry in enumerate(params)
     ]
-
-
-def _require_equal(lines: Sequence[str], process_set: ProcessSet | None) -> None:
-    """Return if every rank gives the same lines; send a digest while all is well."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(allgather_object(digest, "parameters.digest", process_set))) == 1:
-        return
-    columns = allgather_object(list(lines), "parameters.lines", process_set)
-    rows = zip_longest(*columns, fillvalue="none")
-    number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
-    raise MismatchError(
-        f"parameters must be the same on every rank, number {number} differs: {by_rank(seen)}; "
-        f"build the same model on every rank"
-    )
 
 
 def broadcast_optimizer_state(

@@ -18,10 +18,9 @@ from hpctrain.collectives.operation import (
     only,
     reduction,
 )
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -109,7 +108,6 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
     return compressed(
         compression,
         check_group(tensors),
-        lambda tensor: check_rows(tensor, "reducescatter"),
         lambda small: _scattered(small, name, op, process_set, prescale_factor, postscale_factor),
     )
 

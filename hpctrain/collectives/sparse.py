@@ -5,35 +5,8 @@ from torch import Tensor
 
 from hpctrain.collectives.operation import check_on_cpu, controller_of, named
 from hpctrain.core.errors import ConfigError
-from hpctrain.negotiation.handle import Handle
-from hpctrain.negotiation.request import Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
-
-
-class SparseOperation:
-    """The handle of a sparse all-reduce: call it, or give it to ``synchronize``."""
-
-    def __init__(self, handle: Handle, shape: torch.Size, divisor: int) -> None:
-        self._handle = handle
-        self._shape = shape
-        self._divisor = divisor
-
-    def done(self) -> bool:
-        """Say whether ``wait()`` would return, or raise, at once."""
-        return self._handle.done()
-
-    def wait(self) -> Tensor:
-        """Return the sparse result, not coalesced, or raise what went wrong."""
-        indices, values = self._handle.wait()
-        if self._divisor != 1:
-            values = values / self._divisor
-        return torch.sparse_coo_tensor(
-            indices.t(), values, self._shape, is_coalesced=False, check_invariants=False
-        )
-
-    def __call__(self) -> Tensor:
-        """Do what ``wait`` does, as Horovod's handles of this kind."""
-        return self.wait()
 
 
 def sparse_allreduce_async(
@@ -41,7 +14,7 @@ def sparse_allreduce_async(
     name: str | None,
     op: ReduceOp,
     process_set: ProcessSet | None = global_process_set,
-) -> SparseOperation:
+) -> Handle:
     """Start to sum or average sparse tensors over all ranks.
 
     Args:
@@ -70,8 +43,19 @@ def sparse_allreduce_async(
     controller = controller_of(process_set)
     tensor = tensor.detach()
     parts = (tensor._indices().t().contiguous(), tensor._values())  # noqa: SLF001 - not coalesced
-    handle = controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts))
-    return SparseOperation(handle, tensor.shape, controller.comm.size if is_average else 1)
+    shape, divisor = tensor.shape, controller.comm.size if is_average else 1
+
+    def take(result: Result) -> Tensor:
+        indices, values = result
+        return torch.sparse_coo_tensor(
+            indices.t(),
+            values if divisor == 1 else values / divisor,
+            shape,
+            is_coalesced=False,
+            check_invariants=False,
+        )
+
+    return controller.submit(Request(Kind.ALLGATHER, named(Kind.ALLGATHER, name), parts), take)
 
 
 def _check(tensor: object) -> None:

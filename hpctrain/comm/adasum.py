@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.rail.halving import fold
+from hpctrain.comm.rail.algorithms import fold
 from hpctrain.comm.tensor_arguments import check_tensor, name_of
 from hpctrain.core.errors import CommError
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, RankLostError
 from hpctrain.core.units import format_ranks
@@ -98,10 +98,24 @@ def require_equal(
     Raises:
         MismatchError: names the first line that differs, by rank.
     """
+    require_equal_by(comm.allgather_object, lines, what, way_out)
+
+
+def require_equal_by(
+    gather: Callable[[Any], list[Any]],
+    lines: Sequence[str],
+    what: str,
+    way_out: str = "build the same model on every rank",
+) -> None:
+    """Do what ``require_equal`` does by a function that returns the objects of all ranks.
+
+    Raises:
+        MismatchError: names the first line that differs, by rank.
+    """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.allgather_object(digest))) == 1:
+    if len(set(gather(digest))) == 1:
         return
-    columns = comm.allgather_object(list(lines))
+    columns = gather(list(lines))
     rows = zip_longest(*columns, fillvalue="none")
     number, seen = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
     raise MismatchError(

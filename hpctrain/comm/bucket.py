@@ -10,6 +10,8 @@ CHUNK_BYTES = 256 << 10
 """One piece of every rank's bucket and the running sum stay in a core's L2 cache."""
 ALIGN = 64
 """Slices begin at a multiple of so many elements: no cache line has two writers."""
+_ALIGN_BYTES = 64
+"""Tensors begin at a multiple of it, which is one of every element size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,13 +95,12 @@ def plan_buckets(
     specs: Sequence[TensorSpec],
     bucket_bytes: int | None,
     *,
-    align_bytes: int = 64,
     marks_per_tensor: int = 0,
     groups: Sequence[int | None] = (),
 ) -> tuple[BucketPlan, ...]:
     """Pack tensors into buckets, in the order in which they are given.
 
-    Every tensor lies in exactly one bucket, whole, and starts at a multiple of ``align_bytes``.
+    Every tensor lies in exactly one bucket, whole, and starts at a multiple of 64 bytes.
     A bucket holds one dtype and takes tensors while it stays within ``bucket_bytes``; a tensor
     that is larger has a bucket to itself. Tensors of one group share a bucket of any size, apart
     from all others. Buckets are ordered by their first tensor; by their last one, which completes
@@ -108,7 +109,6 @@ def plan_buckets(
     Args:
         specs: the tensors, in the order in which they become ready.
         bucket_bytes: largest bucket in bytes, without marks; None for one per dtype.
-        align_bytes: a multiple of every element size.
         marks_per_tensor: elements kept free behind the last tensor, for each of them.
         groups: the number of the group of each tensor, None where it has none; empty for none.
 
@@ -128,24 +128,22 @@ def plan_buckets(
             members.append([])
             used_bytes.append(0)
         members[bucket].append(index)
-        used_bytes[bucket] += _round_up(needed, align_bytes)
+        used_bytes[bucket] += _round_up(needed, _ALIGN_BYTES)
     if groups:
         members.sort(key=lambda indices: indices[-1])
-    return tuple(_layout(specs, indices, align_bytes, marks_per_tensor) for indices in members)
+    return tuple(_layout(specs, indices, marks_per_tensor) for indices in members)
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _layout(
-    specs: Sequence[TensorSpec], members: list[int], align_bytes: int, marks_per_tensor: int
-) -> BucketPlan:
+def _layout(specs: Sequence[TensorSpec], members: list[int], marks_per_tensor: int) -> BucketPlan:
     dtype = specs[members[0]].dtype
     offsets, end = [], 0
     for index in members:
         offsets.append(end)
-        end += _round_up(specs[index].numel, align_bytes // dtype.itemsize)
+        end += _round_up(specs[index].numel, _ALIGN_BYTES // dtype.itemsize)
     return BucketPlan(
         dtype=dtype,
         members=tuple(members),

@@ -10,7 +10,6 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.comm.node.node_memory import Memfd, NodeMemory, Window
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.plan.choice import plan_for_group
 from hpctrain.comm.plan.plan import Plan
@@ -28,40 +27,31 @@ LEVELS_SLOT_BYTES = 4 << 20
 def share_memory(
     world: MPI.Intracomm, topology: Topology, wanted: str, watch: Watch
 ) -> tuple[SharedMemory | None, str]:
-    """Try the ways to share memory until one works on every node. Collective.
+    """Share memory on every node, or on none. Collective.
 
     ``wanted`` is one of ``config.SHARED_MEMORY``.
 
     Returns:
-        The node level, or None where no way works, and why the ways before it do not.
+        The node level, or None and why there is none.
 
     Raises:
-        NodeMemoryError: a way was forced and does not work; on every rank.
+        NodeMemoryError: node memory was forced and cannot be had; on every rank.
     """
     if wanted == "off":
         return None, "HPCTRAIN_SHARED_MEMORY=off"
-    ways: dict[str, NodeMemory] = {"memfd": Memfd(), "window": Window()}
     node = cast("MPI.Intracomm", world.Split(topology.node, world.rank))
     slot_bytes = SLOT_BYTES if topology.num_nodes == 1 else LEVELS_SLOT_BYTES
-    reasons: list[str] = []
-    for memory in ways.values() if wanted == "auto" else [ways[wanted]]:
-        made, refusal = None, None
-        try:
-            made = SharedMemory(
-                node,
-                memory,
-                spin=not topology.shared_cores,
-                watch=watch,
-                stage_bytes=2 * slot_bytes,
-            )
-        except NodeMemoryError as error:
-            refusal = str(error)
-        refusals = [text for text in world.allgather(refusal) if text]
-        if not refusals:
-            return made, "; ".join(reasons)
-        reasons.append(f"{memory.name}: {refusals[0]}")
+    made, refusal = None, None
+    try:
+        made = SharedMemory(
+            node, spin=not topology.shared_cores, watch=watch, stage_bytes=2 * slot_bytes
+        )
+    except NodeMemoryError as error:
+        refusal = str(error)
+    reason = next((text for text in world.allgather(refusal) if text), "")
+    if not reason:
+        return made, ""
     node.Free()
-    reason = "; ".join(reasons)
     if wanted != "auto":
         raise NodeMemoryError(
             f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Sequence
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, dtype
 
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.control_channel.mailbox import Mailbox
 from hpctrain.comm.ops import Op
@@ -31,12 +34,7 @@ class Traffic(NamedTuple):
 
     def since(self, earlier: "Traffic") -> "Traffic":
         """Return what was added after ``earlier``."""
-        return Traffic(
-            self.node_bytes - earlier.node_bytes,
-            self.rail_bytes - earlier.rail_bytes,
-            self.waited_s - earlier.waited_s,
-            self.rail_s - earlier.rail_s,
-        )
+        return Traffic(*map(sub, self, earlier))
 
 
 class Work(Protocol):
@@ -88,6 +86,7 @@ class Communicator(Protocol):
 
         Where operations have a thread, the steps are for what runs on it, see ``start_on``.
         """
+        return None
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -111,6 +110,9 @@ class Communicator(Protocol):
         Returns:
             A new contiguous tensor of the same shape.
         """
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.allreduce_(result, op=op, scale=scale).wait()
+        return result
 
     def reduce_scatter(
         self,
@@ -202,6 +204,7 @@ class Communicator(Protocol):
         Raises:
             MismatchError: some rank said no; names those ranks and their messages.
         """
+        raise_if_any(self.allgather_object(None if ok else message))
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
         """Make a communicator of some of the ranks. All ranks of this one call it.

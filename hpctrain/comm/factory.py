@@ -137,11 +137,10 @@ def _together(
     else:
         way = planning.memory_wanted(settings, stored)
         node, refusal = build.share_memory(world, topology, way, watch)
-        decision = decide(node_memory=node.memory_name if node else "none")
+        decision = decide(node_memory="memfd" if node else "none")
         comm = build.join(world, node, topology, decision.plan, watch)
         decision = planning.measured(decision, comm, world, topology, watch)
-        path = f"through an MPI {node.memory_name}" if node else "flat over MPI"
-        notes.append(refusal and f"gradients go {path}: {refusal}")
+        notes.append(refusal and f"gradients go flat over MPI: {refusal}")
     return _connection(comm, topology, decision, settings, presence, notes)
 
 

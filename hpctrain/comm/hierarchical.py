@@ -18,8 +18,7 @@ from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
-from hpctrain.comm.node.shared_memory import SharedMemory
-from hpctrain.comm.node.shared_slots import SharedSlots
+from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail

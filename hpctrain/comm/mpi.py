@@ -1,21 +1,23 @@
 """Flat MPI: calls of the library over all ranks, and messages where it cannot do what is asked."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from mpi4py import MPI
 from mpi4py.util import pkl5
 from torch import Tensor
 
-from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
-from hpctrain.comm.communicator import FINISHED, Owner, Traffic, Work
+from hpctrain.comm.communicator import FINISHED, Communicator, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Combination, Op, combination, finish
-from hpctrain.comm.rail.algorithms import pairwise_alltoall_, pairwise_reduce_scatter
-from hpctrain.comm.rail.halving import allreduce_by_messages_
+from hpctrain.comm.rail.algorithms import (
+    allreduce_by_messages_,
+    pairwise_alltoall_,
+    pairwise_reduce_scatter,
+)
 from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
@@ -31,13 +33,9 @@ from hpctrain.comm.tensor_arguments import (
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
 
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator
-
 T = TypeVar("T")
 
-MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], "Communicator"]
+MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], Communicator]
 """Makes a communicator of the ranks of an MPI communicator, which it keeps; collective over them.
 
 It is told what numbers they have in the communicator whose group they are."""
@@ -46,7 +44,7 @@ _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
 
 
-class MpiCommunicator:
+class MpiCommunicator(Communicator):
     """All ranks of an MPI communicator; see ``Communicator`` for the methods.
 
     Before each operation the ranks compare what they are about to do, without blocking. While
@@ -79,11 +77,6 @@ class MpiCommunicator:
         self._num_buckets = 0
         self._owner = Owner()
 
-    @property
-    def levels(self) -> "HierarchicalCommunicator | None":
-        """Flat: there are none."""
-        return None
-
     # -- reductions -------------------------------------------------------------------------
 
     def allreduce_(
@@ -102,12 +95,6 @@ class MpiCommunicator:
                 self._allreduce_wide_(total, how.widened())
                 finish(total, scale, chunk)
         return FINISHED
-
-    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
-        """Reduce a copy."""
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.allreduce_(result, op=op, scale=scale).wait()
-        return result
 
     def reduce_scatter(
         self,
@@ -194,10 +181,6 @@ class MpiCommunicator:
         result: list[T] = self._objects.allgather(value)
         return result
 
-    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001
-        """Gather the refusals and raise them everywhere."""
-        raise_if_any(self.allgather_object(None if ok else message))
-
     # -- the ranks --------------------------------------------------------------------------
 
     def barrier(self) -> None:
@@ -215,7 +198,7 @@ class MpiCommunicator:
             raise CommError("this communicator was closed; make a new one")
         meet(self._comm, call_of(call), self._watch)
 
-    def group(self, ranks: Sequence[int]) -> "Communicator | None":
+    def group(self, ranks: Sequence[int]) -> Communicator | None:
         """Split the ranks off."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
@@ -292,7 +275,7 @@ class MpiCommunicator:
         self._library_bytes += chunk.nbytes
         self._comm.Bcast(bytes_of(chunk), root)
 
-    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> "Communicator":
+    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> Communicator:
         of_world = [self._world_ranks[rank] for rank in ranks]
         watch = self._watch.of_group(of_world)
         return MpiCommunicator(members, watch=watch, world_ranks=of_world)

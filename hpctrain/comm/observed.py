@@ -3,16 +3,15 @@
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Owner, Traffic
-from hpctrain.comm.plan.plan import Measurement
 from hpctrain.core.units import format_bytes, format_seconds
 
 _OPERATIONS = (
@@ -50,11 +49,8 @@ class Call(NamedTuple):
     """What the call moved, and how long it waited."""
 
 
-class Listener(Protocol):
-    """Hears of operations; it may be called from any thread that communicates."""
-
-    def heard(self, call: Call) -> None:
-        """Take note of an operation that is over."""
+Listener = Callable[[Call], object]
+"""Hears of an operation that is over; on any thread that communicates."""
 
 
 def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
@@ -102,16 +98,12 @@ class ObservedCommunicator:
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
             moved = self._inside.traffic().since(before)
-            self._tell(
-                Call(self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved)
-            )
+            heard = Call(self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved)
+            for listener in self._listeners:
+                listener(heard)
             return result
 
         return call
-
-    def _tell(self, call: Call) -> None:
-        for listener in self._listeners:
-            listener.heard(call)
 
 
 def _num_bytes(args: tuple[Any, ...]) -> int | None:
@@ -125,18 +117,11 @@ def _num_bytes(args: tuple[Any, ...]) -> int | None:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-class Trace:
-    """Prints each operation as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
-
-    def heard(self, call: Call) -> None:
-        """Print the line of ``call``."""
-        size = "" if call.num_bytes is None else format_bytes(call.num_bytes)
-        cells = (f"r{call.rank}", f"{call.operation:16}", f"{size:>10}")
-        sys.stderr.write(f"{' | '.join(cells)} | {format_seconds(call.seconds):>10}\n")
-
-
-REDUCTIONS = ("allreduce_", "allreduce")
-"""Operations whose bandwidth the probe has measured too."""
+def trace(call: Call) -> None:
+    """Print an operation as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
+    size = "" if call.num_bytes is None else format_bytes(call.num_bytes)
+    cells = (f"r{call.rank}", f"{call.operation:16}", f"{size:>10}")
+    sys.stderr.write(f"{' | '.join(cells)} | {format_seconds(call.seconds):>10}\n")
 
 
 @dataclass(slots=True)
@@ -164,24 +149,20 @@ class Count:
 
 
 class Statistics:
-    """Counts the operations of this rank, and at the end tells those of all ranks."""
+    """A listener that counts the operations of this rank; at the end it tells those of all."""
 
-    def __init__(self, comm: Communicator, best_bandwidth: float | None = None) -> None:
-        """Begin at nothing.
-
-        ``comm``, which gathers the counts at the end, is not the one that is listened to;
-        ``best_bandwidth`` is the highest that a probe of all-reduce has seen, in bytes a second.
-        """
+    def __init__(self, comm: Communicator) -> None:
+        """Begin at nothing; ``comm`` gathers the counts at the end, and is not listened to."""
         self._comm = comm
-        self._best_bandwidth = best_bandwidth
-        self._counts: dict[str, Count] = {}
+        self.counts: dict[str, Count] = {}
+        """By operation."""
         self._counting = threading.Lock()
         self._owner = Owner()
 
-    def heard(self, call: Call) -> None:
+    def __call__(self, call: Call) -> None:
         """Count ``call``."""
         with self._counting:
-            self._counts.setdefault(call.operation, Count()).add(call)
+            self.counts.setdefault(call.operation, Count()).add(call)
 
     def report(self) -> None:
         """Print the table of all ranks on the standard error of rank 0.
@@ -191,70 +172,43 @@ class Statistics:
         """
         if not self._owner.is_here:
             return
-        counts = self._comm.gather_object(self._counts)
+        counts = self._comm.gather_object(self.counts)
         if counts is not None:
-            sys.stderr.write(describe(counts, self._best_bandwidth))
+            sys.stderr.write(describe(counts))
 
 
-def wanted_statistics(
-    comm: Communicator, measured: Iterable[Measurement], *, here: bool
-) -> Statistics | None:
-    """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective.
-
-    ``measured`` is what the probe of the plan has seen.
-    """
-    if not comm.broadcast_object(here):
-        return None
-    bandwidths = (m.num_bytes / m.seconds for m in measured if m.what == "tensors" and m.seconds)
-    return Statistics(comm, max(bandwidths, default=None))
+def wanted_statistics(comm: Communicator, *, here: bool) -> Statistics | None:
+    """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective."""
+    return Statistics(comm) if comm.broadcast_object(here) else None
 
 
-def describe(
-    counts_by_rank: Sequence[Mapping[str, Count]], best_bandwidth: float | None = None
-) -> str:
+def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:
     """Return the table: a line per operation, the one that took most time first.
 
-    ``best_bandwidth`` is in bytes a second; its column is left out without it.
-
-    Returns:
-        Lines. Calls and bytes are means over the ranks, times are sums over the calls, with the
-        smallest, the mean and the largest over the ranks. Bandwidth is bytes given by mean time.
+    Calls and bytes are means over the ranks, times are sums over the calls, with the smallest, the
+    mean and the largest over the ranks. Bandwidth is bytes given by mean time.
     """
     names = {name: None for counts in counts_by_rank for name in counts}
     lines = [(name, [counts.get(name, Count()) for counts in counts_by_rank]) for name in names]
     lines.sort(key=lambda line: -sum(count.seconds for count in line[1]))
     heads = ["operation", "calls", "given", "node memory", "sent"]
     heads += ["time min", "avg", "max", "waited min", "avg", "max", "bandwidth"]
-    if best_bandwidth is not None:
-        heads.append("of probed best")
-    rows = [heads] + [_row(name, counts, best_bandwidth) for name, counts in lines]
+    rows = [heads] + [_row(name, counts) for name, counts in lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     size = len(counts_by_rank)
-    title = f"hpctrain: what {size} rank{'s' * (size > 1)} communicated, per rank"
-    return "\n".join([title, *(_line(row, widths) for row in rows), ""])
+    text = [f"hpctrain: what {size} rank{'s' * (size > 1)} communicated, per rank"]
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join([*text, ""])
 
 
-def _row(name: str, counts: Sequence[Count], best_bandwidth: float | None) -> list[str]:
+def _row(name: str, counts: Sequence[Count]) -> list[str]:
     calls, num_bytes, node_bytes, rail_bytes, seconds, _ = map(
         fmean, zip(*map(astuple, counts), strict=True)
     )
-    bandwidth = num_bytes / seconds if num_bytes and seconds else None
     row = [name, f"{calls:.10g}"]
     row += [format_bytes(n) if n else "" for n in (num_bytes, node_bytes, rail_bytes)]
-    row += _spread([count.seconds for count in counts])
-    row += _spread([count.waited_s for count in counts])
-    row.append("" if bandwidth is None else f"{format_bytes(bandwidth)}/s")
-    if best_bandwidth is not None:
-        compared = bandwidth is not None and name in REDUCTIONS
-        row.append(f"{bandwidth / best_bandwidth:.0%}" if compared and bandwidth else "")
-    return row
-
-
-def _spread(values: Sequence[float]) -> list[str]:
-    return [format_seconds(value) for value in (min(values), fmean(values), max(values))]
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-    cells[0] = row[0].ljust(widths[0])
-    return "  ".join(cells).rstrip()
+    for times in ([count.seconds for count in counts], [count.waited_s for count in counts]):
+        row += [format_seconds(value) for value in (min(times), fmean(times), max(times))]
+    return [*row, f"{format_bytes(num_bytes / seconds)}/s" if num_bytes and seconds else ""]

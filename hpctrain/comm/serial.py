@@ -6,9 +6,8 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Traffic, Work
+from hpctrain.comm.communicator import FINISHED, Communicator, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
@@ -25,12 +24,11 @@ from hpctrain.core.errors import CommError
 T = TypeVar("T")
 
 
-class SerialCommunicator:
+class SerialCommunicator(Communicator):
     """The communicator of a single process; see ``Communicator`` for the methods."""
 
     rank = 0
     size = 1
-    levels = None
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -42,12 +40,6 @@ class SerialCommunicator:
         if scale is not None and scale != 1.0:
             scale_(values.detach(), scale)
         return FINISHED
-
-    def allreduce(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Tensor:
-        """Scale a copy."""
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.allreduce_(result, op=op, scale=scale).wait()
-        return result
 
     def reduce_scatter(
         self,
@@ -101,10 +93,6 @@ class SerialCommunicator:
 
     def barrier(self) -> None:
         """Return at once."""
-
-    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001
-        """Raise if not ``ok``."""
-        raise_if_any([None if ok else message])
 
     def group(self, ranks: Sequence[int]) -> "SerialCommunicator":
         """Return this communicator: there is no other group."""

@@ -42,7 +42,7 @@ BY_MPI = Pace(yield_s=2e-3, shortest_s=20e-6, longest_s=500e-6)
 
 def wait_until(
     done: Callable[[], object],
-    look: Callable[[float], object] | None,
+    look: Callable[[float], object],
     pace: Pace,
     *,
     nap: Callable[[float], object] = time.sleep,
@@ -75,7 +75,7 @@ def wait_until(
         if nap(min(max(NAP_SHARE * (now - start), pace.shortest_s), longest_s)) or done():
             return True
         now = time.perf_counter()
-        if look is not None and now >= next_look:
+        if now >= next_look:
             look(now - start)
             next_look = now + LOOK_S
     return False

@@ -8,8 +8,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Identity, Stateless
-from hpctrain.compress.compressor import Compressor, TensorByTensor
+from hpctrain.compress.codec import Codec, Compressor, Identity, Stateless, TensorByTensor
 
 
 class NoCompression:

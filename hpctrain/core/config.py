@@ -78,9 +78,9 @@ class Settings:
 
     ranks_per_node: Annotated[int | None, _whole(1)] = None
     """Declares nodes on one host: every so many ranks of a host are a node of their own."""
-    shared_memory: Annotated[str, _one_of("auto", "memfd", "window", "off")] = "auto"
+    shared_memory: Annotated[str, _one_of("auto", "memfd", "off")] = "auto"
     """How the ranks of a node share memory; ``auto`` ends at plain MPI where they cannot,
-    ``memfd`` and ``window`` are an error there, ``off`` never tries."""
+    ``memfd`` is an error there, ``off`` never tries."""
     overlap: Annotated[str, _one_of(*OVERLAPS)] = "auto"
     """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
     bucket_bytes: Annotated[int, parse_bytes] = 25 * MIB

@@ -12,7 +12,7 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.distributed_methods import DistributedMethods
 from hpctrain.gradients.parameter_names import NamedParameters

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_optimizer import (

@@ -6,8 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.codec import Identity
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor, Identity
 from hpctrain.compress.half import codec_for
 from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import OptimizerState, Tensors

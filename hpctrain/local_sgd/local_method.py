@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.eager import eager
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.distributed_methods import DistributedMethods

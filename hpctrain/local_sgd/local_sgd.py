@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval

@@ -6,8 +6,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.compress.codec import Identity
-from hpctrain.compress.compressor import Compressor
+from hpctrain.compress.codec import Compressor, Identity
 from hpctrain.compress.half import codec_for
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.parameter_names import names_of, trained

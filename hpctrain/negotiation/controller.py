@@ -1,6 +1,11 @@
-"""The named operations of one process set: in any order on any rank, in one order on all."""
+"""The named operations of one process set: in any order on any rank, in one order on all.
 
+A waiting caller drives them; else a thread that sleeps in between.
+"""
+
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -9,24 +14,30 @@ from hpctrain.comm.eager import eager
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.units import MIB
-from hpctrain.negotiation.handle import Handle, Take
-from hpctrain.negotiation.progress_engine import JOIN, BreakOff, ProgressEngine
-from hpctrain.negotiation.progress_thread import ProgressThread
-from hpctrain.negotiation.request import Kind, Request, Result
+from hpctrain.negotiation.progress_engine import CLOSE, JOIN, BreakOff, ProgressEngine
+from hpctrain.negotiation.request import Handle, Kind, Request, Result, Take
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
 
-_CLOSE = "<close>"
-"""The name of the last operation of all."""
+TICK_S = 1.0
+"""Between two looks for what has lasted too long, and for questions of other ranks."""
+_BURST_S, _MOST_CYCLES = 100e-6, 50
+"""Between two operations of a burst, at most; and how many times it may last so long."""
 _CLOSE_S = 10.0
-"""Longest wait at the end for ranks whose operations have broken down."""
+"""Longest wait at the end for ranks whose operations have broken down, and for a caller whose
+operation does not come back."""
 
 
 class Controller:
-    """Takes requests from any thread and carries each out once all ranks have made it."""
+    """Takes requests from any thread and carries each out once all ranks have made it.
+
+    One thread at a time drives the ``ProgressEngine``. A caller who waits drives on his own
+    thread: no other has to wake up for it. The controller's thread takes over what nobody waits
+    for, and lets go as soon as a caller comes.
+    """
 
     def __init__(
         self,
@@ -48,36 +59,42 @@ class Controller:
         self._progress = ProgressEngine(
             comm, self._post, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
         )
-        self._driver = ProgressThread(
-            self._progress,
-            self._post,
-            cycle_s=cycle_s,
-            timeout_s=timeout_s,
-            has_thread=comm.size > 1 and calls_from_threads(),
-        )
-        self._is_open = True
+        self._cycle_s, self._timeout_s = cycle_s, timeout_s
+        self._is_open = self._may_drive = True
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""
         self._owner = Owner()
+        lock = threading.Lock()
+        self._given_up = threading.Condition(lock)
+        """Told when nobody drives any more, and when something was carried out."""
+        self._wanted = threading.Condition(lock)
+        """Told when the thread has something to do."""
+        self._is_driven = self._is_asleep = self._is_idle = False
+        self._num_callers = 0
+        self._next_look = time.monotonic() + TICK_S
+        self._thread: threading.Thread | None = None
+        if comm.size > 1 and calls_from_threads():
+            self._thread = threading.Thread(
+                target=self._drive_for_nobody, name="hpctrain-named", daemon=True
+            )
+            self._thread.start()
 
     @eager
     def submit(self, request: Request, take: Take | None = None) -> Handle:
         """Start an operation; ``take`` makes what its handle gives of the result.
 
-        Where ``NUM_UNNAMED`` operations without a name are under way it waits for the first.
-
         Raises:
             DuplicateNameError: an operation of this name is under way on this rank.
         """
-        handle = Handle(self._driver, request, take=take)
+        handle = Handle(self, request, take=take)
         self._enter(handle)
-        self._driver.nudge()
+        self._nudge()
         return handle
 
     @eager
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        handle = Handle(self._driver, request)
+        handle = Handle(self, request)
         self._enter(handle)
         result: Result = handle.wait()
         return result
@@ -87,9 +104,9 @@ class Controller:
 
         Where MPI takes calls from several threads this goes on without anybody who waits.
         """
-        handle = Handle(self._driver, Request(Kind.BARRIER, None, ()), JOIN)
+        handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
-        self._driver.nudge()
+        self._nudge()
         return handle
 
     def break_off(self, reason: str) -> None:
@@ -99,7 +116,7 @@ class Controller:
         """
         self._refusal = HorovodInternalError(reason)
         self._progress.to_ask.append(BreakOff(reason))
-        self._driver.nudge()
+        self._nudge()
 
     def close(self) -> None:
         """End; what only some ranks have submitted fails. Collective; no error on any rank."""
@@ -115,24 +132,62 @@ class Controller:
         self._refusal = self._refusal or HorovodInternalError(
             "the process set was shut down; call hpctrain.init() or add_process_set() again"
         )
-        self._finish_decided()
-        self._progress.shut_down()
-        self._driver.close()
-        self._post.close()
-
-    def _finish_decided(self) -> None:
-        """Carry out what has been decided: the others do, and would wait for this rank."""
-        since = time.monotonic()
-
-        def check() -> None:
-            if time.monotonic() - since > _CLOSE_S:
-                raise RankLostError("some rank has broken down and does not close with the others")
-
-        last = Handle(self._driver, Request(Kind.BARRIER, None, ()), _CLOSE)
-        self._progress.closing = last
+        # What has been decided the others carry out, and would wait for this rank.
+        last = self._progress.closing = Handle(self, Request(Kind.BARRIER, None, ()), CLOSE)
         self._enter(last)
         with suppress(CommError):
-            self._driver.until(lambda: last.is_done, check)
+            self.finish(last, _CLOSE_S)
+        self._progress.shut_down()
+        self._end_driving()
+        self._post.close()
+
+    @eager
+    def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
+        """Return when an operation is done; drive until then, unless another thread does.
+
+        Raises:
+            RankLostError: it was not done within ``timeout_s``, by default that of all.
+        """
+        since = time.monotonic()
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+
+        def is_over() -> bool:
+            if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
+                raise RankLostError(
+                    f"rank {self.comm.rank} has waited {waited_s:.0f} s for the others to "
+                    f"submit {handle.name}, longer than HPCTRAIN_TIMEOUT={limit_s:g} "
+                    f"allows; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+                )
+            return handle.is_done
+
+        with self._given_up:
+            self._num_callers += 1
+        drives = False
+        try:
+            with self._given_up:
+                while self._is_driven and not is_over():
+                    self._post.ring()
+                    self._given_up.wait(TICK_S)
+                if not is_over():
+                    self._is_driven = drives = True
+            if drives:
+                self._drive(is_over)
+        finally:
+            with self._given_up:
+                self._num_callers -= 1
+                self._pass_on(drives=drives)
+
+    def look(self) -> None:
+        """Do what can be done without waiting, where there is no thread for it."""
+        with self._given_up:
+            if self._is_driven or self._thread is not None:
+                return
+            self._is_driven = True
+        try:
+            self._drive(lambda: True)
+        finally:
+            with self._given_up:
+                self._pass_on(drives=True)
 
     def _enter(self, handle: Handle) -> None:
         self._owner.check()
@@ -142,10 +197,119 @@ class Controller:
         refusal = progress.broken or self._refusal
         if refusal is not None and handle is not progress.closing:
             raise refusal
-        if handle.name is JOIN:
-            progress.news.append(handle)
-        else:
-            while (other := progress.enter(handle)) is not None:
-                self._driver.finish(other)
+        progress.enter(handle)
         if progress.broken is not None:  # meanwhile
             progress.fail_all(progress.broken)
+
+    def _nudge(self) -> None:
+        """See to what has just been submitted, without waiting for it."""
+        if self._is_driven:
+            if self._is_asleep:
+                self._post.ring()
+        elif self._is_idle:
+            with self._wanted:
+                self._is_idle = False  # told once: it may be long until it has Python's lock
+                self._wanted.notify()
+        elif self._thread is None:
+            self.look()
+
+    def _end_driving(self) -> None:
+        """End the thread and wait for callers to go, as nothing can go on; nobody drives then."""
+        with self._given_up:
+            self._may_drive = False
+            self._num_callers += 1  # so that this one is told
+            self._wanted.notify_all()
+        self._post.ring()
+        if self._thread is not None:
+            self._thread.join()
+        end = time.monotonic() + _CLOSE_S
+        with self._given_up:
+            while self._is_driven and time.monotonic() < end:
+                self._post.ring()
+                self._given_up.wait(TICK_S)
+            self._is_driven = True
+
+    # -- for who has set _is_driven ---------------------------------------------------------
+
+    def _drive(self, is_over: Callable[[], bool]) -> None:
+        """Turn until it is over, or ``is_over`` raises; sleep while nothing happens."""
+        progress, post = self._progress, self._post
+        if progress.broken is not None:
+            progress.fail_all(progress.broken)
+            return
+        try:
+            while True:
+                self._turn()
+                if time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + TICK_S
+                    progress.check_stalls()
+                    self._turn()
+                if is_over():
+                    return
+                self._is_asleep = True  # from here on whoever submits rings
+                if not (progress.news or progress.to_ask):
+                    post.sleep(TICK_S)
+                self._is_asleep = False
+        except BaseException as error:  # messages may be lost: nothing can go on
+            progress.break_down(error)
+            raise
+
+    def _turn(self) -> None:
+        if self._progress.turn() and self._num_callers > 1:
+            with self._given_up:
+                self._given_up.notify_all()
+
+    def _pass_on(self, *, drives: bool) -> None:
+        """Let another drive, if this one does or nobody; for who holds the lock."""
+        if drives:
+            self._is_driven = self._is_asleep = False
+        if self._is_driven:
+            return
+        if self._num_callers:
+            self._given_up.notify_all()
+        elif self._is_idle and self._progress.has_work():
+            self._wanted.notify()
+
+    # -- the thread -------------------------------------------------------------------------
+
+    def _drive_for_nobody(self) -> None:
+        while self._may_drive and self._progress.broken is None:
+            if not self._take_over():
+                continue
+            try:
+                self._drive(self._is_unneeded)
+            except CommError:
+                pass  # those who wait are told, and whoever asks next
+            finally:
+                with self._given_up:
+                    self._pass_on(drives=True)
+
+    def _take_over(self) -> bool:
+        """Wait until the thread is needed, or for a tick; say whether it drives now."""
+        with self._wanted:
+            self._is_idle = True
+            if self._is_driven or self._num_callers or not self._progress.has_work():
+                self._wanted.wait(TICK_S)
+            self._is_idle = False
+            self._let_burst_pass()
+            if self._is_driven or self._num_callers or not self._may_drive:
+                return False
+            self._is_driven = True
+            return True
+
+    def _let_burst_pass(self) -> None:
+        """Wait while more and more is submitted: a program that submits needs Python's lock."""
+        news = self._progress.news
+        for _ in range(_MOST_CYCLES):
+            num_news = len(news)
+            if not num_news or self._is_driven or self._num_callers or not self._may_drive:
+                return
+            self._wanted.wait(max(self._cycle_s, _BURST_S))  # nobody tells of news now
+            if len(news) == num_news:
+                return
+
+    def _is_unneeded(self) -> bool:
+        """Say whether the thread lets go: for good, for a caller, or for a cycle."""
+        progress = self._progress
+        has_work = self._may_drive and progress.is_awaited
+        return bool(self._num_callers or progress.news or not has_work)

@@ -15,8 +15,8 @@ from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator, Traffic
-    from hpctrain.negotiation.handle import Handle
     from hpctrain.negotiation.messages import OperationBatch
+    from hpctrain.negotiation.request import Handle
     from hpctrain.negotiation.timeline import Timeline
 
 
@@ -230,7 +230,7 @@ def _alltoall(comm: "Communicator", request: Request) -> Result:
         splits = [len(rows) // comm.size] * comm.size
     parts = comm.alltoall(rows[: sum(splits)].split(list(splits)))
     received = torch.tensor([len(part) for part in parts], dtype=torch.int32, device="cpu")
-    return [(_joined(parts), received)]
+    return [_joined(parts), received]
 
 
 def _broadcast(comm: "Communicator", request: Request) -> Result:

@@ -132,10 +132,6 @@ class PendingTable:
             self._touched.pop(name, None)
             self._taken_names.discard(name)
 
-    def is_empty(self) -> bool:
-        """Say whether nothing is announced that is not decided."""
-        return not (self._parts or any(self.bits))
-
     def _take_names(self) -> list[tuple[str, list[Part]]]:
         touched, self._touched = self._touched, {}
         taken = []

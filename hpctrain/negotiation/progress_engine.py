@@ -1,5 +1,6 @@
 """Progress engine of named operations, one turn after another; one thread at a time."""
 
+import threading
 import time
 from collections import deque
 from itertools import count
@@ -12,13 +13,11 @@ from hpctrain.core.errors import (
     OperationMismatchError,
 )
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
-from hpctrain.negotiation.request import Kind
-from hpctrain.negotiation.stall import StallWatch
-from hpctrain.negotiation.stall_report import Answer, Question
+from hpctrain.negotiation.request import Handle, Kind
+from hpctrain.negotiation.stall import Answer, Question, StallWatch
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -27,9 +26,11 @@ if TYPE_CHECKING:
 
 JOIN = "<join>"
 """The name of the handles that wait until all ranks have joined."""
+CLOSE = "<close>"
+"""The name of the last operation of all."""
 NUM_UNNAMED = 1024
-"""Operations without a name get numbers, which come again so that they become known ones; so many
-may be under way at once."""
+"""Operations without a name get numbers, which come again so that they become known ones: so many
+are under way at once, those that follow wait until the one of their number is done."""
 
 
 class BreakOff(NamedTuple):
@@ -55,6 +56,9 @@ class ProgressEngine:
     ) -> None:
         self._under_way: dict[str, Handle] = {}
         self._unnamed = _from_zero()
+        self._numbering = threading.Lock()
+        self._held = deque[Handle]()
+        """Whose number is under way still, by age, and what must not come before them."""
         self.news: deque[Handle] = deque()
         """Submitted and not announced yet."""
         self.to_ask: deque[object] = deque()
@@ -79,28 +83,48 @@ class ProgressEngine:
         """Whether something of this rank is announced, a join included."""
         return bool(self._under_way or self._joining)
 
-    def enter(self, handle: Handle) -> Handle | None:
+    def enter(self, handle: Handle) -> None:
         """Note an operation, and give it a name if it has none.
-
-        Returns:
-            Where that name comes again too early, the one to wait for before the next attempt.
 
         Raises:
             DuplicateNameError: an operation of this name, which the user gave, is under way.
         """
-        if not handle.name:
-            kind = handle.request.kind
-            handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
-        other = self._under_way.setdefault(handle.name, handle)
-        if other is handle:
+        if handle.request.name is not None:
+            if self._under_way.setdefault(handle.name, handle) is not handle:
+                raise DuplicateNameError(
+                    f"an operation named {handle.name!r} is under way on this rank already; wait "
+                    f"for it first, or give another name"
+                )
             self.news.append(handle)
-            return None
-        if handle.request.name is None:
-            return other
-        raise DuplicateNameError(
-            f"an operation named {handle.name!r} is under way on this rank already; wait for it "
-            f"first, or give another name"
-        )
+            return
+        with self._numbering:
+            if not handle.name:
+                kind = handle.request.kind
+                handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
+            self._held.append(handle)
+            if len(self._held) == 1:
+                self._let_go()
+
+    def _let_go_some(self) -> None:
+        """Look whether others can go now that something has a name no more."""
+        if self._held:
+            with self._numbering:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Make news of what is held and need not be; for who holds the lock of the numbers."""
+        held, self._held = self._held, deque()
+        names = set[str]()
+        for handle in held:
+            name = handle.name
+            is_last = name is JOIN or name is CLOSE
+            if name in names or (is_last and self._held):
+                self._held.append(handle)
+            elif name is JOIN or self._under_way.setdefault(name, handle) is handle:
+                self.news.append(handle)
+            else:
+                self._held.append(handle)
+                names.add(name)
 
     def oldest(self) -> dict[str, float]:
         """Return since when each operation is under way, by name, as ``time.monotonic`` says."""
@@ -168,9 +192,11 @@ class ProgressEngine:
     def fail_all(self, error: BaseException) -> None:
         """Let all that is under way fail on this rank."""
         joining, self._joining = self._joining, []
+        with self._numbering:
+            held, self._held = self._held, deque()
         news = [self.news.popleft() for _ in range(len(self.news))]
         noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
-        for handle in [*noted, *news, *joining]:
+        for handle in [*noted, *news, *joining, *held]:
             if not handle.is_done:
                 handle.fail(error)
 
@@ -187,6 +213,7 @@ class ProgressEngine:
             self._negotiator.announce(handle.name, handle.request.signature)
         except CommError as error:  # this rank has joined
             self._under_way.pop(handle.name, None)
+            self._let_go_some()
             handle.fail(error)
             return False
         return True
@@ -239,6 +266,7 @@ class ProgressEngine:
                 found.append(Handle(None, request, entry.name))
             else:
                 found.append(handle)
+        self._let_go_some()
         return found
 
     def _talk(self) -> bool:

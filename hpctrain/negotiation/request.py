@@ -1,11 +1,15 @@
-"""Request of one rank, and the part of it that all ranks must have in common."""
+"""Request of one rank, the part of it that all ranks must have in common, and its handle."""
 
 import enum
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hpctrain.negotiation.controller import Controller
 
 
 class ReduceOp(enum.Enum):
@@ -121,5 +125,68 @@ class Request:
 
 
 Result = list[Any]
-"""One item for each tensor of the request: a tensor; of an all-to-all ``(tensor, received
-splits)``. Nothing for a barrier."""
+"""A tensor for each one of the request; of an all-to-all a tensor and the received splits. Nothing
+for a barrier."""
+
+
+Take = Callable[[Result], Any]
+"""Makes what the user gets of the result of a request."""
+
+
+class Handle:
+    """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
+
+    __slots__ = ("_driver", "_error", "_result", "_take", "is_done", "name", "request", "since")
+
+    def __init__(
+        self,
+        driver: "Controller | None",
+        request: Request,
+        name: str | None = None,
+        take: Take | None = None,
+    ) -> None:
+        """Begin; without a ``driver``, which drives while somebody waits, nobody will."""
+        self.request = request
+        self.name = (request.name or "") if name is None else name
+        self.since = time.monotonic()
+        self.is_done = False
+        self._driver = driver
+        self._take = take
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Say whether ``wait()`` would return, or raise, at once."""
+        if not self.is_done and self._driver is not None:
+            self._driver.look()
+        return self.is_done
+
+    def wait(self) -> Any:
+        """Return the result, or raise what went wrong; the caller's thread drives meanwhile.
+
+        It may be called again.
+
+        Raises:
+            HorovodInternalError: the ranks disagree about this operation; on every rank.
+            RankLostError: another rank died.
+        """
+        if not self.is_done and self._driver is not None:
+            self._driver.finish(self)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result if self._take is None else self._take(self._result)
+
+    def __call__(self) -> Any:
+        """Do what ``wait`` does, as Horovod's handles of sparse tensors."""
+        return self.wait()
+
+    def succeed(self, result: Result) -> None:
+        """Give the result; called once, by the controller."""
+        self._result = result
+        self.is_done = True
+
+    def fail(self, error: BaseException) -> None:
+        """Give the error; called once, by the controller."""
+        self._error = error
+        self.is_done = True

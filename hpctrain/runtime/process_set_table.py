@@ -21,8 +21,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
-from hpctrain.negotiation.stall import LastCall, StallWatch
-from hpctrain.negotiation.stall_report import SetMember
+from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
 
 if TYPE_CHECKING:

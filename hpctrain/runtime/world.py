@@ -14,7 +14,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
-from hpctrain.comm.observed import Statistics, Trace, observed, wanted_statistics
+from hpctrain.comm.observed import Statistics, observed, trace, wanted_statistics
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
@@ -185,9 +185,8 @@ def join(settings: Settings, chosen: object = None) -> None:
     found = connect(ranks, settings, threads)
     if ranks:
         torch.set_num_threads(found.plan.threads)
-    trace = Trace() if settings.trace else None
-    statistics = wanted_statistics(found.comm, found.plan.measured, here=settings.stats)
-    inside = observed(found.comm, trace, statistics)
+    statistics = wanted_statistics(found.comm, here=settings.stats)
+    inside = observed(found.comm, trace if settings.trace else None, statistics)
     comm = beside(inside, found.plan)
     controllers = Controllers(
         topology=found.topology,

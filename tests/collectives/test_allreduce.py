@@ -65,20 +65,6 @@ def test_compression_travels_small_and_comes_back_as_it_was(hvd):
     assert second.tolist() == [3 * hvd.size()]
 
 
-@SIZES
-def test_names_are_found_in_another_order_on_every_rank(hvd):
-    names = [f"tensor {number}" for number in range(20)]
-    mine = names[hvd.rank() :] + names[: hvd.rank()]
-    handles = {
-        name: hvd.allreduce_async(torch.tensor([float(name.split()[1])]), name=name, op=hvd.Sum)
-        for name in mine
-    }
-    for name, handle in handles.items():
-        assert hvd.synchronize(handle).item() == float(name.split()[1]) * hvd.size()
-        assert hvd.poll(handle)
-        assert hvd.synchronize(handle) is hvd.synchronize(handle)
-
-
 @pytest.mark.ranks(2, 3, 4)
 def test_ranks_that_disagree_all_raise_and_go_on(hvd):
     shape = (2, 3) if hvd.rank() == 0 else (3, 2)

@@ -77,28 +77,6 @@ def test_a_name_may_come_again_with_another_tensor(hvd):
         hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
 
 
-@SIZES
-def test_factors_and_operations_of_a_name_may_change(hvd):
-    size, top = hvd.size(), float(hvd.size() - 1)
-    for arguments, expected in (
-        ({"op": hvd.Sum}, sum(range(size))),
-        ({"op": hvd.Sum, "postscale_factor": 2.0}, 2.0 * sum(range(size))),
-        ({"op": hvd.Sum, "prescale_factor": 3.0}, 3.0 * sum(range(size))),
-        ({"op": hvd.Max}, top),
-        ({"op": hvd.Average}, sum(range(size)) / size),
-        ({"op": hvd.Average}, sum(range(size)) / size),
-    ):
-        tensors = [torch.full((9000,), float(hvd.rank())) for _ in range(9)]
-        handles = [
-            hvd.allreduce_async_(tensor, name=f"{number}", **arguments)
-            for number, tensor in enumerate(tensors)
-        ]
-        for handle in handles:
-            torch.testing.assert_close(
-                hvd.synchronize(handle), torch.full((9000,), float(expected))
-            )
-
-
 @pytest.mark.ranks(2, 3)
 def test_errors_of_names_that_were_known_are_those_of_new_ones(hvd):
     tensors = [torch.ones(7) for _ in range(12)]

@@ -3,6 +3,7 @@
 from collections.abc import Generator
 
 import pytest
+from mpi4py import MPI
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
@@ -13,7 +14,6 @@ from tests.harness.features import FEATURES
 PATHS = {
     "flat MPI": Settings(probe="off", shared_memory="off"),
     "one node": Settings(probe="off"),
-    "MPI window": Settings(probe="off", shared_memory="window"),
     "nodes of one": Settings(probe="off", ranks_per_node=1),
     "nodes of two": Settings(probe="off", ranks_per_node=2),  # unequal at 3 ranks
 }
@@ -25,6 +25,10 @@ if not FEATURES["horovod"]():
     )
 
 
+SAME = {1: {*PATHS} - {"one node"}, 2: {"nodes of two"}}.get(MPI.COMM_WORLD.size, set())
+"""Paths that are another one on so many ranks: a rank by itself has one, two are one node."""
+
+
 def close(connection: Connection) -> None:
     """Take leave, as ``hpctrain.shutdown`` does."""
     if connection.presence is not None:
@@ -32,7 +36,7 @@ def close(connection: Connection) -> None:
     connection.comm.close()
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=[name for name in PATHS if name not in SAME])
 def connection(request: pytest.FixtureRequest) -> Generator[Connection]:
     """Connect by each path in turn."""
     made = connect(find_world(), PATHS[request.param])

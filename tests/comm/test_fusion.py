@@ -14,14 +14,14 @@ LIMITS = st.one_of(st.none(), st.integers(1, 20_000))
 
 
 @given(SPECS, LIMITS, st.integers(0, 2))
-def test_every_tensor_is_in_exactly_one_bucket(specs, limit, marks):
+def test_every_tensor_is_in_one_bucket_in_order_aligned_and_within_the_limit(specs, limit, marks):
     plans = plan_buckets(specs, limit, marks_per_tensor=marks)
     assert sorted(i for plan in plans for i in plan.members) == list(range(len(specs)))
-
-
-@given(SPECS, LIMITS, st.integers(0, 2))
-def test_tensors_are_aligned_do_not_overlap_and_leave_room_for_marks(specs, limit, marks):
-    for plan in plan_buckets(specs, limit, marks_per_tensor=marks):
+    assert [plan.members[0] for plan in plans] == sorted(plan.members[0] for plan in plans)
+    if limit is None:
+        assert len(plans) == len({spec.dtype for spec in specs})
+    for plan in plans:
+        assert list(plan.members) == sorted(plan.members)
         end = 0
         for member, offset in zip(plan.members, plan.offsets, strict=True):
             assert specs[member].dtype == plan.dtype
@@ -29,25 +29,7 @@ def test_tensors_are_aligned_do_not_overlap_and_leave_room_for_marks(specs, limi
             assert offset >= end
             end = offset + specs[member].numel
         assert end + marks * len(plan.members) <= plan.numel
-
-
-@given(SPECS, st.integers(1, 20_000))
-def test_only_a_single_tensor_may_exceed_the_limit(specs, limit):
-    for plan in plan_buckets(specs, limit):
-        used = plan.offsets[-1] + specs[plan.members[-1]].numel
-        assert len(plan.members) == 1 or used * plan.dtype.itemsize <= limit
-
-
-@given(SPECS)
-def test_without_a_limit_there_is_one_bucket_per_dtype(specs):
-    assert len(plan_buckets(specs, None)) == len({spec.dtype for spec in specs})
-
-
-@given(SPECS, LIMITS)
-def test_order_is_kept(specs, limit):
-    plans = plan_buckets(specs, limit)
-    assert all(list(plan.members) == sorted(plan.members) for plan in plans)
-    assert [plan.members[0] for plan in plans] == sorted(plan.members[0] for plan in plans)
+        assert limit is None or len(plan.members) == 1 or end * plan.dtype.itemsize <= limit
 
 
 @given(SPECS, LIMITS, st.data())

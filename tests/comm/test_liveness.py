@@ -99,34 +99,21 @@ def test_a_second_world_may_follow_the_first(world: MPI.Intracomm) -> None:
     presence_of(world).farewell()
 
 
-def test_a_dead_process_is_missed(world: MPI.Intracomm) -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
-    presence.check()
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead, too
-    time.sleep(0.15)
-    with pytest.raises(RankLostError, match=f"rank 1 .process {process.pid} of this node. died"):
-        presence.check()
-    process.wait()
-
-
-def test_a_process_that_took_the_number_of_a_dead_one_is_not_it(
+def test_a_dead_process_is_missed_and_so_is_one_whose_number_another_took(
     world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = subprocess.Popen(["sleep", "60"])
     presence = presence_of(world, {0: os.getpid(), 1: process.pid})
-    monkeypatch.setattr("hpctrain.comm.liveness.birth", lambda _pid: 1)
-    with pytest.raises(RankLostError, match="died"):
-        presence.check()
+    other = presence_of(world, {0: os.getpid(), 1: process.pid})
+    presence.check()
+    with monkeypatch.context() as patch:
+        patch.setattr("hpctrain.comm.liveness.birth", lambda _pid: 1)
+        with pytest.raises(RankLostError, match="died"):
+            other.check()
     process.kill()
-    process.wait()
-
-
-def test_a_rank_that_was_dead_from_the_start_is_missed(world: MPI.Intracomm) -> None:
-    process = ended_process()
-    presence = presence_of(world, {0: os.getpid(), 1: process.pid})
-    with pytest.raises(RankLostError, match="died"):
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead, too
+    time.sleep(0.15)
+    with pytest.raises(RankLostError, match=f"rank 1 .process {process.pid} of this node. died"):
         presence.check()
     process.wait()
 

@@ -13,15 +13,13 @@ import pytest
 
 from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
 from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.node_memory import SHM, Memfd, Window
-from hpctrain.comm.node.segments import map_shared, take_pages
+from hpctrain.comm.node.node_memory import allocate
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.units import MIB
-from tests.comm.test_node_memory_jobs import launch
 from tests.full_disk import largest_file
+from tests.runtime.victims import run_ranks
 
-CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
+CLONE_NEWNET = 0x40000000
 NOBODY = 65534
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -42,27 +40,25 @@ def check_shared(world, segments):
     world.Barrier()
 
 
-def refusals(world, memory, num_bytes):
+def refusals(world, num_bytes):
     """What every rank is told, by rank; it must not take long."""
     start = time.monotonic()
     with pytest.raises(NodeMemoryError) as error:
-        memory.allocate(world, num_bytes)
+        allocate(world, num_bytes)
     assert time.monotonic() - start < node_memory.TIMEOUT_S
     return world.allgather(str(error.value))
 
 
 @contextmanager
-def own(namespace, flag):
-    """Move this thread into a namespace of its own, and back."""
-    before = os.open(f"/proc/thread-self/ns/{namespace}", os.O_RDONLY)
-    folder = Path.cwd()
-    assert LIBC.unshare(flag) == 0, os.strerror(ctypes.get_errno())
+def own_net():
+    """Move this thread into a network of its own, and back."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    assert LIBC.unshare(CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
     finally:
-        assert LIBC.setns(before, flag) == 0, os.strerror(ctypes.get_errno())
+        assert LIBC.setns(before, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
         os.close(before)
-        os.chdir(folder)
 
 
 @pytest.fixture
@@ -72,15 +68,6 @@ def closed_proc() -> Generator[None]:
     yield
     os.seteuid(0)
     LIBC.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as before
-
-
-@pytest.fixture
-def own_shm() -> Generator[None]:
-    """Give each rank a /dev/shm of its own, as a container does."""
-    with own("mnt", CLONE_NEWNS):
-        assert LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        assert LIBC.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, b"size=64m") == 0
-        yield
 
 
 @pytest.mark.ranks(2, 4)
@@ -96,7 +83,7 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
         node_memory, "exchange", lambda *args: calls.append(args) or exchange(*args)
     )
     before = descriptors_open()
-    segments = Memfd().allocate(world, 3 * MIB + 1)
+    segments = allocate(world, 3 * MIB + 1)
     assert descriptors_open() == before
     assert calls
     check_shared(world, segments)
@@ -107,10 +94,10 @@ def test_where_proc_is_closed_descriptors_go_by_socket(world, monkeypatch):
 @pytest.mark.usefixtures("closed_proc")
 def test_without_proc_and_sockets_all_are_told_both_reasons_at_once(world):
     os.seteuid(0)
-    with own("net", CLONE_NEWNET):
+    with own_net():
         os.seteuid(NOBODY)
         before = descriptors_open()
-        told = refusals(world, Memfd(), MIB)
+        told = refusals(world, MIB)
         assert descriptors_open() == before
         os.seteuid(0)
     assert all("/proc/" in text and "Connection refused" in text for text in told)
@@ -152,23 +139,22 @@ def test_a_rank_that_nobody_hands_anything_does_not_wait_for_ever(world, monkeyp
 def test_what_one_rank_cannot_reserve_all_are_told_with_the_way_out(world):
     before = descriptors_open()
     with largest_file(MIB) if world.rank == world.size - 1 else nullcontext():
-        told = refusals(world, Memfd(), 2 * MIB)
+        told = refusals(world, 2 * MIB)
     assert len(set(told)) == 1
     assert f"local rank {world.size - 1} cannot reserve 2.0 MiB of node memory: " in told[0]
     assert "File too large; give the job more memory" in told[0]
     assert descriptors_open() == before
-    check_shared(world, Memfd().allocate(world, 2 * MIB))
+    check_shared(world, allocate(world, 2 * MIB))
 
 
 REFUSED = """
-import torch, hpctrain as hvd
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 from tests.doctor.refuse import install
-hvd.init()
+
 said = []
 for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
-    if hvd.rank() == 1:
+    if rank == 1:
         install("fallocate", answer)
     try:
         bucket = current().comm.new_bucket(1 << 18, torch.float32)
@@ -178,36 +164,25 @@ for answer in ("ENOSPC", "EINVAL", "EOPNOTSUPP"):
     bucket.flat.fill_(1)
     current().comm.allreduce_(bucket).wait()
     said.append(str(bucket.flat.unique().tolist()))
-print("<" + "|".join([str(hvd.rank()), *said]) + ">", flush=True)
-hvd.shutdown()
+sys.stdout.write("|".join([str(rank), *said]) + "\\n")
 """
 
 
 @pytest.mark.launches
-def test_memory_that_the_system_does_not_give_is_an_error_on_all_ranks(tmp_path):
-    (tmp_path / "refused.py").write_text(REFUSED)
-    said, done = launch(tmp_path / "refused.py", HPCTRAIN_SHARED_MEMORY="memfd")
-    assert [words[0] for words in said] == ["0", "1"], done
+def test_memory_that_is_not_given_is_an_error_everywhere_and_statistics_come_at_the_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HPCTRAIN_STATS", "1")
+    outcome = run_ranks(tmp_path, REFUSED)
+    said = sorted(line.split("|") for line in outcome.out.splitlines())
+    assert [words[0] for words in said] == ["0", "1"], outcome.err
     for _, full, refused, without in said:
         for text, why in ((full, "No space left on device"), (refused, "Invalid argument")):
             assert "local rank 1 cannot reserve 1.0 MiB of node memory: [Errno" in text
             assert why in text
             assert "or set HPCTRAIN_SHARED_MEMORY=off" in text
         assert without == "[2.0]"  # libc takes the pages by storing to each
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.requires("root", "cluster")
-@pytest.mark.usefixtures("own_shm")
-def test_a_store_that_would_be_a_sigbus_is_found_before(world):
-    with Path(SHM, "large").open("xb+") as file:
-        file.truncate(128 * MIB)
-        fits = map_shared(file.fileno(), 16 * MIB)
-        assert take_pages(fits)
-        del fits
-        # MAP_POPULATE takes what there is and says nothing.
-        assert not take_pages(map_shared(file.fileno(), 128 * MIB))
-    world.Barrier()
+    assert outcome.err.count("what 2 ranks communicated") == 1
 
 
 class Group:
@@ -255,18 +230,16 @@ def group(world) -> Generator[Group]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.requires("root", "memory-cgroup")
-@pytest.mark.parametrize("kind", [Memfd, Window])
-def test_a_limit_that_one_rank_would_keep_and_all_together_not_is_kept(world, group, kind):
-    memory = kind()
+def test_a_limit_that_one_rank_would_keep_and_all_together_not_is_kept(world, group):
     group.join(160 * MIB)
     world.Barrier()
     left_bytes = min(world.allgather(available_bytes()))
     assert left_bytes <= 160 * MIB
     most_bytes = (left_bytes // world.size - SPARE_BYTES) * ENTRY_FACTOR
     most_bytes //= ENTRY_FACTOR + world.size
-    told = refusals(world, memory, most_bytes + MIB)
+    told = refusals(world, most_bytes + MIB)
     assert all("are left in the control group" in text for text in told)
     assert all(str(group.folder) in text for text in told)
-    check_shared(world, memory.allocate(world, most_bytes - MIB))
+    check_shared(world, allocate(world, most_bytes - MIB))
     assert group.num_killed() == 0
     world.Barrier()

@@ -1,4 +1,4 @@
-"""Jobs whose ranks live in a small /dev/shm, in a container each, or are killed."""
+"""Jobs whose ranks live in a container each, with a small /dev/shm, or are killed."""
 
 import os
 import subprocess
@@ -14,21 +14,13 @@ pytestmark = [
 
 PROGRAM = """
 import torch, hpctrain as hvd
-from mpi4py import MPI
-from hpctrain.comm.node.node_memory import Window
-from hpctrain.core.errors import NodeMemoryError
 from hpctrain.runtime.world import current
 hvd.init()
-def try_window():
-    try:
-        Window().allocate(MPI.COMM_WORLD.Dup(), 200 << 20)
-    except NodeMemoryError as error:
-        return str(error)
 bucket = current().comm.new_bucket(200 << 18, torch.float32)
 bucket.flat.fill_(hvd.rank() + 1)
 current().comm.allreduce_(bucket).wait()
 right = bool((bucket.flat == hvd.size() * (hvd.size() + 1) // 2).all())
-print(f"<{hvd.rank()}|{right}|{current().plan.node_memory}|{try_window()}>", flush=True)
+print(f"<{hvd.rank()}|{right}|{current().plan.node_memory}>", flush=True)
 hvd.shutdown()
 """
 
@@ -65,28 +57,12 @@ SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 
 
 @pytest.mark.conformance
-def test_a_small_dev_shm_holds_no_window_but_does_not_limit_buckets(script):
-    said, done = launch(script, before=SMALL_SHM)
-    assert [words[:3] for words in said] == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
-    for words in said:
-        assert "/dev/shm has" in words[3]
-        assert "400.0 MiB are needed for 2 ranks" in words[3]
-    forced, done = launch(script, before=SMALL_SHM, HPCTRAIN_SHARED_MEMORY="window")
-    assert not forced
-    assert "NodeMemoryError: /dev/shm has" in done.stderr
-    assert "Bus error" not in done.stderr + done.stdout
-
-
-@pytest.mark.parametrize("shm", ["own", "common"])
-def test_a_container_per_rank_shares_memory_by_socket(script, shm):
-    mounts, options = (f"{SMALL_SHM} &&", ["--mount", "--ipc"]) if shm == "own" else ("", [])
-    wrapper = ["unshare", "--pid", "--fork", "--mount-proc", *options]
-    wrapper += ["sh", "-c", f'{mounts} exec "$@"', "sh"]
-    # MPI's own shared memory has the same needs as its windows.
+def test_a_container_per_rank_with_a_small_dev_shm_shares_memory_by_socket(script):
+    wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--mount", "--ipc"]
+    wrapper += ["sh", "-c", f'{SMALL_SHM} && exec "$@"', "sh"]
+    # MPI's own shared memory needs one /dev/shm.
     said, done = launch(script, wrapper=wrapper, OMPI_MCA_btl="self,tcp")
-    assert [words[:3] for words in said] == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
-    need = "one /dev/shm for all ranks" if shm == "own" else "a process id of its own"
-    assert all(f"an MPI window needs {need}" in words[3] for words in said)
+    assert said == [["0", "True", "memfd"], ["1", "True", "memfd"]], done
 
 
 KILLED = """

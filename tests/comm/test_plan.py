@@ -87,7 +87,7 @@ def test_between_nodes_tensors_take_the_levels_and_without_node_memory_the_libra
 
 
 def test_a_group_keeps_the_tables_where_it_spans_nodes_as_all_ranks_do():
-    table = SizeTable(((0, "tree"),))
+    table = SizeTable(((0, "halving"),))
     plan = replace(MEASURED, rail=table, tensors=SizeTable(((0, "library"),)))
     several = plan_for_group(plan, topology_of(3, per_node=1))
     assert (several.rail, several.tensors) == (table, plan.tensors)
@@ -215,7 +215,7 @@ def stored_with(**changes):
         (STORED, TWO, "memfd", ""),
         (STORED, ONE, "memfd", "for 2 nodes of 2 ranks, and this world has 1 node of 4 ranks"),
         (STORED, topology_of(3, per_node=2), "memfd", "2 nodes of 1 to 2 ranks"),
-        (STORED, TWO, "window", "node memory memfd, and this world has window"),
+        (STORED, TWO, "none", "node memory memfd, and this world has none"),
         (stored_with(num_rails=3), TWO, "memfd", "3 rails, and this world can have 1 to 2"),
         (stored_with(num_rails=0), TWO, "memfd", "0 rails"),
         (stored_with(num_rails=1), TWO, "memfd", ""),

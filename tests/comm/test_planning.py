@@ -67,7 +67,7 @@ def write_plan(world, folder, connection):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("memory", ["auto", "window", "off"])
+@pytest.mark.parametrize("memory", ["auto", "off"])
 def test_a_named_plan_is_used_as_it_is(world, folder, memory):
     before = planned(shared_memory=memory, bucket_bytes=12345, overlap="inline")
     file = write_plan(world, folder, before)

@@ -59,7 +59,7 @@ def test_operations_in_flight_end_with_their_sums(world, threaded):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_random_collectives_equal_numpy_on_a_thread(world, threaded):
-    fuzz(threaded, 200, seed=10 + world.size)
+    fuzz(threaded, 100, seed=10 + world.size)
 
 
 @pytest.mark.ranks(2, 3)

@@ -202,9 +202,7 @@ TABLE = {
         (SRUN, shm(16 * MIB) | {"mpi": {"library": MPICH}}, "ok", ""),
         (SRUN, shm(0), "warning", "SIGBUS"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1"}, shm(0), "ok", ""),
-        (SRUN | {"HPCTRAIN_SHARED_MEMORY": "window"}, shm(64 * MIB), "warning", "of gradients"),
-        (SRUN | {"HPCTRAIN_SHARED_MEMORY": "window"}, shm(164 * MIB), "ok", "MPI windows"),
-        ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; MPI windows are taken"),
+        ({}, shm(GIB, memfd_error=REFUSED), "warning", f"{REFUSED}; gradients go flat"),
         ({"HPCTRAIN_SHARED_MEMORY": "memfd"}, shm(GIB, memfd_error="no"), "error", "=auto"),
         ({"HPCTRAIN_SHARED_MEMORY": "off"}, {}, "note", "plain MPI"),
         ({"HPCTRAIN_SHARED_MEMORY": "?"}, {}, "ok", ""),  # left to another check

@@ -170,7 +170,6 @@ TABLE = {
     memory.check_way: [
         (world("a"), "ok", "one rank"),
         (world(*"aa", node_memory="memfd"), "ok", "by memfd"),
-        (world(*"aa", node_memory="window"), "note", "an MPI window"),
         (world(*"aa", node_memory="none", notes=["no room"]), "warning", "no room do: run all"),
         (
             world(*"aa", node_memory="none", settings=Settings(shared_memory="off")),

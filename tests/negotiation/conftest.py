@@ -9,7 +9,7 @@ from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.controller import Controller
-from tests.comm.conftest import PATHS, close
+from tests.comm.conftest import PATHS, SAME, close
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def ranks() -> Generator[Communicator]:
     connection.comm.close()
 
 
-@pytest.fixture(params=["flat MPI", "one node", "nodes of two"])
+@pytest.fixture(params=sorted({"flat MPI", "one node", "nodes of two"} - SAME))
 def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
     """Make a controller by each path in turn."""
     connection = connect(find_world(), PATHS[request.param])

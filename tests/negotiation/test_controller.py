@@ -31,12 +31,16 @@ def test_other_orders_on_every_rank_give_every_sum(controller):
 
 
 @SIZES
-def test_without_names_the_order_of_the_calls_counts(controller):
+def test_without_names_the_order_of_the_calls_counts_and_nobody_waits_to_submit(controller):
     rank, size = controller.comm.rank, controller.comm.size
+    if rank:
+        controller.run(allreduce("first of the others", torch.ones(1)))
     handles = [
         controller.submit(allreduce(None, torch.tensor([rank + number])))
         for number in range(1500)  # more than there are numbers
     ]
+    if not rank:
+        controller.run(allreduce("first of the others", torch.ones(1)))
     joined(controller)
     total = sum(range(size))
     assert [h.wait()[0].item() for h in handles] == [total + size * n for n in range(1500)]

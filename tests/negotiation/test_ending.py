@@ -32,6 +32,18 @@ def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
 
 
 @SEVERAL
+def test_an_operation_nobody_waits_for_is_done_by_and_by(controller):
+    lonely, end = allreduce("lonely", torch.ones(2)), time.monotonic() + 20
+    if controller.comm.rank == 0:
+        handle = controller.submit(lonely)
+        while not handle.is_done and time.monotonic() < end:  # done() might help it on
+            time.sleep(0.002)
+        assert handle.is_done
+    else:
+        assert controller.run(lonely)[0].tolist() == [controller.comm.size] * 2
+
+
+@SEVERAL
 def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
     start = time.monotonic()
     for _ in range(4):

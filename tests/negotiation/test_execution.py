@@ -5,11 +5,11 @@ import torch
 
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.negotiation.execution import Executor
-from hpctrain.negotiation.handle import Handle
 from hpctrain.negotiation.reducing import stand_in
 from hpctrain.negotiation.request import (
     Adasum,
     Average,
+    Handle,
     Kind,
     Max,
     Min,

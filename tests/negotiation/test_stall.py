@@ -8,8 +8,15 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.core.config import Settings
-from hpctrain.negotiation.stall import MAX_FRAMES, MAX_NAMES, LastCall, StallWatch, main_stack
-from hpctrain.negotiation.stall_report import MAX_LINES, SetMember
+from hpctrain.negotiation.stall import (
+    MAX_FRAMES,
+    MAX_LINES,
+    MAX_NAMES,
+    LastCall,
+    SetMember,
+    StallWatch,
+    main_stack,
+)
 
 SETTINGS = Settings(stall_s=30.0, stall_abort_s=100.0)
 

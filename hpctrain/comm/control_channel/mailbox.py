@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore, private
-from hpctrain.comm.waiting import BY_MPI, IN_NODE, Pace, Watch, wait_until
+from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch, wait_until
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.control_channel.message_network import Network
     from hpctrain.comm.node.shared_memory import SharedMemory
 
-_UNWATCHED = Pace(shortest_s=60.0, longest_s=60.0)
-"""Where nobody waits and the bell rings for all that comes."""
-_IDLE = BY_MPI._replace(yield_s=0.0, longest_s=20e-3)
-"""Where nobody waits; two looks at the network 20 ms apart take a thousandth of the time."""
 _FLUSH_S = 1e-3
 """Between two looks whether large messages have left."""
 
@@ -115,12 +111,8 @@ class Mailbox:
         self._network = network
         self._watch = watch
         self._inbox: list[tuple[int, bytes]] = []
-        paces = (_UNWATCHED, IN_NODE) if network is None else (_IDLE, BY_MPI)
-        self._paces = {
-            (watched, awake): paces[watched]._replace(**{} if awake and spin else {"spin_s": 0.0})
-            for watched in (False, True)
-            for awake in (False, True)
-        }
+        pace = IN_NODE if network is None else BY_MPI
+        self._pace = pace if spin else pace._replace(spin_s=0.0)
 
     def send(self, to: int, message: bytes) -> None:
         """Send ``message`` to a neighbour in the tree, without waiting for it.
@@ -170,30 +162,26 @@ class Mailbox:
         if woken:
             self.ring()  # it may have been for somebody else
 
-    def sleep(self, timeout_s: float, *, watch: bool = True, spin: bool = True) -> bool:
+    def sleep(self, timeout_s: float) -> bool:
         """Return when something may have come, or somebody rang, or the time is over.
 
-        Args:
-            timeout_s: longest sleep in seconds.
-            watch: whether somebody waits for this: the others are looked at ten times a second,
-                and the network often. Without it, a message of another node may lie for 20 ms.
-            spin: whether the first microseconds may be spent awake, where ranks have a core each.
+        The first microseconds are spent awake where ranks have a core each; then the others are
+        looked at ten times a second.
 
         Returns:
             False if the time is over; True otherwise, now and then without a reason.
 
         Raises:
-            RankLostError: ``watch``, and a rank is lost, or the sleep has lasted too long.
+            RankLostError: a rank is lost, or the sleep has lasted too long.
         """
         self._push()
         if self._something_came() or self._inbox:
             return True
         start = time.perf_counter()
-        look = self._watch.look if watch else None
-        pace = self._paces[watch, spin]
-        came = wait_until(self._something_came, look, pace, nap=self._nap, timeout_s=timeout_s)
-        if watch:
-            self._watch.waited_s += time.perf_counter() - start
+        came = wait_until(
+            self._something_came, self._watch.look, self._pace, nap=self._nap, timeout_s=timeout_s
+        )
+        self._watch.waited_s += time.perf_counter() - start
         return came
 
     def ring(self) -> None:

@@ -6,125 +6,104 @@ import os
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.cluster.memory import rooms, shortage
-from hpctrain.comm.node.segments import clear, map_shared, take_pages
+from hpctrain.comm.node.segments import map_shared
 from hpctrain.core.errors import NodeMemoryError
-from hpctrain.core.libc import Segment, memory_at
+from hpctrain.core.libc import Segment
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from mpi4py import MPI
 
 
-SHM = "/dev/shm"  # noqa: S108 - the place where MPI libraries put their windows
+def reserve(num_bytes: int) -> int:
+    """Make this rank's memory with all its pages; return its descriptor.
+
+    Raises:
+        OSError: there is too little.
+    """
+    descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-class NodeMemory(Protocol):
-    """One way to share memory inside a node."""
+def allocate(
+    node: "MPI.Intracomm", num_bytes: int, reserve: Callable[[int], int] = reserve
+) -> Sequence[Segment]:
+    """Make a zeroed segment of ``num_bytes`` on every rank and map those of all ranks.
 
-    name: str
+    Collective over ``node``; every rank gives the same number of bytes. A segment lives as long as
+    something refers to it.
 
-    def allocate(self, node: "MPI.Intracomm", num_bytes: int) -> "Sequence[Segment]":
-        """Make a zeroed segment of ``num_bytes`` on every rank and map those of all ranks.
-
-        Collective over ``node``; every rank gives the same number of bytes. A segment lives as
-        long as something refers to it.
-
-        Returns:
-            The segments by local rank.
-
-        Raises:
-            NodeMemoryError: this rank could not; the caller agrees with the others.
-        """
-
-
-class Memfd:
-    """Anonymous memory, mapped by the peers through ``/proc/PID/fd`` or a descriptor of it.
-
-    It is as fast as an MPI window, not limited by /dev/shm and gone with its last process.
-    ``posix_fallocate`` by the owner takes the pages at once: on the memory of the owner's socket,
-    where they stay whoever stores to them first, and so that too little memory is an error here
-    and not a SIGBUS at some later store. What is clearly too much is refused before that: taking
-    it page by page would wake the kernel's out-of-memory killer.
+    It is anonymous memory, mapped by the peers through ``/proc/PID/fd``, not limited by /dev/shm
+    and gone with its last process. ``posix_fallocate`` by the owner takes the pages at once: on
+    the memory of the owner's socket, where they stay whoever stores to them first, and so that too
+    little memory is an error here and not a SIGBUS at some later store. What is clearly too much
+    is refused before that: taking it page by page would wake the kernel's out-of-memory killer.
 
     Where /proc does not lead to the peers (another PID namespace, processes that hide), they hand
     their descriptors over by Unix sockets.
+
+    Returns:
+        The segments by local rank.
+
+    Raises:
+        NodeMemoryError: this rank could not; the caller agrees with the others.
     """
-
-    name = "memfd"
-
-    def allocate(self, node: "MPI.Intracomm", num_bytes: int) -> "Sequence[Segment]":
-        """Make, exchange and map; see ``NodeMemory``."""
-        _check_room(node, num_bytes)
-        descriptor, refusal = -1, None
-        try:
-            descriptor = self.reserve(num_bytes)
-        except OSError as error:
-            refusal = (
-                f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of node memory: "
-                f"{error}; give the job more memory, let its container call memfd_create and "
-                f"fallocate, or set HPCTRAIN_SHARED_MEMORY=off"
-            )
-        try:
-            answers = node.allgather(refusal or _offer(descriptor))
-            given = [answer for answer in answers if isinstance(answer, _Offer)]
-            if len(given) < len(answers):
-                raise NodeMemoryError(next(text for text in answers if isinstance(text, str)))
-            return self._map(node, descriptor, given, num_bytes)
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def reserve(self, num_bytes: int) -> int:
-        """Make this rank's memory with all its pages; return its descriptor.
-
-        Raises:
-            OSError: there is too little.
-        """
-        descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def _map(
-        self, node: "MPI.Intracomm", descriptor: int, offers: "list[_Offer]", num_bytes: int
-    ) -> "Sequence[Segment]":
-        """Map all ranks' memory in the first way that works for every rank."""
-        segments, closed = None, None
-        try:
-            segments = [_map_of_process(offer, num_bytes) for offer in offers]
-        except OSError as error:
-            closed = str(error)
-        # From here on nobody needs an open descriptor of a peer.
-        closed = next((text for text in node.allgather(closed) if text), None)
-        if closed is None and segments is not None:
-            return segments
-        try:
-            found = exchange(node, descriptor)
-        except OSError as error:
-            raise NodeMemoryError(f"cannot map a peer's memory: {closed}; {error}") from error
-        try:
-            return [
-                _map_opened(one, offer, num_bytes)
-                for one, offer in zip(found, offers, strict=True)
-            ]
-        except OSError as error:
-            raise NodeMemoryError(f"cannot map a peer's memory: {error}") from error
-        finally:
-            close(found)
-
-
-def _check_room(node: "MPI.Intracomm", num_bytes: int) -> None:
-    """Refuse what is clearly too much, on all ranks and before the first one takes any."""
     if refusal := shortage(node.allgather(rooms()), num_bytes):
         raise NodeMemoryError(refusal)
+    descriptor, failure = -1, None
+    try:
+        descriptor = reserve(num_bytes)
+    except OSError as error:
+        failure = (
+            f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of node memory: "
+            f"{error}; give the job more memory, let its container call memfd_create and "
+            f"fallocate, or set HPCTRAIN_SHARED_MEMORY=off"
+        )
+    try:
+        answers = node.allgather(failure or _offer(descriptor))
+        given = [answer for answer in answers if isinstance(answer, _Offer)]
+        if len(given) < len(answers):
+            raise NodeMemoryError(next(text for text in answers if isinstance(text, str)))
+        return _map(node, descriptor, given, num_bytes)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _map(
+    node: "MPI.Intracomm", descriptor: int, offers: "list[_Offer]", num_bytes: int
+) -> Sequence[Segment]:
+    """Map all ranks' memory in the first way that works for every rank."""
+    segments, closed = None, None
+    try:
+        segments = [_map_of_process(offer, num_bytes) for offer in offers]
+    except OSError as error:
+        closed = str(error)
+    # From here on nobody needs an open descriptor of a peer.
+    closed = next((text for text in node.allgather(closed) if text), None)
+    if closed is None and segments is not None:
+        return segments
+    try:
+        found = exchange(node, descriptor)
+    except OSError as error:
+        raise NodeMemoryError(f"cannot map a peer's memory: {closed}; {error}") from error
+    try:
+        return [
+            _map_opened(one, offer, num_bytes) for one, offer in zip(found, offers, strict=True)
+        ]
+    except OSError as error:
+        raise NodeMemoryError(f"cannot map a peer's memory: {error}") from error
+    finally:
+        close(found)
 
 
 class _Offer(NamedTuple):
@@ -160,96 +139,6 @@ def _check_identity(status: os.stat_result, offer: _Offer) -> None:
     if (status.st_dev, status.st_ino) != (offer.device, offer.inode):
         # Another PID namespace: the same number names somebody else's process.
         raise OSError(f"process {offer.pid} is not the rank that offered its memory")
-
-
-class Window:
-    """An MPI-3 shared window, where neither /proc nor sockets lead to the peers.
-
-    The windows are never freed before the process ends: ``Win.Free`` is collective, and a tensor
-    that is touched after it is a SIGSEGV.
-    """
-
-    name = "window"
-
-    def __init__(self) -> None:
-        self._kept: list[MPI.Win] = []
-
-    def allocate(self, node: "MPI.Intracomm", num_bytes: int) -> "Sequence[Segment]":
-        """Make and map; see ``NodeMemory``."""
-        from mpi4py import MPI  # noqa: PLC0415 - only ranks that need it
-
-        _check_containers(node)
-        _check_folder(node, num_bytes)
-        _check_room(node, num_bytes)
-        try:
-            window = MPI.Win.Allocate_shared(num_bytes, 1, comm=node)
-        except MPI.Exception as error:
-            raise NodeMemoryError(f"MPI has no shared window for this node: {error}") from error
-        window.Lock_all(MPI.MODE_NOCHECK)  # MPICH wants an epoch around every access
-        segments = [
-            memory_at(window.Shared_query(rank)[0].address, num_bytes) for rank in range(node.size)
-        ]
-        # Another program may have filled /dev/shm meanwhile; a store would then be a SIGBUS.
-        if not all(node.allgather(take_pages(segments[node.rank]))):
-            window.Unlock_all()
-            window.Free()
-            raise NodeMemoryError(
-                f"{SHM} was filled by others while a window of {format_bytes(num_bytes)} per rank "
-                f"was made; remove what is there or enlarge it"
-            )
-        self._kept.append(window)
-        clear(segments[node.rank])
-        node.Barrier()
-        return segments
-
-
-def _check_containers(node: "MPI.Intracomm") -> None:
-    """Refuse windows between containers, which Open MPI does not survive; on all ranks.
-
-    It tells its own memory from a peer's by the process id, and opens a peer's by its name.
-    """
-    found = node.allgather((_device(SHM), os.getpid()))
-    way_out = "run them in one container, or set HPCTRAIN_SHARED_MEMORY=auto"
-    if len({device for device, _ in found}) > 1:
-        raise NodeMemoryError(
-            f"an MPI window needs one {SHM} for all ranks of a node, and these have several: each "
-            f"is in a container of its own; {way_out}, or give them one with --ipc=host"
-        )
-    pids = [pid for _, pid in found]
-    if len(set(pids)) < len(pids):
-        raise NodeMemoryError(
-            f"an MPI window needs a process id of its own for each rank of a node, and these have "
-            f"{', '.join(map(str, pids))}: each is in a container of its own; {way_out}, or show "
-            f"them all processes with --pid=host"
-        )
-
-
-def _check_folder(node: "MPI.Intracomm", num_bytes: int) -> None:
-    """Refuse windows that /dev/shm cannot hold, on all ranks.
-
-    Open MPI grants them, and the first store is then a SIGBUS.
-    """
-    free_bytes, needed_bytes = min(node.allgather(_free_bytes(SHM))), num_bytes * node.size
-    if needed_bytes > free_bytes:
-        raise NodeMemoryError(
-            f"{SHM} has {format_bytes(free_bytes)} free and {format_bytes(needed_bytes)} are "
-            f"needed for {node.size} ranks; enlarge it or set HPCTRAIN_SHARED_MEMORY=off"
-        )
-
-
-def _device(folder: str) -> int:
-    try:
-        return os.stat(folder).st_dev  # noqa: PTH116 - a place, not a path
-    except OSError:
-        return -1
-
-
-def _free_bytes(folder: str) -> int:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
 
 
 TIMEOUT_S = 10.0
@@ -296,7 +185,7 @@ def exchange(node: "MPI.Intracomm", descriptor: int) -> list[int]:
     return found
 
 
-def close(descriptors: "Iterable[int]") -> None:
+def close(descriptors: Iterable[int]) -> None:
     """Close files that ``exchange`` returned."""
     for one in descriptors:
         os.close(one)

@@ -5,7 +5,6 @@ that map each other's buckets, the usual limit of 1024 open files would be reach
 """
 
 import ctypes
-import errno
 import mmap
 import time
 import weakref
@@ -13,7 +12,6 @@ import weakref
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import (
     Segment,
-    advise_memory,
     instant_libc,
     libc,
     map_memory,
@@ -23,8 +21,6 @@ from hpctrain.core.libc import (
 
 LINE_BYTES = 64
 """Room for one semaphore, which takes 32 bytes: a cache line each avoids false sharing."""
-
-_POPULATE_WRITE = 23
 
 
 class _Timespec(ctypes.Structure):
@@ -63,20 +59,6 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
 def private(num_bytes: int) -> Segment:
     """Make zeros that no other process sees."""
     return (ctypes.c_char * num_bytes)()
-
-
-def clear(segment: Segment) -> None:
-    """Fill a segment with zeros."""
-    ctypes.memset(segment, 0, len(segment))
-
-
-def take_pages(segment: Segment) -> bool:
-    """Take the pages of a map for writing; False where a store would be a SIGBUS.
-
-    Kernels before 5.14 cannot say: True.
-    """
-    refusal = advise_memory(ctypes.addressof(segment), len(segment), _POPULATE_WRITE)
-    return refusal in (0, errno.EINVAL)
 
 
 def yield_core() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable
-from hpctrain.comm.rail.halving import DOUBLING_BYTES
+from hpctrain.comm.rail.algorithms import DOUBLING_BYTES
 from hpctrain.core.config import Settings
 from hpctrain.core.units import KIB, MIB
 

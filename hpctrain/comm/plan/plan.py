@@ -64,8 +64,8 @@ class Plan:
     """How the ranks of one world move gradients; the same value on every rank."""
 
     node_memory: str
-    """How the ranks of a node share memory: ``memfd``, ``window``, ``none`` (flat MPI), or
-    ``alone`` in a world of one."""
+    """How the ranks of a node share memory: ``memfd``, ``none`` (flat MPI), or ``alone`` in a
+    world of one."""
     num_rails: int
     """Local ranks of each node that take part in the slow link; 0 on one node."""
     bucket_bytes: int
@@ -241,7 +241,7 @@ def _seconds(value: Any) -> tuple[float, ...]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "node_memory": _one_of("memfd", "window", "none", "alone"),
+    "node_memory": _one_of("memfd", "none", "alone"),
     "num_rails": _whole(0),
     "bucket_bytes": _whole(1),
     "overlap": _one_of("thread", "inline", "end"),

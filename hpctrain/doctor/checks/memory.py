@@ -51,12 +51,10 @@ def check_ways(facts: Facts) -> list[Finding]:
     if way == "off":
         what = "HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI"
         return [note(what, "unset HPCTRAIN_SHARED_MEMORY")]
-    uses_window = way == "window" or (way == "auto" and bool(refusal))
-    found = [] if way == "window" or not refusal else [_no_memfd(refusal, way)]
-    found += _small_shm(facts, settings.bucket_bytes if uses_window else 0)
-    path = "MPI windows" if uses_window else "memfd"
+    found = [_no_memfd(refusal, way)] if refusal else []
+    found += _small_shm(facts)
     room = f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free"
-    return found or [ok(f"{path}; {room}")]
+    return found or [ok(f"memfd; {room}")]
 
 
 @check("node memory")
@@ -73,13 +71,11 @@ def check_way(world: WorldFacts) -> list[Finding]:
         return [note(f"HPCTRAIN_SHARED_MEMORY={wanted}: node memory is {way}")]
     crowded = preflight.core_warning(world.topology)
     reason = "; ".join(text for text in world.notes if text != crowded)
-    if way == "window":
-        return [note(reason or "the ranks of a node share an MPI window")]
     return [
         warning(
             reason or "the ranks of a node share no memory: gradients go flat over MPI",
-            "run all ranks of a node in one container, or give them one /proc and /dev/shm "
-            "(--pid=host --ipc=host), and enough memory",
+            "run all ranks of a node in one container, or give them one /proc (--pid=host), and "
+            "enough memory",
         )
     ]
 
@@ -87,27 +83,26 @@ def check_way(world: WorldFacts) -> list[Finding]:
 def _no_memfd(refusal: str, way: str) -> Finding:
     what = f"anonymous shared memory cannot be had: {refusal}"
     if way == "memfd":
-        do = "set HPCTRAIN_SHARED_MEMORY=auto, which then takes MPI windows"
+        do = "set HPCTRAIN_SHARED_MEMORY=auto, which then takes plain MPI"
         return error(f"HPCTRAIN_SHARED_MEMORY=memfd, but {what}", do)
     do = "allow memfd_create and fallocate: a container's seccomp profile may forbid them"
-    return warning(f"{what}; MPI windows are taken instead", do)
+    return warning(f"{what}; gradients go flat over MPI", do)
 
 
-def _small_shm(facts: Facts, window_bytes: int) -> list[Finding]:
-    """Compare what is free in /dev/shm with what the ranks of this node put there."""
+def _small_shm(facts: Facts) -> list[Finding]:
+    """Compare what is free in /dev/shm with what MPI puts there for the ranks of this node."""
     ranks = ranks_per_node(facts.environ) or len(facts.cores.mask)
     library = facts.mpi.library
     segment_bytes = SEGMENT_BYTES[family(library)] if library else 0
-    needed_bytes = ranks * (segment_bytes + window_bytes)
+    needed_bytes = ranks * segment_bytes
     if ranks < 2 or facts.memory.shm_free_bytes >= needed_bytes:
         return []
-    windows = f" and {format_bytes(window_bytes)} or more of gradients" if window_bytes else ""
     return [
         warning(
             f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free of "
             f"{format_bytes(facts.memory.shm_bytes)}; {ranks} ranks put up to "
-            f"{format_bytes(needed_bytes)} there, each {format_bytes(segment_bytes)} of messages"
-            f"{windows}: a rank that finds it full dies of SIGBUS",
+            f"{format_bytes(needed_bytes)} there, each {format_bytes(segment_bytes)} of messages: "
+            f"a rank that finds it full dies of SIGBUS",
             f"enlarge it: docker run --shm-size=1g, apptainer: bind a larger {SHM}, else "
             f"mount -o remount,size=1g {SHM}; or remove what lies there",
         )

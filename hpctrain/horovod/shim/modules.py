@@ -55,7 +55,7 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         "horovod.torch": _TORCH,
         "horovod.torch.compression": {
             **_names(("Compression",)),
-            **_names(("Compressor",), "hpctrain.compress.compressor"),
+            **_names(("Compressor",), "hpctrain.compress.codec"),
             "FP16Compressor": f"{_HALF}:Compression.fp16",
             "NoneCompressor": f"{_HALF}:Compression.none",
         },
