@@ -10,7 +10,6 @@ from rich.console import Console
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
@@ -18,10 +17,9 @@ from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
-from hpctrain.train.config import seconds
 from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
-from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
+from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
@@ -79,14 +77,12 @@ class RunInDirectory:
         self,
         task: Task,
         directory: RunDirectory,
-        comm: Communicator,
         console: Console,
         lease: Lease | None = None,
     ) -> None:
         """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
-        self._lease = lease
-        self._task, self._directory = task, directory
-        self._comm, self._console = comm, console
+        self._task, self._comm = task, task.comm
+        self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)
 
     def carry_out(
@@ -159,7 +155,7 @@ class RunInDirectory:
             every=table.every,
             keep=table.keep,
             keep_best=table.keep_best,
-            mtbf=seconds(table.mtbf),
+            mtbf=table.mtbf or None,
             background=table.background,
             guard=self._check_lease,
         )
@@ -201,10 +197,10 @@ class RunInDirectory:
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
         """Train, and write the last record."""
-        task, state, comm = self._task, self._state, self._comm
+        task, state = self._task, self._state
         epochs = task.config.train.epochs
         with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
-            outcome = train(state, comm, metrics, progress, boundary)
+            outcome = TrainingLoop(state, metrics, progress, boundary).train()
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
@@ -218,7 +214,7 @@ class RunInDirectory:
             samples_per_s=task.num_samples / outcome.training_s,
             **(figures(task.sync) if task.sync is not None else {}),
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
-            state_hash=hash_of(task, comm),
+            state_hash=hash_of(task),
         )
         if state.num_skipped:
             self._console.print(left_out(state.num_skipped))

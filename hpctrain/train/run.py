@@ -109,7 +109,7 @@ def _carry_out(
         return 0
     requests = _requests(config, directory, started, comm)
     with requests:
-        outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
+        outcome = RunInDirectory(task, directory, console, lease).carry_out(
             render(config), requests, continues=continues
         )
     return _end(console, task, outcome, directory, lease)

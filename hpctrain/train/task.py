@@ -51,6 +51,7 @@ class Task:
     """A model, what it learns from and how it is judged."""
 
     config: RunConfig
+    comm: Communicator
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over the samples of a batch."""
@@ -161,6 +162,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         optimizer = DistributedOptimizer(optimizer, model.named_parameters())
     return Task(
         config=config,
+        comm=comm,
         model=model,
         loss=loss,
         metric=metric,

@@ -81,7 +81,7 @@ class Job:
             look_s=0.0,
             clock=lambda: now[0],
         ) as requests:
-            run = RunInDirectory(task, self.directory, comm, make_console(shown=False))
+            run = RunInDirectory(task, self.directory, make_console(shown=False))
             continues = comm.broadcast_object(self.directory.is_used())
             return run.carry_out(render(self.config), requests, continues=continues)
 

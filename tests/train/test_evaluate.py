@@ -21,6 +21,7 @@ def make_task(model, folder, comm, metric):
     loader = Loader(dataset, global_batch=5, comm=comm, order="sequential")
     return Task(
         config=RunConfig(),
+        comm=comm,
         model=model,
         loss=functional.cross_entropy,
         metric=metric,
@@ -53,9 +54,7 @@ def test_the_number_is_that_of_one_process_that_sees_everything(world, data):
     folder, x, y = data
     torch.manual_seed(1)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
-    scores = evaluate(
-        make_task(model, folder, MpiCommunicator(world), right), MpiCommunicator(world)
-    )
+    scores = evaluate(make_task(model, folder, MpiCommunicator(world), right))
     assert model.training
     with torch.no_grad():
         output = model.eval()(x)
@@ -70,9 +69,7 @@ def test_every_rank_tests_with_the_buffers_of_rank_0(world, data):
     torch.manual_seed(1)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     model[0].running_mean += world.rank
-    scores = evaluate(
-        make_task(model, folder, MpiCommunicator(world), None), MpiCommunicator(world)
-    )
+    scores = evaluate(make_task(model, folder, MpiCommunicator(world), None))
     assert model[0].running_mean.tolist() == [0.0] * 4
     with torch.no_grad():
         expected = functional.cross_entropy(model.eval()(x), y).item()

@@ -8,7 +8,7 @@ from rich.console import Console
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.loop import ends_interval, train
+from hpctrain.train.loop import TrainingLoop, ends_interval
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task, build
@@ -20,7 +20,7 @@ def train_together(task: Task, here, path):
     progress = Progress(Console(file=io.StringIO(), quiet=True), task.num_steps, 1, "accuracy")
     with Metrics(path if here.comm.rank == 0 else None) as metrics, progress:
         boundary = Boundary(here.comm, StopRequests(), None, metrics)
-        return train(RunState(task=task), here.comm, metrics, progress, boundary).scores
+        return TrainingLoop(RunState(task=task), metrics, progress, boundary).train().scores
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -170,7 +170,7 @@ def test_ranks_draw_numbers_of_their_own_after_a_resume_on_another_number_of_ran
     seen = [drawn()]  # of the first step
     for step in (7, 8):
         state.step = step
-        state.restore(state.shared(here.comm), None)
+        state.restore(state.shared(), None)
         seen.append(drawn())
     everywhere = [numbers for each in here.comm.allgather_object(seen) for numbers in each]
     for numbers in zip(*everywhere, strict=True):

@@ -195,14 +195,14 @@ def test_auto_tells_its_number_once(here, configure, shared):
 def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
     plain = RunState(task=build(configure(), here.comm))
     other = RunState(task=build(configure("sync.method=diloco"), here.comm))
-    state, own = plain.shared(here.comm), plain.own(here.comm)
+    state, own = plain.shared(), plain.own()
     with pytest.raises(CheckpointError, match="'synchronous' and this run has 'diloco'"):
         other.restore(state, own)
 
 
 def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
     states = [RunState(task=build(configure(f"seed={seed}"), here.comm)) for seed in (1, 2)]
-    shared, own = states[0].shared(here.comm), states[0].own(here.comm)
+    shared, own = states[0].shared(), states[0].own()
     for name in ("sync", "epoch_tally", "pace_told"):
         del shared[name]
     for name in ("sync", "epoch_tally", "replica"):

@@ -60,7 +60,7 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
     config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
     task = build(config, here.comm)
     with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
-        train_step(task, next(iter(task.train)), here.comm)
+        train_step(task, next(iter(task.train)))
 
 
 @pytest.mark.ranks(1, 2)
@@ -68,7 +68,7 @@ def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, conf
     problem = "tests.train.problem"
     made = ("data.input=image", f"data.transform={problem}:renamed")
     task = build(configure(*made), here.comm)
-    assert evaluate(task, here.comm).num_samples == NUM_SAMPLES
+    assert evaluate(task).num_samples == NUM_SAMPLES
     plain = build(configure(), here.comm)
     for more, factor in [((), 2), ((f"data.test_transform={problem}:renamed_for_test",), 1)]:
         task = build(configure(*made, *more), here.comm)
@@ -79,12 +79,12 @@ def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, conf
     unchanged = build(
         configure(f"data.transform={UNCHANGED}", "data.test_transform=none"), here.comm
     )
-    assert evaluate(unchanged, here.comm).num_samples == NUM_SAMPLES
+    assert evaluate(unchanged).num_samples == NUM_SAMPLES
 
 
 def test_labels_in_bytes_are_taken(here, configure):
     task = build(configure("data.args.label_type=|u1"), here.comm)
-    assert train_step(task, next(iter(task.train)), here.comm)[0] > 0
+    assert train_step(task, next(iter(task.train)))[0] > 0
 
 
 @pytest.mark.parametrize("target", ["no_data", "broken_data"])

@@ -153,9 +153,9 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
 def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
 
-    def taken(task, comm):
+    def taken(task):
         (folder.run / NAME).unlink()
-        return hash_of(task, comm)
+        return hash_of(task)
 
     monkeypatch.setattr("hpctrain.train.attempts.hash_of", taken)  # it is part of the last record
     try:
