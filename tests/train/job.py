@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hpctrain.checkpoint.export import newest_state
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.checkpoint.tools.export import newest_state
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.reproducible import Reproducible
