@@ -1,10 +1,12 @@
 """State of a run: all that makes its next step what it would have been without a stop."""
 
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +17,8 @@ from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.evaluate import Scores
-from hpctrain.train.random_states import random_states, seed_all, set_random_states
 from hpctrain.train.step_meter import StepMeter
-from hpctrain.train.task import Task
+from hpctrain.train.task import Task, seed_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -296,3 +297,45 @@ def _copied(tree: Any) -> Any:
         case list() | tuple():
             return type(tree)(_copied(item) for item in tree)
     return tree
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all generators, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    version, numbers, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.array(keys)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64),
+            "gauss": next_gauss,
+        },
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Let the generators go on from what ``random_states`` returned."""
+    torch.set_rng_state(states["torch"].clone())
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.clone() for state in states["cuda"]])
+    of_numpy, of_python = states["numpy"], states["python"]
+    keys: Tensor = of_numpy["keys"]
+    np.random.set_state(  # noqa: NPY002 - a user's model may draw from it
+        (
+            of_numpy["kind"],
+            keys.numpy(),
+            of_numpy["position"],
+            of_numpy["has_gauss"],
+            of_numpy["gauss"],
+        )
+    )
+    numbers = tuple(of_python["numbers"].tolist())
+    random.setstate((of_python["version"], numbers, of_python["gauss"]))

@@ -34,7 +34,7 @@ def threads():
 @pytest.mark.parametrize(
     "overrides",
     [
-        # The last batch of an epoch has 1 of 53 samples: three micro-shards are empty.
+        # The last batch of an epoch has 1 of 53 samples: seven micro-shards are empty.
         [
             "train.global_batch=13",
             "train.micro_shards=8",
