@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
 from hpctrain.train.keys import render
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
@@ -18,7 +18,7 @@ from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.run_state import RunState
+from hpctrain.train.run_state import RunState, check_fit
 from hpctrain.train.task import build
 from tests.harness import preload
 from tests.train.job import WAYS, Job, assert_same_run
@@ -238,3 +238,18 @@ def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monke
         for path in (Path("runs/small/metrics.jsonl"), Path("whole/metrics.jsonl"))
     ]
     assert curves[0] == pytest.approx(curves[1], rel=1e-9)
+
+
+def test_every_tensor_that_does_not_fit_is_listed():
+    have = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(1), "ok": torch.ones(1)}
+    want = {"a": torch.zeros(3), "b": torch.zeros(2, 3).half(), "ok": torch.ones(1)}
+    want["d"] = torch.zeros(())
+    with pytest.raises(CheckpointError, match="does not fit the model in 4 tensors") as caught:
+        check_fit(have, want)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "a: float32 (2,), float32 (3,) is wanted",
+        "b: float32 (2, 3), float16 (2, 3) is wanted",
+        "d: missing, float32 () is wanted",
+        "c: float32 (1,), nothing of this name is wanted",
+    ]
+    check_fit(want, want)

@@ -1,10 +1,17 @@
+import itertools
+import sys
+
 import pytest
 import torch
+from torch.nn import functional
 
-from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
+from hpctrain.core.target import make_importable
+from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loop import train_step
-from hpctrain.train.task import build
+from hpctrain.train.targets import call, member, resolve
+from hpctrain.train.task import build, make_schedule
 from tests.train.problem import NUM_SAMPLES
 
 UNCHANGED = "tests.train.problem:unchanged"
@@ -135,3 +142,98 @@ def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, ov
 def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
     with pytest.raises(MismatchError, match=r"each of 3 ranks a sample, .* got 2 of 53 samples"):
         build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(name):
+    at = make_schedule(ScheduleConfig(name=name, warmup_epochs=2.0), 10, 100)
+    rates = [at(step) for step in range(100)]
+    assert all(a < b for a, b in itertools.pairwise(rates[:20]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
+    assert rates[0] > 0
+    assert max(rates) == rates[20] == 1.0
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_rate_falls_towards_the_final_share(name):
+    at = make_schedule(ScheduleConfig(name=name, args={"final": 0.1}), 10, 100)
+    assert at(0) == 1.0
+    assert at(50) == pytest.approx(0.55)
+    assert at(100) == pytest.approx(0.1)
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warm_up():
+    at = make_schedule(ScheduleConfig(warmup_epochs=50.0), 1, 10)
+    assert at(9) == pytest.approx(10 / 51)
+
+
+def test_unknown_schedules_and_arguments_are_refused():
+    with pytest.raises(ConfigError, match="one of constant, linear, cosine, got 'step'"):
+        make_schedule(ScheduleConfig(name="step"), 1, 1)
+    with pytest.raises(ConfigError, match=r"schedule.args: cosine .* did you mean final\?"):
+        make_schedule(ScheduleConfig(args={"finall": 0.1}), 1, 1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "mine_for_targets.py").write_text(
+        "def model(width, depth=1):\n    return width * depth\n_hidden = 3\nvalue = 3\n"
+    )
+    (tmp_path / "broken_for_targets.py").write_text("import no_such_package_at_all\n")
+    make_importable(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine_for_targets", None)
+
+
+def test_a_module_beside_the_configuration_is_found_first(folder):
+    assert resolve("mine_for_targets:model", "model.target")(3) == 3
+    assert sys.path[0] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", 'model.target names a function as "module:function", got ""'),
+        ("mine_for_targets", 'as "module:function", got "mine_for_targets"'),
+        ("nowhere_at_all:f", "there is no module nowhere_at_all; put it beside"),
+        ("broken_for_targets:f", "cannot be imported: No module named 'no_such_package_at_all'"),
+        ("mine_for_targets:modle", "mine_for_targets has no modle; did you mean model?"),
+        ("mine_for_targets:value", "is of type int, nothing to call"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_name_that_means_nothing_says_what_is_missing(target, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(target, "model.target")
+    assert message in str(caught.value)
+
+
+def test_an_error_inside_the_users_module_is_not_hidden(folder):
+    (folder / "raising_for_targets.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        resolve("raising_for_targets:f", "model.target")
+
+
+@pytest.mark.usefixtures("folder")
+def test_wrong_arguments_are_told_with_those_that_exist():
+    model = resolve("mine_for_targets:model", "model.target")
+    assert call(model, (), {"width": 2, "depth": 3}, "model.args") == 6
+    with pytest.raises(ConfigError, match=r"model.args: model .*'widht'; did you mean width\?"):
+        call(model, (), {"widht": 2, "width": 1}, "model.args")
+    with pytest.raises(ConfigError, match="missing a required argument: 'width'"):
+        call(model, (), {}, "model.args")
+
+
+def test_arguments_in_first_place_are_not_offered():
+    def loss(output, label, *, smoothing=0.0):
+        return output, label, smoothing
+
+    with pytest.raises(ConfigError, match="did you mean smoothing"):
+        call(loss, (1, 2), {"smothing": 1}, "loss.args")
+
+
+def test_names_of_torch_are_members():
+    assert member(functional, "mse_loss", "loss.target") is functional.mse_loss
+    with pytest.raises(ConfigError, match=r"did you mean SGD\?"):
+        member(torch.optim, "SDG", "optimizer.name")
