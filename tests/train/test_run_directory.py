@@ -32,19 +32,14 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     assert facts["command"]
 
 
-def test_a_used_directory_is_refused_and_left_as_it_is(tmp_path):
+def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp_path):
     directory = RunDirectory(tmp_path / "a")
+    directory.make_log_folder()
+    (directory.logs / "rank-0.log").touch()
     directory.create("seed = 1\n", {}, {})
     with pytest.raises(ConfigError, match="--set output_dir="):
         directory.create("seed = 2\n", {}, {})
     assert directory.config.read_text() == "seed = 1\n"
-
-
-def test_logs_that_came_first_do_not_make_a_directory_used(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.logs.mkdir()
-    (directory.logs / "rank-0.log").touch()
-    directory.create("", {}, {})
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
@@ -63,16 +58,13 @@ def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
     metrics.close()
 
 
-def test_a_line_cut_short_is_left_out(tmp_path):
+def test_a_line_cut_short_is_left_out_and_a_rank_without_a_file_writes_nothing(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"event": "step"}\n{"event": "st')
-    assert read(path) == [{"event": "step"}]
-
-
-def test_a_rank_without_a_file_writes_nothing(tmp_path):
     with Metrics(None) as metrics:
         metrics.write("step", step=1)
     assert list(tmp_path.iterdir()) == []
+    path.write_text('{"event": "step"}\n{"event": "st')
+    assert read(path) == [{"event": "step"}]
 
 
 def line(step: int) -> bytes:
