@@ -1,6 +1,6 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -62,12 +62,8 @@ class Attempt:
         """Say it in one line, for people."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        ended = (
-            "was ended without a word"
-            if self.ended_by == KILLED
-            else f"was stopped by {self.ended_by}"
-        )
-        return f"part {self.part} of the run{job}{again}: the part before {ended}"
+        how = "ended without a word" if self.ended_by == KILLED else f"stopped by {self.ended_by}"
+        return f"part {self.part} of the run{job}{again}: the part before was {how}"
 
 
 class RunInDirectory:
@@ -110,7 +106,11 @@ class RunInDirectory:
 
         def begin() -> Attempt:
             self._check_lease()
-            part, state = self._part(), self._state
+            path, state = directory.metrics, self._state
+            # Read before its last records are cut off.
+            part = Attempt.after(read(path) if path.exists() else ())
+            if part.ended_by:
+                self._console.print(part.describe())
             if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             else:
@@ -119,14 +119,11 @@ class RunInDirectory:
 
         part = on_root(comm, begin)
         with self._metrics() as metrics:
-            self._tell_beginning(metrics, part)
-            told = {
-                "configuration": config_text,
-                "plan": plan,
-                "dataset": self._task.train.dataset.uuid,
-                **self._facts(),
-            }
-            boundary = Boundary(comm, requests, manager, metrics, told, self._lease)
+            facts = self._facts()
+            self._tell_beginning(metrics, {**asdict(part), **facts})
+            facts |= {"configuration": config_text, "plan": plan}
+            facts["dataset"] = self._task.train.dataset.uuid
+            boundary = Boundary(comm, requests, manager, metrics, facts, self._lease)
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
@@ -137,13 +134,11 @@ class RunInDirectory:
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
 
-    def _tell_beginning(self, metrics: Metrics, part: Attempt) -> None:
-        facts = {**asdict(part), **self._facts()}
-        if self._state.num_records:
-            state, here = self._state, environment()
-            metrics.write(
-                "resumed", step=state.step, epoch=state.epochs_done, **facts, environment=here
-            )
+    def _tell_beginning(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
+        state = self._state
+        if state.num_records:
+            place = {"step": state.step, "epoch": state.epochs_done}
+            metrics.write("resumed", **place, **facts, environment=environment())
         else:
             metrics.write("started", **facts)
 
@@ -168,14 +163,6 @@ class RunInDirectory:
         """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
         if self._lease is not None:
             self._lease.check()
-
-    def _part(self) -> Attempt:
-        """Return which part of the run this is; read before its last records are cut off."""
-        path = self._directory.metrics
-        part = Attempt.after(read(path) if path.exists() else ())
-        if part.ended_by:
-            self._console.print(part.describe())
-        return part
 
     def _load(self, manager: Manager) -> None:
         loaded = manager.load_latest()
@@ -260,6 +247,5 @@ def _where_it_goes_on(manager: Manager) -> str:
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()
-    if newest is None:
-        return "then begin again by --resume"
-    return f"then go on from {newest.name} by --resume"
+    where = "begin again" if newest is None else f"go on from {newest.name}"
+    return f"then {where} by --resume"

@@ -14,7 +14,7 @@ from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.attempts import KILLED, Attempt
 from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut, read
-from hpctrain.train.run import _requests
+from hpctrain.train.run import requests_of
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.status import FAILED, status
 
@@ -192,7 +192,7 @@ def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part,
 
 
 def stop_of(tmp_path, rank):
-    return _requests(RunConfig(), RunDirectory(tmp_path), 1000.0, SimpleNamespace(rank=rank))
+    return requests_of(RunConfig(), RunDirectory(tmp_path), 1000.0, SimpleNamespace(rank=rank))
 
 
 @pytest.mark.usefixtures("job")
