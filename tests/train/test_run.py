@@ -17,8 +17,6 @@ from tests.train.starting import last_line, start
 
 pytestmark = pytest.mark.launches
 
-FOUR = {"num_ranks": 4, "nodes": 2}
-
 TASK = """
 from tests.train import problem
 
@@ -63,16 +61,16 @@ def train(folder, *more, **ranks):
 
 
 def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
-    done = train(folder, **FOUR)
+    done = train(folder, num_ranks=2, nodes=2)
     assert done.returncode == 0, done.stderr
     output = folder / "runs/small"
     records = read(output / "metrics.jsonl")
     assert last_line(done.stdout) == f"test accuracy {records[-1]['metric']:.4f}"
-    for text in ("samples/s over all ranks", "node memory", "4 on 2 nodes"):
+    for text in ("samples/s over all ranks", "node memory", "2 on 2 nodes"):
         assert text in done.stdout
     assert "\x1b" not in done.stdout
     assert [records[0]["event"], records[-1]["event"]] == ["started", "finished"]
-    assert (records[-1]["world_size"], records[-1]["nodes"]) == (4, 2)
+    assert (records[-1]["world_size"], records[-1]["nodes"]) == (2, 2)
     steps = [record for record in records if record["event"] == "step"]
     assert [record["step"] for record in steps] == [4, 8]
     assert all(record["compute_s"] > 0 and record["communication_s"] > 0 for record in steps)
