@@ -33,14 +33,11 @@ CASES = [
     pytest.param(local("local_sgd", "sync.compression=bf16"), id="local bf16", marks=TWO),
     pytest.param(local("local_sgd", "sync.args.state=average"), id="average", marks=(TWO, LONG)),
     pytest.param(local("post_local_sgd", "sync.args.start_epochs=0.8"), id="post", marks=TWO),
-    pytest.param(local("post_local_sgd"), id="as the rate drops", marks=(TWO, LONG)),
-    pytest.param(local("hierarchical_local_sgd"), id="hierarchical", marks=(FOUR, LONG)),
     pytest.param(
         local("hierarchical_local_sgd", "sync.steps=8", "sync.args.node_steps=2"),
         id="hierarchical, local in the node",
         marks=FOUR,
     ),
-    pytest.param(local("diloco", "sync.steps=5"), id="diloco", marks=(TWO, LONG)),
     pytest.param(
         local("diloco", "sync.args={fragments = 2, delay = 2}", "optimizer.name=AdamW"),
         id="diloco, in parts, late",
