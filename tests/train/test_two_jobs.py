@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -61,7 +62,8 @@ class Folder:
     @contextmanager
     def job(self, *options, ranks=None, step_s=0.05, before=()):
         """Start a job, and end it with the block."""
-        line = [*preload.python(), "-m", "hpctrain", "train", str(self.config), *options]
+        python = [sys.executable] if before else preload.python()  # it says who sees whom
+        line = [*python, "-m", "hpctrain", "train", str(self.config), *options]
         line += ["--set", "model.target=slow_model:model"]
         if ranks:
             line = mpiexec.command(line, num_ranks=ranks)
