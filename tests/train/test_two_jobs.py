@@ -62,7 +62,7 @@ class Folder:
     @contextmanager
     def job(self, *options, ranks=None, step_s=0.05, before=()):
         """Start a job, and end it with the block."""
-        python = [sys.executable] if before else preload.python()  # it says who sees whom
+        python = [sys.executable] if before else preload.python()  # a fork lives beside its server
         line = [*python, "-m", "hpctrain", "train", str(self.config), *options]
         line += ["--set", "model.target=slow_model:model"]
         if ranks:
