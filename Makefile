@@ -129,6 +129,8 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	@$(MAKE) --no-print-directory .venv-horovod || true
 	@code=0; $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
 	  --color=$(COLOR) || code=$$?; \
+	  for size in 2 4; do hpctrain launch -n $$size -- \
+	    python -m pytest -q -m conformance --color=$(COLOR) || code=$$?; done; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
 
 # --- everything else ----------------------------------------------------------------------------
@@ -148,7 +150,7 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 .PHONY: soak
 soak: .venv/stamp ## kill writers, let jobs overlap, run 500 training scripts drawn at random
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py \
-	  tests/checkpoint/test_manager_kills.py
+	  tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 2 -n 250
 	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 3 -n 250

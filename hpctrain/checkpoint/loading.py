@@ -26,9 +26,8 @@ from hpctrain.checkpoint.format.tensor_file import (
     TensorFile,
     bytes_of,
     opened,
-    printable,
 )
-from hpctrain.checkpoint.refusal import explained
+from hpctrain.checkpoint.refusal import explained, printable
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import CheckpointError
 
@@ -89,9 +88,10 @@ def check(directory: Path | str) -> list[str]:
         manifest = CheckpointManifest.read(directory)
     except CheckpointError as error:
         return [str(error)]
+    everything = [manifest.tensors, *manifest.private.values()]
     checks: list[Callable[[], object]] = [
         partial(_check_file, directory / file_name(rank), parts)
-        for rank, parts in sorted(_by_rank(manifest).items())
+        for rank, parts in sorted(_by_rank(everything).items())
     ]
     # Not even a whole file helps if what is built of its tensors cannot be.
     checks.append(
@@ -183,20 +183,17 @@ def _read(
 
     Ranks that begin at different files, by ``first``, do not queue up.
     """
-    shards, tensors = {}, {}
-    wanted: dict[int, list[tuple[str, StoredPart]]] = {}
+    pieces = {}
     for name, record in records.items():
-        shards[name] = into.get(name) or Shard.whole(record.shape)
-        tensors[name] = torch.empty(shards[name].shape, dtype=DTYPES[record.dtype])
-        for part in record.parts:
-            if part.shard.intersection(shards[name]):
-                wanted.setdefault(part.rank, []).append((name, part))
-    for rank in sorted(wanted, key=lambda rank: (rank < first, rank)):
+        shard = into.get(name) or Shard.whole(record.shape)
+        pieces[name] = Piece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
+    stored = _by_rank([records], {name: piece.shard for name, piece in pieces.items()})
+    for rank in sorted(stored, key=lambda rank: (rank < first, rank)):
         with opened(directory / file_name(rank)) as file:
-            for name, part in wanted[rank]:
-                file.check(name, records[name].dtype, part.shard.shape)
-                _read_part(file, name, part, Piece(tensors[name], shards[name]))
-    return tensors
+            for name, dtype, part in stored[rank]:
+                file.check(name, dtype, part.shard.shape)
+                _read_part(file, name, part, pieces[name])
+    return {name: piece.tensor for name, piece in pieces.items()}
 
 
 def _read_part(file: TensorFile, name: str, part: StoredPart, target: Piece) -> None:
@@ -232,12 +229,14 @@ def _assembled(
         ) from error
 
 
-def _by_rank(manifest: CheckpointManifest) -> dict[int, list[_Stored]]:
-    """Return what the file of each rank holds: names, dtypes and parts."""
+def _by_rank(
+    groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
+) -> dict[int, list[_Stored]]:
+    """Return what the file of each rank holds, of the shards that are wanted or of all."""
     stored: dict[int, list[_Stored]] = {}
-    for records in (manifest.tensors, *manifest.private.values()):
-        for name, record in records.items():
-            for part in record.parts:
+    for name, record in (item for records in groups for item in records.items()):
+        for part in record.parts:
+            if wanted is None or part.shard.intersection(wanted[name]):
                 stored.setdefault(part.rank, []).append((name, record.dtype, part))
     return stored
 

@@ -1,7 +1,8 @@
-"""Refusals of files and memory, as errors that say what to do."""
+"""Refusals of files and memory, and damage, as errors that say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CheckpointError
@@ -22,3 +23,15 @@ def explained(what: str) -> Iterator[None]:
         raise CheckpointError(
             f"cannot {what}: {reason}{named}; see to it, or use another directory"
         ) from error
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error that a file of a checkpoint is not what was written."""
+    return CheckpointError(
+        f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
+    )
+
+
+def printable(text: str) -> str:
+    """Return a text that may come from a stranger in one line, without escapes, not too long."""
+    return "".join(char if char.isprintable() else "?" for char in text[:400])

@@ -110,12 +110,18 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     facts = dict(facts or {})
     with agreed(comm, CheckpointError), explained(what):
         contents = _contents([str(directory), str(step)], state, private or {}, facts)
-    _check_same(comm, contents)
+    try:
+        way_out = "what a rank has of its own goes into private"
+        require_equal(comm, contents.common, "the state of a checkpoint", way_out)
+    except MismatchError as error:
+        raise CheckpointError(str(error)) from None
     parts = _plan(contents, comm.allgather_object(contents.pieces))
     room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
         with agreed(comm, CheckpointError), explained(what):
-            own = _write(room / file_name(comm.rank), contents, parts, comm.rank)
+            share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
+            crcs = tensor_file.write(room / file_name(comm.rank), share)
+            own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
         make = partial(_manifest, contents, parts, comm.gather_object(own), step, facts)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
@@ -162,15 +168,6 @@ def _spec(leaf: Tensor | Piece) -> _Spec:
     return name_of(leaf.dtype), tuple(leaf.shape)
 
 
-def _check_same(comm: "Communicator", contents: _Contents) -> None:
-    """Return if all ranks have the same contents. Collective."""
-    way_out = "what a rank has of its own goes into private"
-    try:
-        require_equal(comm, contents.common, "the state of a checkpoint", way_out)
-    except MismatchError as error:
-        raise CheckpointError(str(error)) from None
-
-
 def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
     whole = {
         path: (tuple(leaf.shape), leaf.itemsize)
@@ -186,12 +183,6 @@ def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[st
                 f"{path} {list(shape)}; give every rank its piece"
             )
     return {**divide(whole, len(pieces)), **sharded}
-
-
-def _write(file: Path, contents: _Contents, parts: Mapping[str, Parts], rank: int) -> _Written:
-    """Write the share of this rank, and return what the manifest tells of it."""
-    crcs = tensor_file.write(file, {**_share(contents.leaves, parts, rank), **contents.own})
-    return crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
 
 
 def divide(tensors: Mapping[str, tuple[Sequence[int], int]], num_ranks: int) -> dict[str, Parts]:

@@ -109,19 +109,19 @@ def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
 
       hpctrain checkpoint info runs/digits --json | jq .step
     """
-    from hpctrain.checkpoint.tools.describe import checkpoints_in, describe  # noqa: PLC0415
+    from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of  # noqa: PLC0415
 
     found = checkpoints_in(path)
     told = describe(found[-1], num_largest=largest)
     if json:
         others = [str(place) for place in found]
-        typer.echo(dumps({**asdict(told), "checkpoints": others}, indent=1))
+        typer.echo(dumps({**told, "checkpoints": others}, indent=1))
         return
     if len(found) > 1:
         names = [place.name for place in found]
         shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
         _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
-    for line in told.lines():
+    for line in lines_of(told):
         _say(line)
 
 
@@ -139,16 +139,17 @@ def verify(path: Where, *, json: AsJson = False) -> None:
 
       hpctrain checkpoint verify runs/digits --json | jq '.[].faults'
     """
-    from hpctrain.checkpoint.tools.describe import verify as check  # noqa: PLC0415
+    from hpctrain.checkpoint.inspection import verify as check  # noqa: PLC0415
 
     reports = []
-    for report in check(path):
-        reports.append(report)
-        for line in () if json else report.lines():
+    for directory, faults in check(path):
+        reports.append({"directory": str(directory), "faults": faults})
+        told = [f"{directory}: {'not whole' if faults else 'whole'}", *(f"  {f}" for f in faults)]
+        for line in () if json else told:
             _say(line)
     if json:
-        typer.echo(dumps([asdict(report) for report in reports], indent=1))
-    if any(report.faults for report in reports):
+        typer.echo(dumps(reports, indent=1))
+    if any(report["faults"] for report in reports):
         raise typer.Exit(FAULT)
 
 
@@ -166,8 +167,8 @@ def export(path: Where, out: Out, *, only: Only = None, overwrite: Overwrite = F
 
       hpctrain checkpoint export runs/digits model.safetensors --only model
     """
-    from hpctrain.checkpoint.tools.export import check_ending, newest_state  # noqa: PLC0415
-    from hpctrain.checkpoint.tools.export import export as write  # noqa: PLC0415
+    from hpctrain.checkpoint.export import check_ending, newest_state  # noqa: PLC0415
+    from hpctrain.checkpoint.export import export as write  # noqa: PLC0415
 
     check_ending(out)
     source, state = newest_state(path, only)
@@ -191,7 +192,7 @@ def diff(
 
       hpctrain checkpoint diff runs/a runs/b --only model --only optimizer
     """
-    from hpctrain.checkpoint.tools.compare import compare  # noqa: PLC0415
+    from hpctrain.checkpoint.state_diff import compare  # noqa: PLC0415
 
     found = compare(first, second, only or ())
     if json:
@@ -222,7 +223,7 @@ def prune(run: Run, *, keep: Keep, keep_best: KeepBest = 0, dry_run: DryRun = Fa
 
       hpctrain checkpoint prune runs/digits --keep 3 --keep-best 1
     """
-    from hpctrain.checkpoint.tools.prune import prune as remove  # noqa: PLC0415
+    from hpctrain.checkpoint.inspection import prune as remove  # noqa: PLC0415
 
     done = remove(run, keep=keep, keep_best=keep_best, dry_run=dry_run)
     for place in done.damaged:

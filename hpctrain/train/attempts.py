@@ -1,6 +1,6 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +10,6 @@ from rich.console import Console
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
@@ -18,10 +17,9 @@ from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
-from hpctrain.train.config import seconds
 from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
-from hpctrain.train.loop import Outcome, Stopped, hash_of, left_out, train
+from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
@@ -64,12 +62,8 @@ class Attempt:
         """Say it in one line, for people."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        ended = (
-            "was ended without a word"
-            if self.ended_by == KILLED
-            else f"was stopped by {self.ended_by}"
-        )
-        return f"part {self.part} of the run{job}{again}: the part before {ended}"
+        how = "ended without a word" if self.ended_by == KILLED else f"stopped by {self.ended_by}"
+        return f"part {self.part} of the run{job}{again}: the part before was {how}"
 
 
 class RunInDirectory:
@@ -79,14 +73,12 @@ class RunInDirectory:
         self,
         task: Task,
         directory: RunDirectory,
-        comm: Communicator,
         console: Console,
         lease: Lease | None = None,
     ) -> None:
         """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
-        self._lease = lease
-        self._task, self._directory = task, directory
-        self._comm, self._console = comm, console
+        self._task, self._comm = task, task.comm
+        self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)
 
     def carry_out(
@@ -114,7 +106,11 @@ class RunInDirectory:
 
         def begin() -> Attempt:
             self._check_lease()
-            part, state = self._part(), self._state
+            path, state = directory.metrics, self._state
+            # Read before its last records are cut off.
+            part = Attempt.after(read(path) if path.exists() else ())
+            if part.ended_by:
+                self._console.print(part.describe())
             if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             else:
@@ -123,14 +119,11 @@ class RunInDirectory:
 
         part = on_root(comm, begin)
         with self._metrics() as metrics:
-            self._tell_beginning(metrics, part)
-            told = {
-                "configuration": config_text,
-                "plan": plan,
-                "dataset": self._task.train.dataset.uuid,
-                **self._facts(),
-            }
-            boundary = Boundary(comm, requests, manager, metrics, told, self._lease)
+            facts = self._facts()
+            self._tell_beginning(metrics, {**asdict(part), **facts})
+            facts |= {"configuration": config_text, "plan": plan}
+            facts["dataset"] = self._task.train.dataset.uuid
+            boundary = Boundary(comm, requests, manager, metrics, facts, self._lease)
             with self._told_failure(metrics, manager):
                 outcome = self._train(metrics, boundary)
             self._close(manager)
@@ -141,13 +134,11 @@ class RunInDirectory:
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
 
-    def _tell_beginning(self, metrics: Metrics, part: Attempt) -> None:
-        facts = {**asdict(part), **self._facts()}
-        if self._state.num_records:
-            state, here = self._state, environment()
-            metrics.write(
-                "resumed", step=state.step, epoch=state.epochs_done, **facts, environment=here
-            )
+    def _tell_beginning(self, metrics: Metrics, facts: Mapping[str, Any]) -> None:
+        state = self._state
+        if state.num_records:
+            place = {"step": state.step, "epoch": state.epochs_done}
+            metrics.write("resumed", **place, **facts, environment=environment())
         else:
             metrics.write("started", **facts)
 
@@ -159,7 +150,7 @@ class RunInDirectory:
             every=table.every,
             keep=table.keep,
             keep_best=table.keep_best,
-            mtbf=seconds(table.mtbf),
+            mtbf=table.mtbf or None,
             background=table.background,
             guard=self._check_lease,
         )
@@ -172,14 +163,6 @@ class RunInDirectory:
         """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""
         if self._lease is not None:
             self._lease.check()
-
-    def _part(self) -> Attempt:
-        """Return which part of the run this is; read before its last records are cut off."""
-        path = self._directory.metrics
-        part = Attempt.after(read(path) if path.exists() else ())
-        if part.ended_by:
-            self._console.print(part.describe())
-        return part
 
     def _load(self, manager: Manager) -> None:
         loaded = manager.load_latest()
@@ -201,10 +184,10 @@ class RunInDirectory:
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
         """Train, and write the last record."""
-        task, state, comm = self._task, self._state, self._comm
+        task, state = self._task, self._state
         epochs = task.config.train.epochs
         with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
-            outcome = train(state, comm, metrics, progress, boundary)
+            outcome = TrainingLoop(state, metrics, progress, boundary).train()
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
@@ -218,7 +201,7 @@ class RunInDirectory:
             samples_per_s=task.num_samples / outcome.training_s,
             **(figures(task.sync) if task.sync is not None else {}),
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
-            state_hash=hash_of(task, comm),
+            state_hash=hash_of(task),
         )
         if state.num_skipped:
             self._console.print(left_out(state.num_skipped))
@@ -264,6 +247,5 @@ def _where_it_goes_on(manager: Manager) -> str:
     newest = None
     with suppress(CheckpointError):
         newest = manager.latest()
-    if newest is None:
-        return "then begin again by --resume"
-    return f"then go on from {newest.name} by --resume"
+    where = "begin again" if newest is None else f"go on from {newest.name}"
+    return f"then {where} by --resume"

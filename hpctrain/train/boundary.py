@@ -12,8 +12,7 @@ from hpctrain.core.logs import logger
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.replicas import require_finite_weights
-from hpctrain.train.run_state import RunState
+from hpctrain.train.run_state import RunState, require_finite_weights
 
 STOP, SAVE, NOT_FINITE = 1, 2, 4
 """Bits that ride in the opening message of a step."""
@@ -117,14 +116,14 @@ class Boundary:
     def _write(
         self, manager: Manager, state: RunState, *, wait: bool, score: float | None
     ) -> None:
-        require_finite_weights(state.task, self._comm)
+        require_finite_weights(state.task)
         self._metrics.sync()
         state.num_records = self._comm.broadcast_object(self._metrics.num_records)
         try:
             manager.save(
-                state.shared(self._comm),
+                state.shared(),
                 step=state.step,
-                private=state.own(self._comm),
+                private=state.own(),
                 facts=self._facts,
                 wait=wait,
                 score=score,

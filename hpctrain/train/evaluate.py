@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.micro_shards import aligned_parts
 from hpctrain.train.task import Task
@@ -23,7 +22,7 @@ class Scores:
 
 
 @torch.no_grad()
-def evaluate(task: Task, comm: Communicator) -> Scores:
+def evaluate(task: Task) -> Scores:
     """Test the model: every rank its slice, then one sum over all ranks.
 
     Collective. Each sample counts once whatever the number of ranks; sums are float64, so counts
@@ -32,7 +31,7 @@ def evaluate(task: Task, comm: Communicator) -> Scores:
     any number of ranks.
     """
     for buffer in task.model.buffers():
-        comm.broadcast_(buffer).wait()
+        task.comm.broadcast_(buffer).wait()
     task.model.eval()
     rows = []
     for inputs, labels in _parts(task):
@@ -42,13 +41,13 @@ def evaluate(task: Task, comm: Communicator) -> Scores:
         rows.append((loss, metric, float(len(inputs))))
     task.model.train()
     if task.steps is not None:
-        rows = [row for each in comm.allgather_object(rows) for row in each]
+        rows = [row for each in task.comm.allgather_object(rows) for row in each]
     # Rounded once at the end, so that the order of the terms does not count.
     sums = torch.tensor(
         [exact_sum(column) for column in zip(*rows, strict=True)] or [0.0] * 3, dtype=torch.float64
     )
     if task.steps is None:
-        comm.allreduce_(sums).wait()
+        task.comm.allreduce_(sums).wait()
     loss_sum, metric_sum, num_samples = sums.tolist()
     return Scores(
         loss=loss_sum / num_samples, metric=metric_sum / num_samples, num_samples=int(num_samples)

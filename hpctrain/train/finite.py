@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
@@ -15,7 +14,7 @@ from hpctrain.gradients.buffer_states import BufferStates
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.replicas import require_finite_weights
+from hpctrain.train.run_state import require_finite_weights
 from hpctrain.train.task import Task
 
 _MOST_SAMPLES, _MOST_RANKS = 8, 4
@@ -65,8 +64,8 @@ class StepGuard:
     ``train.clip_norm``, and always where steps are left out.
     """
 
-    def __init__(self, task: Task, comm: Communicator, metrics: Metrics | None = None) -> None:
-        self._task, self._comm, self._metrics = task, comm, metrics
+    def __init__(self, task: Task, metrics: Metrics | None = None) -> None:
+        self._task, self._metrics = task, metrics
         self._mode = task.config.train.on_non_finite
         self._flags, self._lr, self._step = 0, 0.0, 0
         self._buffers: BufferStates | None = None
@@ -154,14 +153,14 @@ class StepGuard:
         task = self._task
         found = f"the loss of the test after step {step} (epoch {epoch}) is {scores.loss:g}"
         if self._mode == "stop":
-            require_finite_weights(task, self._comm)  # they are the cause then
+            require_finite_weights(task)  # they are the cause then
             raise NotFiniteError(
                 f"the loss of a test must be finite, {found}\n"
                 f"the weights are finite: look at the test data, and at what the model does "
                 f"otherwise after eval(), such as the running means of BatchNorm\n"
                 f'train.on_non_finite = "skip" or "ignore" makes such a test a warning'
             )
-        if self._comm.rank == 0 and not self._told_of_test:
+        if task.comm.rank == 0 and not self._told_of_test:
             logger.warning(
                 f"{found}: its {task.metric_name} is made of values that are no numbers, and says "
                 f"nothing"
@@ -169,7 +168,7 @@ class StepGuard:
         self._told_of_test = True
 
     def _stop(self) -> None:
-        findings = self._comm.allgather_object(self._finding)
+        findings = self._task.comm.allgather_object(self._finding)
         own = [f is not None and not math.isfinite(f.loss) for f in findings]
         shown = {
             rank: f

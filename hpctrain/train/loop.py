@@ -1,27 +1,21 @@
 """The training loop."""
 
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import format_seconds
 from hpctrain.data.batch import Batch
-from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.replicas import check_replicas
-from hpctrain.train.run_state import RunState
-from hpctrain.train.step_meter import Interval
+from hpctrain.train.run_state import RunState, check_replicas
 from hpctrain.train.sync_method import figures, has_decided
 from hpctrain.train.task import Task
 
@@ -46,125 +40,157 @@ class Stopped:
     """Steps that are done."""
 
 
-def train(
-    state: RunState,
-    comm: Communicator,
-    metrics: Metrics,
-    progress: Progress,
-    boundary: Boundary,
-) -> Outcome | Stopped:
-    """Train from where ``state`` is to the last epoch, or until a stop; collective.
+class TrainingLoop:
+    """Trains from where a state is, to the last epoch or until a stop."""
 
-    Raises:
-        NotFiniteError: loss, gradients, parameters or the loss of a test are not finite; on every
-            rank.
-        ReplicaError: the ranks have parted; on every rank.
-    """
-    task = state.task
-    loader, last_epoch = task.train, task.config.train.epochs
-    guard = StepGuard(task, comm, metrics)
-    while loader.epoch < last_epoch:
-        epoch, wishes = loader.epoch + 1, 0
-        for batch in state.tally.inputs(loader):
-            wishes = _step(state, batch, epoch, comm, metrics, progress, boundary, guard)
-            if wishes & STOP:
-                return Stopped(reason=boundary.stop(state), step=state.step)
-            if wishes & SAVE and loader.consumed < task.num_train_samples:
-                boundary.save(state)
-                _resume_clock(task)
-        # The loader is at the start of the next epoch now.
-        _end_epoch(state, comm, is_last=epoch == last_epoch)
-        if is_tested := epoch % task.config.test.every_epochs == 0 or epoch == last_epoch:
-            if task.config.train.check_replicas != "never":
-                check_replicas(task, comm)
-            with task.sync.averaged() if task.sync is not None else nullcontext():
-                state.scores = evaluate(task, comm)
-            metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
-            guard.check_test(state.scores, state.step, epoch)
-        progress.epoch_ended(epoch, state.scores if is_tested else None)
-        if wishes & SAVE or (is_tested and task.config.checkpoint.keep_best):
-            boundary.save(state, score=_score(task, state.scores) if is_tested else None)
-        _resume_clock(task)
-    assert state.scores is not None
-    boundary.finish(state, score=_score(task, state.scores))
-    return Outcome(scores=state.scores, training_s=state.training_s)
+    def __init__(
+        self, state: RunState, metrics: Metrics, progress: Progress, boundary: Boundary
+    ) -> None:
+        self._state, self._task = state, state.task
+        self._metrics, self._progress, self._boundary = metrics, progress, boundary
+        self._guard = StepGuard(state.task, metrics)
 
+    def train(self) -> Outcome | Stopped:
+        """Take all steps that are left. Collective.
 
-def _end_epoch(state: RunState, comm: Communicator, *, is_last: bool) -> None:
-    """Tell the method what it wants to know, and let a run end with one model. Collective."""
-    task = state.task
-    if task.observer is not None:
-        task.observer.observe(state.epoch_tally.take(comm).loss)
-    if task.sync is not None and is_last:
-        task.sync.finish()
+        Raises:
+            NotFiniteError: loss, gradients, parameters or the loss of a test are not finite; on
+                every rank.
+            ReplicaError: the ranks have parted; on every rank.
+        """
+        state, loader, boundary = self._state, self._task.train, self._boundary
+        while loader.epoch < self._task.config.train.epochs:
+            epoch, wishes = loader.epoch + 1, 0
+            for batch in state.tally.inputs(loader):
+                wishes = self._step(batch, epoch)
+                if wishes & STOP:
+                    return Stopped(reason=boundary.stop(state), step=state.step)
+                if wishes & SAVE and loader.consumed < self._task.num_train_samples:
+                    boundary.save(state)
+                    self._resume_clock()
+            # The loader is at the start of the next epoch now.
+            self._end_epoch(epoch, wants_save=bool(wishes & SAVE))
+        assert state.scores is not None
+        boundary.finish(state, score=self._score())
+        return Outcome(scores=state.scores, training_s=state.training_s)
 
+    def _end_epoch(self, epoch: int, *, wants_save: bool) -> None:
+        """Test where that is due, and let a run end with one model. Collective."""
+        state, task = self._state, self._task
+        is_last = epoch == task.config.train.epochs
+        if task.observer is not None:
+            task.observer.observe(state.epoch_tally.take(task.comm).loss)
+        if task.sync is not None and is_last:
+            task.sync.finish()
+        if is_tested := is_last or epoch % task.config.test.every_epochs == 0:
+            self._test(epoch)
+        self._progress.epoch_ended(epoch, state.scores if is_tested else None)
+        if wants_save or (is_tested and task.config.checkpoint.keep_best):
+            self._boundary.save(state, score=self._score() if is_tested else None)
+        self._resume_clock()
 
-def _resume_clock(task: Task) -> None:
-    """Leave what was done between two steps out of their measured time."""
-    if task.sync is not None:
-        task.sync.rounds.resume_clock()
+    def _test(self, epoch: int) -> None:
+        state, task = self._state, self._task
+        if task.config.train.check_replicas != "never":
+            check_replicas(task)
+        with task.sync.averaged() if task.sync is not None else nullcontext():
+            state.scores = evaluate(task)
+        self._metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
+        self._guard.check_test(state.scores, state.step, epoch)
 
+    def _resume_clock(self) -> None:
+        """Leave what was done between two steps out of their measured time."""
+        if self._task.sync is not None:
+            self._task.sync.rounds.resume_clock()
 
-def _step(  # noqa: PLR0913, PLR0917 - what belongs to a step
-    state: RunState,
-    batch: Batch,
-    epoch: int,
-    comm: Communicator,
-    metrics: Metrics,
-    progress: Progress,
-    boundary: Boundary,
-    guard: StepGuard,
-) -> int:
-    """Take one step, record it where that is due, and return the ranks' wishes."""
-    task, exchange = state.task, state.task.exchange
-    lr = task.config.optimizer.lr * task.schedule(state.step)
-    for group in task.optimizer.param_groups:
-        group["lr"] = lr
-    guard.begin(state.step + 1, lr, boundary.wishes(state.step + 1))
-    if task.sync is not None:
-        task.sync.rounds.must_meet = _must_meet(task, boundary, state.step + 1)
-    start = perf_counter()
-    loss, num_samples, is_taken = train_step(task, batch, comm, guard)
-    counts = not is_taken and (task.sync is not None or comm.rank == 0)
-    state.tally.add(
-        loss=loss,
-        num_samples=num_samples,
-        work_s=perf_counter() - start,
-        communication_s=exchange.communication_seconds,
-        num_skipped=int(counts),
-    )
-    guard.end()
-    if task.observer is not None:
-        state.epoch_tally.add(loss=loss, num_samples=num_samples, work_s=0.0, communication_s=0.0)
-    state.step += 1
-    if is_recorded(task, state.step, state.tally.num_steps):
-        interval = state.tally.take(comm)
+    def _step(self, batch: Batch, epoch: int) -> int:
+        """Take one step, record it where that is due, and return the ranks' wishes."""
+        state, task, guard = self._state, self._task, self._guard
+        lr = task.config.optimizer.lr * task.schedule(state.step)
+        for group in task.optimizer.param_groups:
+            group["lr"] = lr
+        guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
+        if task.sync is not None:
+            task.sync.rounds.must_meet = self._must_meet(state.step + 1)
+        start = perf_counter()
+        loss, num_samples, is_taken = train_step(task, batch, guard)
+        counts = not is_taken and (task.sync is not None or task.comm.rank == 0)
+        state.tally.add(
+            loss=loss,
+            num_samples=num_samples,
+            work_s=perf_counter() - start,
+            communication_s=task.exchange.communication_seconds,
+            num_skipped=int(counts),
+        )
+        guard.end()
+        if task.observer is not None:
+            state.epoch_tally.add(
+                loss=loss, num_samples=num_samples, work_s=0.0, communication_s=0.0
+            )
+        state.step += 1
+        if is_recorded(task, state.step, state.tally.num_steps):
+            self._record(epoch, lr)
+        every = task.config.train.check_replicas
+        if isinstance(every, int) and state.step - state.checked_step >= every:
+            state.checked_step = state.step if check_replicas(task) else state.checked_step
+        every = task.config.log.hash_every
+        if every and state.step % every == 0:
+            self._metrics.write("hash", step=state.step, state_hash=hash_of(task))
+        flags: int = task.exchange.raised_flags
+        return flags
+
+    def _must_meet(self, step: int) -> bool:
+        """Say whether all ranks must speak in ``step``: the same on every rank.
+
+        At the end of an epoch they do so anyway, and a checkpoint by a number of steps is of this
+        step and no other.
+        """
+        by_steps = isinstance(self._task.config.checkpoint.every, int)
+        is_last = step % len(self._task.train) == 0
+        return is_last or (by_steps and self._boundary.saves_after(step))
+
+    def _record(self, epoch: int, lr: float) -> None:
+        """Write and show what the steps since the last record were like. Collective."""
+        state, task = self._state, self._task
+        interval = state.tally.take(task.comm)
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
-        more = {} if task.sync is None else figures(task.sync)
-        _record(metrics, epoch, state.step, lr, interval, more)
-        progress.advance(state.step, interval, more)
+        rounds = {} if task.sync is None else figures(task.sync)
+        self._metrics.write(
+            "step",
+            epoch=epoch,
+            step=state.step,
+            lr=lr,
+            loss=interval.loss,
+            samples_per_s=interval.samples_per_s,
+            compute_s=interval.compute_s,
+            communication_s=interval.communication_s,
+            input_s=interval.input_s,
+            **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
+            **rounds,
+        )
+        self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
-            progress.tell(left_out(interval.num_skipped))
-        _tell_pace(state, metrics, progress)
-    every = task.config.train.check_replicas
-    if isinstance(every, int) and state.step - state.checked_step >= every:
-        state.checked_step = state.step if check_replicas(task, comm) else state.checked_step
-    every = task.config.log.hash_every
-    if every and state.step % every == 0:
-        metrics.write("hash", step=state.step, state_hash=hash_of(task, comm))
-    flags: int = exchange.raised_flags
-    return flags
+            self._progress.tell(left_out(interval.num_skipped))
+        self._tell_pace()
 
+    def _tell_pace(self) -> None:
+        """Tell once which number of steps ``auto`` has chosen."""
+        state, sync = self._state, self._task.sync
+        if sync is None or state.pace_told or not has_decided(self._task.config.sync, sync):
+            return
+        state.pace_told = True
+        steps, round_s = sync.facts["steps"], sync.rounds.round_s
+        self._metrics.write("pace", step=state.step, sync_steps=steps, round_s=round_s)
+        often = "every step" if steps == 1 else f"every {steps} steps"
+        self._progress.tell(f"averages {often}: an averaging takes {format_seconds(round_s)}")
 
-def _must_meet(task: Task, boundary: Boundary, step: int) -> bool:
-    """Say whether all ranks must speak in ``step``: the same on every rank.
-
-    At the end of an epoch they do so anyway, and a checkpoint by a number of steps is of this step
-    and no other.
-    """
-    by_steps = isinstance(task.config.checkpoint.every, int)
-    return step % len(task.train) == 0 or (by_steps and boundary.saves_after(step))
+    def _score(self) -> float | None:
+        """Return what is larger for a better model; None where no test says so."""
+        scores = self._state.scores
+        if scores is None or not math.isfinite(scores.loss):
+            return None
+        return -scores.loss if self._task.metric is None else scores.metric
 
 
 def is_recorded(task: Task, step: int, since: int) -> bool:
@@ -180,39 +206,6 @@ def is_recorded(task: Task, step: int, since: int) -> bool:
     return task.sync is None or task.sync.rounds.step_in_round == 0 or step % epoch_steps == 0
 
 
-def _tell_pace(state: RunState, metrics: Metrics, progress: Progress) -> None:
-    """Tell once which number of steps ``auto`` has chosen."""
-    sync = state.task.sync
-    if sync is None or state.pace_told or not has_decided(state.task.config.sync, sync):
-        return
-    state.pace_told = True
-    steps, round_s = sync.facts["steps"], sync.rounds.round_s
-    metrics.write("pace", step=state.step, sync_steps=steps, round_s=round_s)
-    often = "every step" if steps == 1 else f"every {steps} steps"
-    progress.tell(f"averages {often}: an averaging takes {format_seconds(round_s)}")
-
-
-def hash_of(task: Task, comm: Communicator) -> str:
-    """Return the hash of weights and optimizer state, the same on every rank; collective.
-
-    Where ranks have their own, it is one of the hashes of all ranks.
-    """
-    state = {
-        "model": dict(task.model.named_parameters()),
-        "optimizer": task.optimizer.state_dict(),
-    }
-    if task.sync is None:
-        return state_hash(state, comm)
-    return state_hash({"ranks": comm.allgather_object(state_hash(state))})
-
-
-def _score(task: Task, scores: Scores | None) -> float | None:
-    """Return what is larger for a better model; None where no test says so."""
-    if scores is None or not math.isfinite(scores.loss):
-        return None
-    return -scores.loss if task.metric is None else scores.metric
-
-
 def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int = 1) -> bool:
     """Say whether a record is due after ``step``: epochs are cut into nearly equal intervals.
 
@@ -223,8 +216,28 @@ def ends_interval(step: int, epoch_steps: int, every_steps: int, *, since: int =
     return last * num_intervals // epoch_steps > (last - since) * num_intervals // epoch_steps
 
 
+def hash_of(task: Task) -> str:
+    """Return the hash of weights and optimizer state, the same on every rank; collective.
+
+    Where ranks have their own, it is one of the hashes of all ranks.
+    """
+    state = {
+        "model": dict(task.model.named_parameters()),
+        "optimizer": task.optimizer.state_dict(),
+    }
+    if task.sync is None:
+        return state_hash(state, task.comm)
+    return state_hash({"ranks": task.comm.allgather_object(state_hash(state))})
+
+
+def left_out(num_steps: int) -> str:
+    """Say for people that steps were left out."""
+    steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
+    return f"{steps} left out: loss or gradients were not finite"
+
+
 def train_step(
-    task: Task, batch: Batch, comm: Communicator, guard: StepGuard | None = None
+    task: Task, batch: Batch, guard: StepGuard | None = None
 ) -> tuple[float, int, bool]:
     """Learn from one global batch, of which this rank holds its part.
 
@@ -235,37 +248,33 @@ def train_step(
     Returns a mean loss, and the number of samples that it is the mean of: over all ranks each
     sample is in one of them. Then whether the step was taken; if not, no sample counts.
     """
-    config, optimizer = task.config.train, task.optimizer
-    guard = guard or StepGuard(task, comm)
-    if task.steps is not None:
-        loss, num_samples = _reproducible_backward(task, task.steps, batch), batch.num_samples
-    else:
-        loss, num_samples = _backward(task, batch, config.global_batch / comm.size, guard)
-        if not num_samples:
-            task.exchange.synchronize()  # in place of backward
+    guard = guard or StepGuard(task)
+    loss, num_samples = _backward(task, batch, guard)
     norm = None
-    if config.clip_norm:
-        norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), config.clip_norm))
+    if task.config.train.clip_norm:
+        parameters = task.model.parameters()
+        norm = float(nn.utils.clip_grad_norm_(parameters, task.config.train.clip_norm))
     if not guard.may_step(loss, norm):
         guard.leave_out()
         return 0.0, 0, False
-    optimizer.step()
+    task.optimizer.step()
     if task.steps is not None:
         # The loss of the whole batch is rank 0's: a sum over ranks would round it otherwise.
-        return (loss, task.train.step_samples, True) if comm.rank == 0 else (0.0, 0, True)
+        return (loss, task.train.step_samples, True) if task.comm.rank == 0 else (0.0, 0, True)
     return loss, num_samples, True
 
 
-def left_out(num_steps: int) -> str:
-    """Say for people that steps were left out."""
-    steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
-    return f"{steps} left out: loss or gradients were not finite"
-
-
-def _backward(task: Task, batch: Batch, nominal: float, guard: StepGuard) -> tuple[float, int]:
+def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
+    """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
+    if task.steps is not None:
+        loss_of = lambda part: task.loss(task.model(part[0]), part[1])  # noqa: E731
+        both, num_samples = task.split(batch), task.train.step_samples
+        return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
+    nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
     if not batch.num_samples:
+        task.exchange.synchronize()  # in place of backward
         return 0.0, 0
     inputs, labels = (aligned(values) for values in task.split(batch))
     loss = task.loss(task.model(inputs), labels)
@@ -275,14 +284,6 @@ def _backward(task: Task, batch: Batch, nominal: float, guard: StepGuard) -> tup
     return value, batch.num_samples
 
 
-def _reproducible_backward(task: Task, steps: Reproducible, batch: Batch) -> float:
-    return steps.backward(
-        task.split(batch),
-        lambda part: task.loss(task.model(part[0]), part[1]),
-        num_samples=task.train.step_samples,
-    )
-
-
 def aligned(values: Tensor) -> Tensor:
     """Return ``values`` at an address that is a multiple of 64, copied if need be.
 
@@ -290,26 +291,3 @@ def aligned(values: Tensor) -> Tensor:
     with it, and after a stop it is read with others.
     """
     return values.clone() if values.data_ptr() % 64 else values
-
-
-def _record(
-    metrics: Metrics,
-    epoch: int,
-    step: int,
-    lr: float,
-    interval: Interval,
-    more: Mapping[str, Any],
-) -> None:
-    metrics.write(
-        "step",
-        epoch=epoch,
-        step=step,
-        lr=lr,
-        loss=interval.loss,
-        samples_per_s=interval.samples_per_s,
-        compute_s=interval.compute_s,
-        communication_s=interval.communication_s,
-        input_s=interval.input_s,
-        **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
-        **more,
-    )

@@ -62,65 +62,119 @@ def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -
         MismatchError: something is wrong with the configuration; on all ranks.
         LaunchError: the ranks do not form a world.
     """
-    started = time.time()
-    config = loaded.config
-    directory = RunDirectory(config.directory)
-    continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
-    if not how.dry_run:
-        directory.make_log_folder()
-    settings = _settings(loaded, environment_settings, directory, dry_run=how.dry_run)
-    kept = plan_to_keep(directory, config, settings.engine) if continues else None
-    world.join(replace(settings, plan=settings.plan or kept))
-    here = world.current()
-    comm = here.comm
-    console = make_console(shown=comm.rank == 0)
-    if how.dry_run:
-        return _carry_out(loaded, directory, console, how, started)
-    _plan_part(config, directory, how, comm)  # at once: nobody is waited for, or forced out
-    with held(directory, comm, console, force=how.force) as lease:
-        return _carry_out(loaded, directory, console, how, started, lease)
+    return _Run(loaded, how).carry_out(environment_settings)
 
 
-def _carry_out(
-    loaded: LoadedData,
-    directory: RunDirectory,
-    console: Console,
-    how: How,
-    started: float,
-    lease: Lease | None = None,
-) -> int:
-    """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
-    here = world.current()
-    comm = here.comm
-    # Again: the job before may have begun the run, or ended it, by now.
-    config, continues, changes = _plan_part(loaded.config, directory, how, comm)
-    last = on_root(comm, lambda: finished(directory) if continues else None)
-    if last is not None:
-        _tell_finished(console, directory, last)
-        return 0
-    make_importable(loaded.folder)
-    task = build(config, comm)
-    _describe(console, here, task, directory)
-    for line in changes:
-        console.print(f"changed: {line}")
-    if how.dry_run:
-        _describe_measurements(console, here.plan)
-        console.print("dry run: everything is built, nothing was trained")
-        return 0
-    requests = _requests(config, directory, started, comm)
-    with requests:
-        outcome = RunInDirectory(task, directory, comm, console, lease).carry_out(
-            render(config), requests, continues=continues
+class _Run:
+    def __init__(self, loaded: LoadedData, how: How) -> None:
+        self._started = time.time()
+        self._loaded, self._how = loaded, how
+        self._directory = RunDirectory(loaded.config.directory)
+
+    def carry_out(self, given: Mapping[str, Any]) -> int:
+        """Join the world, and train once the directory is free. Collective."""
+        config, directory, how = self._loaded.config, self._directory, self._how
+        continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
+        if not how.dry_run:
+            directory.make_log_folder()
+        settings = self._settings(given)
+        kept = plan_to_keep(directory, config, settings.engine) if continues else None
+        world.join(replace(settings, plan=settings.plan or kept))
+        self._comm = world.current().comm
+        self._console = make_console(shown=self._comm.rank == 0)
+        if how.dry_run:
+            return self._train()
+        self._plan_part()  # at once: nobody is waited for, or forced out
+        with held(directory, self._comm, self._console, force=how.force) as lease:
+            return self._train(lease)
+
+    def _settings(self, given: Mapping[str, Any]) -> Settings:
+        """All settings of this process: the configuration has the last word on what it covers."""
+        comm = self._loaded.config.comm
+        values = {
+            "log_dir": None if self._how.dry_run else self._directory.logs,
+            **given,
+            "overlap": comm.overlap,
+            "bucket_bytes": comm.bucket_bytes,
+            "ranks_per_node": comm.ranks_per_node or None,
+        }
+        return Settings(**values)
+
+    def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
+        """Return the configuration, whether a run goes on, and what changes in it. Collective.
+
+        Raises:
+            MismatchError: the directory is not to be used so; on all ranks.
+        """
+        config, directory, how, comm = self._loaded.config, self._directory, self._how, self._comm
+        continues = on_root(
+            comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
         )
-    return _end(console, task, outcome, directory, lease)
+        config = settled(config, directory if continues else None, comm)
+        text = render(config)
+        comm.agree(
+            comm.broadcast_object(text) == text,
+            "this rank has read another configuration than rank 0; all must see the same file",
+        )
+
+        def changes() -> list[str]:
+            if continues:
+                return check_same(directory, config, changed=how.changed)
+            if not how.dry_run:
+                directory.check_unused()
+            return []
+
+        return config, continues, on_root(comm, changes)
+
+    def _train(self, lease: Lease | None = None) -> int:
+        """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
+        here, directory, console = world.current(), self._directory, self._console
+        # Again: the job before may have begun the run, or ended it, by now.
+        config, continues, changes = self._plan_part()
+        last = on_root(self._comm, lambda: finished(directory) if continues else None)
+        if last is not None:
+            console.print(
+                f"the run in {directory.path} is finished, there is nothing to go on with"
+            )
+            console.print(result(last))
+            return 0
+        make_importable(self._loaded.folder)
+        task = build(config, self._comm)
+        _describe(console, here, task, directory)
+        for line in changes:
+            console.print(f"changed: {line}")
+        if self._how.dry_run:
+            _describe_measurements(console, here.plan)
+            console.print("dry run: everything is built, nothing was trained")
+            return 0
+        with requests_of(config, directory, self._started, self._comm) as requests:
+            outcome = RunInDirectory(task, directory, console, lease).carry_out(
+                render(config), requests, continues=continues
+            )
+        return self._end(task, outcome, lease)
+
+    def _end(self, task: Task, outcome: Outcome | Stopped, lease: Lease | None) -> int:
+        """Tell how the part has ended, and return its exit code."""
+        if isinstance(outcome, Stopped):
+            self._console.print(
+                f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
+                f"the same command with --resume goes on"
+            )
+            return STOPPED
+        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
+            try:
+                plot_run(self._directory.metrics, self._directory.plots / "training.png")
+            except ConfigError as error:
+                logger.warning(str(error))  # the run itself is complete
+        self._console.print(
+            f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
+            f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
+        )
+        self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+        return 0
 
 
-def _tell_finished(console: Console, directory: RunDirectory, last: Mapping[str, Any]) -> None:
-    console.print(f"the run in {directory.path} is finished, there is nothing to go on with")
-    console.print(result(last))
-
-
-def _requests(
+def requests_of(
     config: RunConfig, directory: RunDirectory, started: float, comm: Communicator
 ) -> StopRequests:
     """Look for who wants a stop: signals on every rank, clock and file on rank 0."""
@@ -136,82 +190,6 @@ def _requests(
     margin_s = seconds(config.stop.margin) or 0.0
     end = deadline(started, seconds(config.stop.after), ends, margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
-
-
-def _end(
-    console: Console,
-    task: Task,
-    outcome: Outcome | Stopped,
-    directory: RunDirectory,
-    lease: Lease | None,
-) -> int:
-    """Tell how a run has ended, and return its exit code."""
-    if isinstance(outcome, Stopped):
-        console.print(
-            f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
-            f"the same command with --resume goes on"
-        )
-        return STOPPED
-    if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
-        _plot(directory)
-    console.print(
-        f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
-        f"{format_seconds(outcome.training_s)} in all; results in {directory.path}"
-    )
-    console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
-    return 0
-
-
-def _plan_part(
-    config: RunConfig, directory: RunDirectory, how: How, comm: Communicator
-) -> tuple[RunConfig, bool, list[str]]:
-    """Return the configuration, whether a run goes on, and what changes in it.
-
-    Collective.
-
-    Raises:
-        MismatchError: the directory is not to be used so; on all ranks.
-    """
-    continues = on_root(
-        comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
-    )
-    config = settled(config, directory if continues else None, comm)
-    text = render(config)
-    comm.agree(
-        comm.broadcast_object(text) == text,
-        "this rank has read another configuration than rank 0; all must see the same file",
-    )
-
-    def changes() -> list[str]:
-        if continues:
-            return check_same(directory, config, changed=how.changed)
-        if not how.dry_run:
-            directory.check_unused()
-        return []
-
-    return config, continues, on_root(comm, changes)
-
-
-def _settings(
-    loaded: LoadedData, given: Mapping[str, Any], directory: RunDirectory, *, dry_run: bool
-) -> Settings:
-    """All settings of this process: the configuration has the last word on what it covers."""
-    comm = loaded.config.comm
-    values = {
-        "log_dir": None if dry_run else directory.logs,
-        **given,
-        "overlap": comm.overlap,
-        "bucket_bytes": comm.bucket_bytes,
-        "ranks_per_node": comm.ranks_per_node or None,
-    }
-    return Settings(**values)
-
-
-def _plot(directory: RunDirectory) -> None:
-    try:
-        plot_run(directory.metrics, directory.plots / "training.png")
-    except ConfigError as error:
-        logger.warning(str(error))  # the run itself is complete
 
 
 def _describe(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:

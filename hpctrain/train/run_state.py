@@ -1,19 +1,24 @@
 """State of a run: all that makes its next step what it would have been without a stop."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import CheckpointError
-from hpctrain.train import replicas
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.comm.agreement import by_rank
+from hpctrain.core.errors import CheckpointError, NotFiniteError
+from hpctrain.gradients.replica_check import require_equal_replicas
+from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.evaluate import Scores
-from hpctrain.train.random_states import random_states, seed_all, set_random_states
 from hpctrain.train.step_meter import StepMeter
-from hpctrain.train.task import Task
+from hpctrain.train.task import Task, seed_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +49,7 @@ class RunState:
         """Epochs whose steps are all done, and that were tested where that is due."""
         return self.task.train.epoch
 
-    def shared(self, comm: Communicator) -> dict[str, Any]:
+    def shared(self) -> dict[str, Any]:
         """Return what is the same on every rank. Collective.
 
         Buffers such as running means differ between ranks: here are those of rank 0, or their
@@ -52,14 +57,14 @@ class RunState:
         """
         sync, method = self.task.sync, self.task.config.sync.method
         return {
-            **replicas.shared_replica(self.task, comm),
+            **shared_replica(self.task),
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
             "steps": None if self.task.steps is None else self.task.steps.state_dict(),
-            "tally": self.tally.shared(comm),
-            "epoch_tally": self.epoch_tally.shared(comm) if self.task.observer else None,
+            "tally": self.tally.shared(self.task.comm),
+            "epoch_tally": self.epoch_tally.shared(self.task.comm) if self.task.observer else None,
             "pace_told": self.pace_told,
             "num_skipped": self.num_skipped,
             "training_s": self.training_s,
@@ -67,11 +72,11 @@ class RunState:
             "num_records": self.num_records,
         }
 
-    def own(self, comm: Communicator) -> dict[str, Any]:
+    def own(self) -> dict[str, Any]:
         """Return what each rank has for itself. Collective."""
         sync = self.task.sync
         return {
-            "replica": replicas.own_replica(self.task, comm),
+            "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
             "random": random_states(),
             "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
@@ -93,7 +98,7 @@ class RunState:
         check_fit(shared["model"], task.model.state_dict())
         try:
             replica = own.get("replica") if own and task.sync else None
-            replicas.restore(task, shared, replica)
+            restore_replica(task, shared, replica)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
@@ -111,7 +116,7 @@ class RunState:
             task.steps.next_step = self.step  # of a run that was not reproducible
         if task.sync is not None:
             method = task.config.sync.method
-            replicas.restore_sync(task.sync, method, shared, own and own.get("sync"))
+            restore_sync(task.sync, method, shared, own and own.get("sync"))
         self._restore_tallies(shared, own)
         if own is None:
             # Not the numbers of the first steps once more, and not the same on every rank.
@@ -160,3 +165,177 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
             f"tensor{'s' * (len(lines) != 1)}; build the model that was saved, or change its "
             f"state between hpctrain.checkpoint.load and save:\n  " + "\n  ".join(lines)
         )
+
+
+def agree(task: Task) -> bool:
+    """Say whether all ranks have one model and one optimizer state; the same on every rank."""
+    sync = task.sync
+    if sync is None or task.comm.size == 1:
+        return True
+    return sync.rounds.agrees and sync.facts.get("phase") == SYNCHRONOUS
+
+
+def check_replicas(task: Task) -> bool:
+    """Return whether all ranks should have one model now, after a look at it. Collective.
+
+    Raises:
+        ReplicaError: they have not; on every rank.
+    """
+    if task.sync is not None and not task.sync.rounds.agrees:
+        return False
+    optimizer = task.optimizer if agree(task) else None
+    buffers = True if task.steps is not None else None
+    require_equal_replicas(task.comm, task.model, optimizer, buffers=buffers)
+    return True
+
+
+def shared_replica(task: Task) -> dict[str, Any]:
+    """Return a model and an optimizer state that any number of ranks can begin with. Collective.
+
+    Where ranks have their own, it is the mean of them. Buffers without a mean are those of rank 0.
+    """
+    sync = task.sync
+    differ = sync is not None and task.comm.size > 1 and not sync.rounds.agrees
+    with sync.replica.as_mean() if sync is not None and differ else nullcontext():
+        model = dict(task.model.state_dict())
+        for name, buffer in task.model.named_buffers():
+            if name in model:
+                copy = buffer.detach().clone()
+                task.comm.broadcast_(copy).wait()
+                model[name] = copy
+        if differ:
+            model = _copied(model)
+    return {"model": model, "optimizer": shared_optimizer(task)}
+
+
+def shared_optimizer(task: Task) -> dict[str, Any]:
+    """Return an optimizer state that any number of ranks can begin with. Collective.
+
+    The mean of all ranks' states; where some ranks have none of a parameter, as after a reset or
+    before their first samples, the optimizer begins anew.
+    """
+    state: dict[str, Any] = task.optimizer.state_dict()
+    if task.sync is None or agree(task):
+        return state
+    names = state_hash({"names": [name for name, _ in task.sync.replica.state()]})
+    if len(set(task.comm.allgather_object(names))) > 1:
+        return {**state, "state": {}}
+    return task.sync.replica.mean_state()
+
+
+def require_finite_weights(task: Task) -> None:
+    """Return if the parameters of all ranks are finite, so that they may be kept. Collective.
+
+    Raises:
+        NotFiniteError: they are not; on every rank. Not with ``train.on_non_finite = "ignore"``.
+    """
+    if task.config.train.on_non_finite == "ignore":
+        return
+    names = [n for n, p in task.model.named_parameters() if not bool(p.isfinite().all())]
+    found: Sequence[str | None] = task.comm.allgather_object(", ".join(names[:3]) or None)
+    if any(found):
+        raise NotFiniteError(
+            f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
+            f"written\ntake a smaller optimizer.lr, or train.clip_norm (both with --changed)"
+        )
+
+
+def own_replica(task: Task) -> dict[str, Any] | None:
+    """Return this rank's parameters and optimizer state; None where all ranks agree."""
+    if agree(task):
+        return None
+    parameters = {name: p.detach() for name, p in task.model.named_parameters()}
+    return {"parameters": parameters, "optimizer": task.optimizer.state_dict()}
+
+
+@torch.no_grad()
+def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    """Give model and optimizer what ``shared_replica`` and ``own_replica`` returned.
+
+    ``own`` is None where there is none, or the number of ranks has changed.
+    """
+    task.model.load_state_dict(shared["model"])
+    task.optimizer.load_state_dict(_copied((own or shared)["optimizer"]))
+    if own:
+        for name, parameter in task.model.named_parameters():
+            parameter.copy_(own["parameters"][name])
+
+
+def restore_sync(
+    sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
+) -> None:
+    """Let a local method go on; ``own`` is None to begin a round. Collective, behind ``restore``.
+
+    Raises:
+        CheckpointError: the checkpoint is of another method.
+    """
+    state = shared.get("sync") or {}
+    before = state.get("method", SYNCHRONOUS)
+    if before != method:
+        raise CheckpointError(
+            f"a run goes on by the method that it has begun with, the checkpoint is of "
+            f"sync.method = {before!r} and this run has {method!r}; set it back, or begin a run"
+        )
+    try:
+        sync.load_shared_state(state)
+        if own is not None:
+            sync.load_own_state(own)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit [sync]: {error!r}; go on with the configuration it was "
+            f"written with"
+        ) from error
+
+
+def _copied(tree: Any) -> Any:
+    """Copy the tensors of a tree: an optimizer keeps those that it is given."""
+    match tree:
+        case Tensor():
+            return tree.clone()
+        case dict():
+            return {name: _copied(item) for name, item in tree.items()}
+        case list() | tuple():
+            return type(tree)(_copied(item) for item in tree)
+    return tree
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all generators, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    version, numbers, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.array(keys)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64),
+            "gauss": next_gauss,
+        },
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Let the generators go on from what ``random_states`` returned."""
+    torch.set_rng_state(states["torch"].clone())
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.clone() for state in states["cuda"]])
+    of_numpy, of_python = states["numpy"], states["python"]
+    keys: Tensor = of_numpy["keys"]
+    np.random.set_state(  # noqa: NPY002 - a user's model may draw from it
+        (
+            of_numpy["kind"],
+            keys.numpy(),
+            of_numpy["position"],
+            of_numpy["has_gauss"],
+            of_numpy["gauss"],
+        )
+    )
+    numbers = tuple(of_python["numbers"].tolist())
+    random.setstate((of_python["version"], numbers, of_python["gauss"]))

@@ -21,7 +21,7 @@ class Interval:
     num_samples: int
     """Of all ranks."""
     loss: float
-    """Mean over the samples."""
+    """Mean over the samples; NaN of nothing, where all steps were left out."""
     compute_s: float
     communication_s: float
     """Only what computing did not hide."""
@@ -46,27 +46,23 @@ class Interval:
 
     def joined(self, later: "Interval") -> "Interval":
         """Return this and a later interval as one."""
-        num_steps = self.num_steps + later.num_steps
-        num_samples = self.num_samples + later.num_samples
-        learnt = sum(each.loss * each.num_samples for each in (self, later) if each.num_samples)
-
-        def mean(mine: float, other: float) -> float:
-            return (mine * self.num_steps + other * later.num_steps) / num_steps
-
+        both = (self, later)
+        num_steps, num_samples, num_skipped = (
+            sum(getattr(each, name) for each in both)
+            for name in ("num_steps", "num_samples", "num_skipped")
+        )
+        learnt = sum(each.loss * each.num_samples for each in both if each.num_samples)
+        times = {
+            name: sum(getattr(each, name) * each.num_steps for each in both) / num_steps
+            for name in ("compute_s", "communication_s", "input_s")
+        }
         return Interval(
             num_steps=num_steps,
             num_samples=num_samples,
-            loss=_mean(learnt, num_samples),
-            compute_s=mean(self.compute_s, later.compute_s),
-            communication_s=mean(self.communication_s, later.communication_s),
-            input_s=mean(self.input_s, later.input_s),
-            num_skipped=self.num_skipped + later.num_skipped,
+            loss=learnt / num_samples if num_samples else math.nan,
+            num_skipped=num_skipped,
+            **times,
         )
-
-
-def _mean(total: float, number: float) -> float:
-    """NaN of nothing: all steps were left out."""
-    return total / number if number else math.nan
 
 
 class StepMeter:
@@ -150,7 +146,7 @@ class StepMeter:
         interval = Interval(
             num_steps=self._num_steps,
             num_samples=int(num_samples),
-            loss=_mean(loss, num_samples),
+            loss=loss / num_samples if num_samples else math.nan,
             compute_s=compute_s,
             communication_s=communication_s,
             input_s=input_s,

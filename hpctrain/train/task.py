@@ -1,6 +1,7 @@
 """The task that a configuration names, built: all that one rank needs to train."""
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,6 @@ from hpctrain.train.config import (
     RunConfig,
     ScheduleConfig,
 )
-from hpctrain.train.random_states import seed_all
 from hpctrain.train.sync_method import make_sync
 from hpctrain.train.targets import call, check, member, resolve
 
@@ -51,6 +51,7 @@ class Task:
     """A model, what it learns from and how it is judged."""
 
     config: RunConfig
+    comm: Communicator
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over the samples of a batch."""
@@ -161,6 +162,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         optimizer = DistributedOptimizer(optimizer, model.named_parameters())
     return Task(
         config=config,
+        comm=comm,
         model=model,
         loss=loss,
         metric=metric,
@@ -412,3 +414,10 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     with agreed(comm):
         loader.dataset = stage(dataset, node, to)
     node.close()
+
+
+def seed_all(seed: int) -> None:
+    """Begin the random numbers of all generators anew."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a user's model may draw from it
+    random.seed(seed)

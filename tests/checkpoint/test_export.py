@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.tools.export import export, newest_state, part_of
+from hpctrain.checkpoint.export import export, newest_state, part_of
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import same

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.tools.export import export
-from hpctrain.checkpoint.tools.prune import prune
+from hpctrain.checkpoint.export import export
+from hpctrain.checkpoint.inspection import prune
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core import atomic
 from tests.checkpoint.managed import managed, state, steps_in

@@ -20,17 +20,6 @@ DTYPES = (
 )  # fmt: skip
 
 
-def trained() -> dict:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 5)).sum().backward()
-        optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
 def test_it_stays_what_it_is():
     state = {
         "weight": torch.arange(6.0).view(2, 3),
@@ -40,22 +29,6 @@ def test_it_stays_what_it_is():
     }
     assert state_hash(state) == "184db062c9011c3b"
     assert state_hash({}) == "d77c6ca335be370d"
-
-
-def test_every_value_of_a_training_counts():
-    state = trained()
-    seen = {state_hash(state)}
-    assert seen == {state_hash(trained())}
-    tensors = [
-        *state["model"].values(),
-        *(t for moments in state["optimizer"]["state"].values() for t in moments.values()),
-    ]
-    for tensor in tensors:
-        tensor.view(-1)[-1] += 1
-        seen.add(state_hash(state))
-    state["optimizer"]["param_groups"][0]["lr"] = math.nextafter(0.1, 1)
-    seen.add(state_hash(state))
-    assert len(seen) == len(tensors) + 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

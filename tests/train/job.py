@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hpctrain.checkpoint.export import newest_state
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.checkpoint.tools.export import newest_state
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.reproducible import Reproducible
@@ -81,7 +81,7 @@ class Job:
             look_s=0.0,
             clock=lambda: now[0],
         ) as requests:
-            run = RunInDirectory(task, self.directory, comm, make_console(shown=False))
+            run = RunInDirectory(task, self.directory, make_console(shown=False))
             continues = comm.broadcast_object(self.directory.is_used())
             return run.carry_out(render(self.config), requests, continues=continues)
 

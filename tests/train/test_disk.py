@@ -12,7 +12,7 @@ WIDE = ["train.epochs=3", "model.args.width=600", "checkpoint.every=3", "log.plo
 ROOM = 30_000
 """Bytes of a file: more than all records, less than the weights."""
 
-pytestmark = pytest.mark.ranks(1, 3)
+pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,9 @@ FLAWED = [
 GRADIENT = "model.args.in_loss=false"
 SKIP = "train.on_non_finite=skip"
 FIXED = ["train.reproducible=true", "train.micro_shards=4"]
-ANY = pytest.mark.ranks(1, 2, 3)
+ANY = pytest.mark.ranks(1, 3)
 TWO = pytest.mark.ranks(2)
+LONG = pytest.mark.conformance
 
 
 def last_checkpoint(here, job: Job):
@@ -49,8 +50,8 @@ def hashes(job: Job) -> list[str]:
 @ANY
 @pytest.mark.parametrize(
     "overrides",
-    [[], FIXED, [GRADIENT, "train.clip_norm=1"], [*FIXED, GRADIENT, "train.clip_norm=1"]],
-    ids=["loss", "reproducible", "gradient", "reproducible gradient"],
+    [[], [*FIXED, GRADIENT, "train.clip_norm=1"]],
+    ids=["loss", "reproducible gradient"],
 )
 def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     here, configure, shared, overrides
@@ -83,11 +84,7 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
 
 
 @ANY
-@pytest.mark.parametrize(
-    "overrides",
-    [[], FIXED, [GRADIENT], [*FIXED, GRADIENT]],
-    ids=["loss", "reproducible", "gradient", "reproducible gradient"],
-)
+@pytest.mark.parametrize("overrides", [FIXED, [GRADIENT]], ids=["reproducible", "gradient"])
 def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, SKIP, "log.every_steps=1", *overrides)
     assert isinstance(job.part(), Outcome)
@@ -133,11 +130,10 @@ def test_weights_that_are_not_finite_are_never_kept(here, configure, shared):
 
 
 LOCAL = [
-    pytest.param(["sync.method=local_sgd"], id="local"),
+    pytest.param([GRADIENT, "train.clip_norm=1", "sync.method=local_sgd"], id="local"),
     pytest.param(["sync.method=post_local_sgd", "sync.args.start=20"], id="post, synchronous"),
-    pytest.param(["sync.method=diloco", "sync.steps=50"], id="diloco, a long round"),
-    pytest.param(["sync.method=hierarchical_local_sgd"], id="nodes"),
-    pytest.param([GRADIENT, "train.clip_norm=1", "sync.method=local_sgd"], id="gradient"),
+    pytest.param(["sync.method=diloco", "sync.steps=50"], id="a long round", marks=LONG),
+    pytest.param(["sync.method=hierarchical_local_sgd"], id="nodes", marks=LONG),
 ]
 
 
@@ -203,12 +199,11 @@ EVAL = ["model.target=tests.train.problem:blind_model", "train.epochs=2", "check
 
 
 @ANY
-@pytest.mark.parametrize("reproducible", [[], FIXED], ids=["", "reproducible"])
-@pytest.mark.parametrize("metric", ["accuracy", "loss"])
-def test_a_test_whose_loss_is_not_finite_ends_all_ranks(
-    here, configure, shared, metric, reproducible
-):
-    job = Job(here, configure, shared / "run", *EVAL, *reproducible, f"test.metric={metric}")
+@pytest.mark.parametrize(
+    "overrides", [["test.metric=accuracy"], [*FIXED, "test.metric=loss"]], ids=["", "reproducible"]
+)
+def test_a_test_whose_loss_is_not_finite_ends_all_ranks(here, configure, shared, overrides):
+    job = Job(here, configure, shared / "run", *EVAL, *overrides)
     with pytest.raises(NotFiniteError, match=r"of the test after step 6 \(epoch 1\) is nan\n"):
         job.part()
     here.comm.barrier()
@@ -219,7 +214,7 @@ def test_a_test_whose_loss_is_not_finite_ends_all_ranks(
 
 
 @TWO
-@pytest.mark.parametrize("mode", ["skip", "ignore"])
+@pytest.mark.parametrize("mode", ["skip", pytest.param("ignore", marks=LONG)])
 def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
     here, configure, shared, mode, caplog
 ):

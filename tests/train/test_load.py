@@ -59,10 +59,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
     [
         ("train.epoch=3", "did you mean train.epochs? [train] takes epochs, global_batch"),
         ("epochs=3", "did you mean train.epochs? the top of the file takes name, output_dir"),
-        (
-            "optimizer.weight_decay=0",
-            "did you mean optimizer.args.weight_decay? [optimizer] takes",
-        ),
+        ("optimizer.weight_decay=0", "did you mean optimizer.args.weight_decay? [optimizer]"),
         ("nonsense=3", "nonsense is not a key; the top of the file takes name"),
         ("train=3", "train is a table"),
         ("train.epochs=x", "train.epochs is a whole number, got 'x' (text)"),
@@ -79,7 +76,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("train.check_replicas=0", "train.check_replicas must be at least 1, got 0"),
         ("train.check_replicas=x", "is one of test, never or a whole number, got 'x'"),
         ("comm.overlap=no", "comm.overlap is one of auto, thread, inline, end, got 'no'"),
-        ("comm.bucket_size=0 B", "comm.bucket_size must be above 0, got '0 B'"),
+        ("comm.bucket_size=0B", "comm.bucket_size must be above 0, got '0B'"),
         ("comm.bucket_size=big", "comm.bucket_size: a size is a number"),
         ("checkpoint.every=often", "checkpoint.every: a duration"),
         ("stop.after=1", "stop.after is a time, got 1 (a whole number)"),
@@ -91,41 +88,23 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("sync.steps=0", "sync.steps must be at least 1, got 0"),
         ("sync.steps=often", "sync.steps is one of auto or a whole number, got 'often'"),
         ("sync.compression=bf16", "leave them out, or choose another method"),
+        ("sync.method=staged_sgd sync.steps=auto", "which changes it by the loss"),
+        ("sync.method=diloco sync.args.steps=3", "write steps and compression beside it"),
+        ("sync.method=diloco train.reproducible=true", "leave one of them out, got 'diloco'"),
+        ("sync.method=diloco data.on_corrupt=skip", "or set sync.method = synchronous"),
+        ("train.reproducible=true train.micro_shards=128", "train.global_batch gives each of 128"),
+        ("train.reproducible=true data.on_corrupt=skip", "is raise for train.reproducible"),
+        ("data.random=true data.per_sample=true", "set data.test_transform to a function without"),
         ("train.epochs", "--set takes key=value such as train.epochs=5, got 'train.epochs'"),
         ("=3", "--set takes key=value"),
     ],
 )
 def test_a_wrong_argument_is_named_with_the_way_out(override, message):
+    overrides = override.split()
     with pytest.raises(ConfigError) as caught:
-        load(None, [override])
-    assert message in str(caught.value)
-    assert override in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sync.method=staged_sgd", "sync.steps=auto"], "which changes it by the loss"),
-        (["sync.method=diloco", "sync.args.steps=3"], "write steps and compression beside it"),
-        (["sync.method=diloco", "train.reproducible=true"], "leave one of them out, got 'diloco'"),
-        (["sync.method=diloco", "data.on_corrupt=skip"], "or set sync.method = synchronous"),
-        (
-            ["train.reproducible=true", "train.micro_shards=128"],
-            "train.global_batch gives each of 128 micro-shards",
-        ),
-        (
-            ["train.reproducible=true", "data.on_corrupt=skip"],
-            "data.on_corrupt is raise for train.reproducible",
-        ),
-        (
-            ["data.random=true", "data.per_sample=true"],
-            "set data.test_transform to a function without",
-        ),
-    ],
-)
-def test_what_cannot_go_together_is_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
         load(None, overrides)
+    assert message in str(caught.value)
+    assert len(overrides) > 1 or override in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +142,11 @@ def test_a_key_is_explained_with_its_value_and_who_set_it():
         load(None).explain("optimiser.lr")
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path):
+def test_a_missing_file_a_folder_or_bytes_are_no_configuration(tmp_path):
     with pytest.raises(
         ConfigError, match=r"there is no file .*none.toml; hpctrain train .* --init"
     ):
         load(tmp_path / "none.toml")
-
-
-def test_a_folder_or_bytes_are_no_configuration(tmp_path):
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
     for path in (tmp_path, tmp_path / "b.toml"):
         with pytest.raises(ConfigError, match="cannot be read as TOML"):

@@ -4,33 +4,34 @@ from itertools import pairwise
 import pytest
 import torch
 from rich.console import Console
+from torch.nn import functional
 
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.loop import ends_interval, train
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.loop import TrainingLoop, ends_interval
 from hpctrain.train.metrics import Metrics, read
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import Task, build
 from tests.train.job import train_alone
-from tests.train.problem import NUM_SAMPLES
+from tests.train.problem import NUM_SAMPLES, samples
 
 
 def train_together(task: Task, here, path):
     progress = Progress(Console(file=io.StringIO(), quiet=True), task.num_steps, 1, "accuracy")
     with Metrics(path if here.comm.rank == 0 else None) as metrics, progress:
         boundary = Boundary(here.comm, StopRequests(), None, metrics)
-        return train(RunState(task=task), here.comm, metrics, progress, boundary).scores
+        return TrainingLoop(RunState(task=task), metrics, progress, boundary).train().scores
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.global_batch=12"],
-        ["train.global_batch=52"],  # the last batch of an epoch has 1 sample, for one rank
+        # The last batch of an epoch has 1 sample, for one rank.
+        ["train.global_batch=52"],
         ["train.global_batch=13", "train.clip_norm=0.05"],
-        ["train.global_batch=52", "train.clip_norm=0.05"],
         ["train.global_batch=9", "optimizer.name=AdamW", "optimizer.lr=0.01"],
     ],
     ids=lambda overrides: " ".join(word.partition(".")[2] for word in overrides),
@@ -38,7 +39,7 @@ def train_together(task: Task, here, path):
 def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shared, overrides):
     if "optimizer.name=AdamW" not in overrides:
         overrides = [*overrides, "optimizer.args.momentum=0.9", "optimizer.lr=0.05"]
-    config = configure("train.epochs=3", *overrides, "log.every_steps=1")
+    config = configure("train.epochs=2", *overrides, "log.every_steps=1")
     task = build(config, here.comm)
     train_together(task, here, shared / "metrics.jsonl")
     plain, losses, _ = train_alone(config, task)
@@ -81,3 +82,19 @@ def test_records_cut_each_epoch_evenly_and_end_with_it(epoch_steps, every_steps)
     assert 2 * epoch_steps in ends
     lengths = [b - a for a, b in pairwise([0, *ends])]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_the_scores_are_those_of_one_process_with_the_buffers_of_rank_0(here, configure):
+    config = configure("train.global_batch=5", "model.args={dropout = 0.5, norm = true}")
+    task = build(config, here.comm)
+    task.model[0].running_mean += here.comm.rank
+    scores = evaluate(task)
+    assert task.model.training
+    assert not task.model[0].running_mean.any()
+    x, y = map(torch.from_numpy, samples().values())
+    with torch.no_grad():
+        output = task.model.eval()(x)
+    assert scores.num_samples == NUM_SAMPLES
+    assert scores.metric == (output.argmax(dim=1) == y).sum().item() / NUM_SAMPLES
+    assert scores.loss == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-12)

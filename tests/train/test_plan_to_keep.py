@@ -66,7 +66,9 @@ def test_other_settings_of_the_way_and_another_engine_have_another_plan(tmp_path
     monkeypatch.setattr("hpctrain.train.resume.StoredPlan.read", lambda _: stored((1,)))
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(RunConfig()))
-    assert plan_to_keep(directory, RunConfig(), "hpctrain") == directory.plan
-    assert plan_to_keep(directory, RunConfig(), "horovod") is None
     late = RunConfig(comm=CommConfig(overlap="end"))
-    assert plan_to_keep(directory, late, "hpctrain") is None
+    for config, engine, kept in [
+        (RunConfig(), "hpctrain", directory.plan), (RunConfig(), "horovod", None),
+        (late, "hpctrain", None),
+    ]:  # fmt: skip
+        assert plan_to_keep(directory, config, engine) == kept

@@ -1,9 +1,22 @@
+"""What a run directory holds, and what its records say."""
+
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
+from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.attempts import KILLED, Attempt
+from hpctrain.train.config import RunConfig
+from hpctrain.train.metrics import Metrics, cut, read
+from hpctrain.train.run import requests_of
 from hpctrain.train.run_directory import RunDirectory, environment
+from hpctrain.train.status import FAILED, status
 
 
 def test_a_new_directory_has_all_its_parts(tmp_path):
@@ -19,22 +32,178 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     assert facts["command"]
 
 
-def test_a_used_directory_is_refused_and_left_as_it_is(tmp_path):
+def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp_path):
     directory = RunDirectory(tmp_path / "a")
+    directory.make_log_folder()
+    (directory.logs / "rank-0.log").touch()
     directory.create("seed = 1\n", {}, {})
     with pytest.raises(ConfigError, match="--set output_dir="):
         directory.create("seed = 2\n", {}, {})
     assert directory.config.read_text() == "seed = 1\n"
 
 
-def test_logs_that_came_first_do_not_make_a_directory_used(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.logs.mkdir()
-    (directory.logs / "rank-0.log").touch()
-    directory.create("", {}, {})
-
-
 def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written: .*--set output_dir="):
         RunDirectory(tmp_path / "file").create("", {}, {})
+
+
+def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    metrics.write("step", step=1, loss=0.5)
+    assert read(path) == [{"event": "step", "step": 1, "loss": 0.5}]
+    metrics.write("step", step=2, loss=float("inf"))
+    assert read(path)[-1] == {"event": "step", "step": 2, "loss": None}
+    metrics.close()
+
+
+def test_a_line_cut_short_is_left_out_and_a_rank_without_a_file_writes_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(None) as metrics:
+        metrics.write("step", step=1)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text('{"event": "step"}\n{"event": "st')
+    assert read(path) == [{"event": "step"}]
+
+
+def line(step: int) -> bytes:
+    return json.dumps({"event": "step", "step": step}).encode() + b"\n"
+
+
+@pytest.mark.parametrize("damage", [bytes(9), b"\xff\xfe", b"{", b"3", b"{}", b""], ids=repr)
+def test_a_line_that_is_no_record_is_named_and_left_out_alone(tmp_path, caplog, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + damage + b"\n" + line(2) + line(3))
+    assert [record["step"] for record in read(path)] == [1, 2, 3]
+    cut(path, 4, 3)
+    assert path.read_bytes() == line(1) + line(2) + line(3)
+    assert f"1 of 4 lines of {path} are no records" in caplog.text
+    assert ": 2; they are left out" in caplog.text
+
+
+def test_zeros_in_place_of_line_breaks_keep_no_record_that_comes_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + line(2)[:9] + b"\0" * 60 + line(3)[9:] + line(4) + line(5) + b"\0")
+    cut(path, 4, 4)  # as a checkpoint after step 4 has counted them
+    assert [record["step"] for record in read(path)] == [1, 4]
+
+
+def test_a_whole_file_is_cut_without_a_word(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + line(2) + line(3)[:5])
+    cut(path, 1, 1)
+    assert path.read_bytes() == line(1)
+    assert not caplog.text
+
+
+STARTED = {"event": "started", "world_size": 2}
+STEP = {"event": "step", "step": 7, "loss": 0.5}
+STOP = {"event": "stopped", "step": 9, "reason": "SIGUSR1"}
+RESUMED = {"event": "resumed", "step": 9}
+FINISHED = {"event": "finished", "step": 12, "metric": 0.75, "metric_name": "accuracy"}
+FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be finite"}
+
+
+@pytest.mark.parametrize(
+    ("records", "state", "code", "told"),
+    [
+        ([STARTED, STEP, FINISHED], "finished", 0, "finished: test accuracy 0.7500"),
+        ([FINISHED | {"metric": float("nan")}], "finished", 0, "test accuracy nan"),
+        ([STARTED, STEP, STOP], "stopped", STOPPED, "stopped by SIGUSR1 after step 9"),
+        ([STARTED, FAILURE], "failed", FAILED, "failed after step 3: loss and gradients"),
+        ([STARTED, STEP], "unfinished", FAILED, "after step 7"),
+        ([STARTED, STOP, RESUMED], "unfinished", FAILED, "after step 9"),
+        ([STARTED], "unfinished", FAILED, "before its first step"),
+        ([], "unfinished", FAILED, "before its first step"),
+    ],
+)
+def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, told):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        for record in records:
+            metrics.write(**record)
+    found = status(tmp_path)
+    assert (found.state, found.code) == (state, code)
+    assert told in found.what
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (code, f"{found.what}\n")
+
+
+@pytest.mark.parametrize("damage", [b'{"event": "finis', bytes(60) + b"\n"])
+def test_what_is_no_record_does_not_count(tmp_path, damage):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(**STOP)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    assert status(tmp_path).code == STOPPED
+
+
+def test_a_folder_without_a_run_or_without_records_is_1(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert (status(folder).code, status(folder).state) == (FAILED, "missing")
+    for content in (b"\0\0\0\n", b"nonsense\n", b"3\n", b"\xff\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert status(tmp_path).code == FAILED
+        assert str(tmp_path / "metrics.jsonl") in status(tmp_path).what
+
+
+def test_it_needs_neither_torch_nor_mpi():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'mpi4py', 'numpy', 'h5py'): sys.modules[name] = None\n"
+        "from pathlib import Path; from hpctrain.train.status import status\n"
+        "sys.exit(status(Path('/nowhere')).code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == FAILED, done.stderr
+
+
+FIRST = {"event": "started", "part": 1}
+BUDGET = {"event": "stopped", "step": 4, "reason": "SIGUSR1, budget"}
+
+
+@pytest.fixture
+def job(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("records", "part", "ended_by"),
+    [
+        ([], 1, None),
+        ([FIRST, STEP, BUDGET], 2, "SIGUSR1, budget"),
+        ([FIRST, STEP], 2, KILLED),
+        ([FIRST], 2, KILLED),
+        ([FIRST, {"event": "failed"}], 2, "an error of all ranks"),
+        ([FIRST, BUDGET, {"event": "resumed", "part": 2}, STEP], 3, KILLED),
+        ([{"event": "started"}, BUDGET], 2, "SIGUSR1, budget"),  # from before parts were counted
+    ],
+)
+def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part, ended_by):
+    found = Attempt.after(records)
+    assert found == Attempt(part=part, ended_by=ended_by, job="17", restarts=2)
+    if ended_by is None:
+        return  # which nobody describes
+    text = found.describe()
+    assert text.startswith(f"part {part} of the run in job 17, restart 2: the part before was ")
+    assert text.endswith("without a word" if ended_by == KILLED else f"stopped by {ended_by}")
+
+
+def stop_of(tmp_path, rank):
+    return requests_of(RunConfig(), RunDirectory(tmp_path), 1000.0, SimpleNamespace(rank=rank))
+
+
+@pytest.mark.usefixtures("job")
+def test_the_end_of_the_job_is_asked_for_by_rank_0_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "2000")
+    assert stop_of(tmp_path, 0).reason == "budget"  # that was long ago
+    assert not stop_of(tmp_path, 1).reason
+
+
+@pytest.mark.usefixtures("job")
+def test_a_run_whose_slurm_does_not_answer_trains_and_warns(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not stop_of(tmp_path, 0).reason
+    assert "cannot stop by itself before its job ends" in caplog.text

@@ -1,10 +1,16 @@
+import itertools
+import sys
+
 import pytest
 import torch
 
-from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
+from hpctrain.core.target import make_importable
+from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loop import train_step
-from hpctrain.train.task import build
+from hpctrain.train.targets import call, resolve
+from hpctrain.train.task import build, make_schedule
 from tests.train.problem import NUM_SAMPLES
 
 UNCHANGED = "tests.train.problem:unchanged"
@@ -42,7 +48,8 @@ def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
         ("optimizer.name=lr_scheduler", "optimizer.name"),
         ("optimizer.args.momentun=0.1", "did you mean momentum?"),
         ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
-        ("schedule.name=step", "schedule.name is one of"),
+        ("schedule.name=step", "schedule.name is one of constant, linear, cosine, got 'step'"),
+        ("schedule.args.finall=0.1", "did you mean final?"),
         ("test.metric=precision", "test.metric is accuracy, loss"),
     ],
 )
@@ -60,7 +67,12 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
     config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
     task = build(config, here.comm)
     with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
-        train_step(task, next(iter(task.train)), here.comm)
+        train_step(task, next(iter(task.train)))
+
+
+def test_labels_in_bytes_are_taken(here, configure):
+    task = build(configure("data.args.label_type=|u1"), here.comm)
+    assert train_step(task, next(iter(task.train)))[0] > 0
 
 
 @pytest.mark.ranks(1, 2)
@@ -68,7 +80,7 @@ def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, conf
     problem = "tests.train.problem"
     made = ("data.input=image", f"data.transform={problem}:renamed")
     task = build(configure(*made), here.comm)
-    assert evaluate(task, here.comm).num_samples == NUM_SAMPLES
+    assert evaluate(task).num_samples == NUM_SAMPLES
     plain = build(configure(), here.comm)
     for more, factor in [((), 2), ((f"data.test_transform={problem}:renamed_for_test",), 1)]:
         task = build(configure(*made, *more), here.comm)
@@ -79,12 +91,7 @@ def test_the_test_is_transformed_as_training_is_unless_it_has_its_own(here, conf
     unchanged = build(
         configure(f"data.transform={UNCHANGED}", "data.test_transform=none"), here.comm
     )
-    assert evaluate(unchanged, here.comm).num_samples == NUM_SAMPLES
-
-
-def test_labels_in_bytes_are_taken(here, configure):
-    task = build(configure("data.args.label_type=|u1"), here.comm)
-    assert train_step(task, next(iter(task.train)), here.comm)[0] > 0
+    assert evaluate(unchanged).num_samples == NUM_SAMPLES
 
 
 @pytest.mark.parametrize("target", ["no_data", "broken_data"])
@@ -135,3 +142,72 @@ def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, ov
 def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
     with pytest.raises(MismatchError, match=r"each of 3 ranks a sample, .* got 2 of 53 samples"):
         build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(name):
+    at = make_schedule(ScheduleConfig(name=name, warmup_epochs=2.0), 10, 100)
+    rates = [at(step) for step in range(100)]
+    assert all(a < b for a, b in itertools.pairwise(rates[:20]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
+    assert rates[0] > 0
+    assert max(rates) == rates[20] == 1.0
+    longer = make_schedule(ScheduleConfig(name=name, warmup_epochs=50.0), 1, 10)
+    assert longer(9) == pytest.approx(10 / 51)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_rate_falls_towards_the_final_share(name):
+    at = make_schedule(ScheduleConfig(name=name, args={"final": 0.1}), 10, 100)
+    assert at(0) == 1.0
+    assert at(50) == pytest.approx(0.55)
+    assert at(100) == pytest.approx(0.1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "mine_for_targets.py").write_text(
+        "def model(width, depth=1):\n    return width * depth\n_hidden = 3\nvalue = 3\n"
+    )
+    (tmp_path / "broken_for_targets.py").write_text("import no_such_package_at_all\n")
+    make_importable(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine_for_targets", None)
+
+
+def test_a_module_beside_the_configuration_is_found_first(folder):
+    assert resolve("mine_for_targets:model", "model.target")(3) == 3
+    assert sys.path[0] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", 'model.target names a function as "module:function", got ""'),
+        ("mine_for_targets", 'as "module:function", got "mine_for_targets"'),
+        ("nowhere_at_all:f", "there is no module nowhere_at_all; put it beside"),
+        ("broken_for_targets:f", "cannot be imported: No module named 'no_such_package_at_all'"),
+        ("mine_for_targets:modle", "mine_for_targets has no modle; did you mean model?"),
+        ("mine_for_targets:value", "is of type int, nothing to call"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_name_that_means_nothing_says_what_is_missing(target, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(target, "model.target")
+    assert message in str(caught.value)
+
+
+def test_an_error_inside_the_users_module_is_not_hidden(folder):
+    (folder / "raising_for_targets.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        resolve("raising_for_targets:f", "model.target")
+
+
+def test_arguments_in_first_place_are_not_offered():
+    def loss(output, label, *, smoothing=0.0):
+        return output, label, smoothing
+
+    with pytest.raises(ConfigError, match="did you mean smoothing"):
+        call(loss, (1, 2), {"smothing": 1}, "loss.args")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.shard import Shard, fault_of_cover
-from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, open_regular, printable
+from hpctrain.checkpoint.format.tensor_file import BLOCK_BYTES, DTYPES, open_regular
+from hpctrain.checkpoint.refusal import damaged
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
@@ -87,14 +88,14 @@ class CheckpointManifest:
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
         if not first:
-            raise _damaged(path, "its first line is not that of a manifest")
+            raise damaged(path, "its first line is not that of a manifest")
         if crc32(data[first.end() :]) != int(first[1], 16):
-            raise _damaged(path, "its bytes have changed")
+            raise damaged(path, "its bytes have changed")
         try:
             told = json.loads(data)
             version = told["version"]
             if told["format"] != _FORMAT or type(version) is not int:
-                raise _damaged(path, f"its format is {told['format']!r}")
+                raise damaged(path, f"its format is {told['format']!r}")
             if version > VERSION:
                 raise CheckpointError(
                     f"checkpoint {directory} has version {version}, this hpctrain reads up to "
@@ -102,7 +103,7 @@ class CheckpointManifest:
                 )
             return _manifest(told)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise _damaged(path, f"{type(error).__name__} {error}") from error
+            raise damaged(path, f"{type(error).__name__} {error}") from error
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it stands in its file."""
@@ -144,7 +145,7 @@ def read_bytes(directory: Path | str) -> bytes:
             f"cannot read {path}: {reason_of(error)}; check its rights, or use another checkpoint"
         ) from error
     if len(data) > GIB:
-        raise _damaged(path, "it is larger than 1 GiB")
+        raise damaged(path, "it is larger than 1 GiB")
     return data
 
 
@@ -229,9 +230,3 @@ def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]!r} where a number of things is due")
     return value
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
-    )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.checkpoint.refusal import damaged
 from hpctrain.comm.tensor_arguments import flat_of, name_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
@@ -213,14 +214,7 @@ class TensorFile:
             memory, offset = memory[count:], offset + count
 
     def _fault(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint file {self._path} is damaged: {printable(what)}; use another checkpoint"
-        )
-
-
-def printable(text: str) -> str:
-    """Return a text that may come from a stranger in one line, without escapes, not too long."""
-    return "".join(char if char.isprintable() else "?" for char in text[:400])
+        return damaged(self._path, what)
 
 
 @contextmanager

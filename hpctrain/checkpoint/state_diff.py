@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, bit by bit."""
+"""The difference of two checkpoints, bit by bit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.checkpoint.export import part_of
 from hpctrain.checkpoint.format.state_tree import walk
+from hpctrain.checkpoint.inspection import checkpoints_in
 from hpctrain.checkpoint.loading import load
-from hpctrain.checkpoint.tools.describe import checkpoints_in
-from hpctrain.checkpoint.tools.export import part_of
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.tensor_arguments import name_of
 
 PRIVATE = "private"
 """Begins the paths of what a rank has of its own: ``private/3/random``."""
-
-_PIECE = 1 << 20
-"""Elements that are compared at once: memory stays small next to a large tensor."""
 
 _LONGEST = 60
 """Characters shown of a plain value."""
@@ -42,10 +39,6 @@ class Difference:
     """Elements whose bits differ; 0 unless ``what`` is ``values``."""
     max_abs: float = 0.0
     """Largest difference of two finite elements."""
-    num_not_finite: int = 0
-    """Different elements of which at least one is infinite or no number."""
-    first: tuple[int, ...] = ()
-    """Index of the first element that differs."""
 
 
 def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Difference]:
@@ -89,7 +82,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
         if path not in b:
             yield Difference(path, "missing", f"{path}: {_told(value)} in A, not in B")
         elif isinstance(value, Tensor) and isinstance(b[path], Tensor):
-            yield from _of_tensors(path, value, b[path])
+            yield from _of_tensors(path, value.detach(), b[path].detach())
         elif not _is_same(value, b[path]):
             yield Difference(path, "plain", f"{path}: {_told(value)}, and {_told(b[path])}")
     for path, value in b.items():
@@ -115,43 +108,31 @@ def _of_tensors(path: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
         if getattr(a, what) != getattr(b, what):
             yield Difference(path, what, f"{path}: {_told(a)}, and {_told(b)}")
             return
-    flat_a, flat_b = a.detach().reshape(-1), b.detach().reshape(-1)
-    count, first, max_abs, not_finite = 0, 0, 0.0, 0
-    for start in range(0, flat_a.numel(), _PIECE):
-        x, y = flat_a[start : start + _PIECE], flat_b[start : start + _PIECE]
-        unequal = (_bits(x) != _bits(y)).reshape(len(x), -1).any(dim=1)
-        if unequal.any():
-            first = first if count else start + int(unequal.int().argmax())
-            count += int(unequal.sum())
-            gap, odd = _gap(x[unequal], y[unequal])
-            max_abs, not_finite = max(max_abs, gap), not_finite + odd
-    if not count:
+    # A complex number is two, which differ by themselves.
+    x, y = (_real(each).contiguous().reshape(a.numel(), 1 + a.is_complex()) for each in (a, b))
+    bits = _BITS[x.element_size()]
+    unequal = (x.view(bits) != y.view(bits)).any(dim=1)
+    if not unequal.any():
         return
-    index = tuple(map(int, np.unravel_index(first, a.shape)))
-    text = f"{path} {_told(a)}: {count} of {a.numel()} elements differ by at most {max_abs:.6g}"
-    if not_finite:
-        text += f"; {not_finite} of them are infinite or no number"
-    text += f"; the first is {list(index)}: {_told(a[index].item())}, and {_told(b[index].item())}"
-    yield Difference(path, "values", text, count, max_abs, not_finite, index)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return _real(tensor).contiguous().view(_BITS[_real(tensor).element_size()])
-
-
-def _gap(a: Tensor, b: Tensor) -> tuple[float, int]:
-    """Return the largest difference of finite elements, and how many others there are."""
-    a, b = _real(a), _real(b)
-    if not a.dtype.is_floating_point:
-        # Python's numbers: differences of uint64 fit no type of torch.
-        pairs = zip(a.tolist(), b.tolist(), strict=True)
-        return float(max(abs(int(x) - int(y)) for x, y in pairs)), 0
-    wide_a, wide_b = a.double(), b.double()
-    finite = wide_a.isfinite() & wide_b.isfinite()
-    num_others = int((~finite).reshape(len(finite), -1).any(dim=1).sum())
-    gaps = (wide_a - wide_b)[finite].abs()
-    return float(gaps.max()) if gaps.numel() else 0.0, num_others
+    count, max_abs = int(unequal.sum()), _gap(x[unequal], y[unequal])
+    index = tuple(map(int, np.unravel_index(int(unequal.int().argmax()), a.shape)))
+    text = (
+        f"{path} {_told(a)}: {count} of {a.numel()} elements differ by at most {max_abs:.6g}; the "
+        f"first is {list(index)}: {_told(a[index].item())}, and {_told(b[index].item())}"
+    )
+    yield Difference(path, "values", text, count, max_abs)
 
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two finite numbers."""
+    if not a.dtype.is_floating_point:
+        # Python's numbers: differences of uint64 fit no type of torch.
+        pairs = zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
+        return float(max(abs(int(x) - int(y)) for x, y in pairs))
+    gaps = (a.double() - b.double()).abs()
+    gaps = gaps[gaps.isfinite()]
+    return float(gaps.max()) if gaps.numel() else 0.0

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpctrain.checkpoint.format.state_tree import component
+from hpctrain.checkpoint.inspection import checkpoints_in
 from hpctrain.checkpoint.loading import load
-from hpctrain.checkpoint.tools.describe import checkpoints_in
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder, publishing, reason_of
 from hpctrain.core.errors import CheckpointError

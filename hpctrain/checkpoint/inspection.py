@@ -1,0 +1,206 @@
+"""Checkpoints as people see them: which there are, what one holds, which are whole, which go."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.checkpoint_directory import (
+    CheckpointDirectory,
+    Kept,
+    expendable,
+    put_away,
+    step_of,
+)
+from hpctrain.checkpoint.format import manifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.loading import check
+from hpctrain.core.atomic import reason_of, sync
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.units import format_bytes
+
+_LONGEST = 200
+"""Characters shown of a fact."""
+
+FOLDER = "checkpoints"
+"""Where the checkpoints of a run directory lie."""
+
+
+def checkpoints_in(path: Path | str) -> list[Path]:
+    """Return the checkpoints that a path names, by step: itself, or those of a run directory.
+
+    One that is not finished, or that its run went back behind, is not among them.
+
+    Raises:
+        CheckpointError: there is none, or the directory cannot be read.
+    """
+    path = Path(path)
+    if (path / manifest.NAME).exists() or step_of(path.name) is not None:
+        return [path]
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    shelf = CheckpointDirectory(folder)
+    if steps := shelf.steps():
+        return [shelf.path(step) for step in reversed(steps)]
+    raise CheckpointError(
+        f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
+        f"one of its checkpoints"
+    )
+
+
+def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
+    """Tell what a checkpoint holds, as values for JSON; reads its manifest only.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    directory = Path(directory)
+    told = CheckpointManifest.read(directory)
+    largest = sorted(told.tensors.items(), key=lambda item: -item[1].num_bytes)[:num_largest]
+    private = [record for own in told.private.values() for record in own.values()]
+    records = [*told.tensors.values(), *private]
+    parts = [part for record in told.tensors.values() for part in record.parts]
+    files = sorted({manifest.file_name(part.rank) for each in records for part in each.parts})
+    written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, UTC)
+    return {
+        "directory": str(directory),
+        "step": told.step,
+        "written": written.isoformat(timespec="seconds"),
+        "world": told.world,
+        "num_tensors": len(told.tensors),
+        "num_elements": sum(part.shard.numel for part in parts),
+        "state_bytes": sum(record.num_bytes for record in told.tensors.values()),
+        "private_bytes": sum(record.num_bytes for record in private),
+        "files": [{"name": name, "num_bytes": _size_of(directory / name)} for name in files],
+        "largest": [
+            {
+                "path": path,
+                "dtype": record.dtype,
+                "shape": record.shape,
+                "num_bytes": record.num_bytes,
+                "num_parts": len(record.parts),
+            }
+            for path, record in largest
+        ],
+        "facts": told.facts,
+    }
+
+
+def lines_of(told: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what people read of a description."""
+    yield f"{told['directory']}: step {told['step']}"
+    yield f"written    {told['written']}"
+    yield f"ranks      {told['world']}"
+    yield (
+        f"state      {told['num_tensors']} tensors, {told['num_elements']} elements, "
+        f"{format_bytes(told['state_bytes'])}"
+    )
+    yield f"private    {format_bytes(told['private_bytes'])} of the ranks' own"
+    missing = [file["name"] for file in told["files"] if file["num_bytes"] is None]
+    size = format_bytes(sum(file["num_bytes"] or 0 for file in told["files"]))
+    yield f"files      {len(told['files'])}, {size}" + (
+        f"; missing: {', '.join(missing)}" if missing else ""
+    )
+    if told["largest"]:
+        yield from ("", "largest tensors")
+    for held in told["largest"]:
+        shape = f"({', '.join(map(str, held['shape']))})"
+        size = format_bytes(held["num_bytes"])
+        yield f"  {size:>10}  {held['dtype']:10} {shape:16} {held['path']}"
+    if told["facts"]:
+        yield from ("", "facts")
+    for name, value in told["facts"].items():
+        yield f"  {name:16} {_short(value)}"
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return None
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    if "\n" in text.strip():
+        return f"{text.count(chr(10))} lines of text, shown by --json"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
+    """Read every byte of one checkpoint, or of all of a run directory, and compare.
+
+    Not collective. Yields each checkpoint and what is wrong with it, oldest first, as soon as it
+    is read; none that its run removed meanwhile.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    has_checked = False
+    for directory in checkpoints_in(path):
+        faults = check(directory)
+        if not faults or directory.exists() or directory == Path(path):
+            has_checked = True
+            yield directory, faults
+    if not has_checked:  # all were removed: there are others now, or none
+        yield from verify(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What went, or would go, and what stays; oldest first."""
+
+    gone: list[Path]
+    kept: list[Path]
+    damaged: list[Path]
+    """Of those that were read; they count for nothing."""
+
+
+def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = False) -> Pruned:
+    """Keep the newest whole checkpoints of a run, and the best ones; remove the others.
+
+    Those that are to stay are read to the last byte first: a damaged one replaces no whole one.
+    Not collective. ``path`` is a run directory, or its folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none, ``path`` is one itself, or the disk refuses.
+        ConfigError: not even the last one would stay.
+    """
+    found = {step_of(place.name) or 0: place for place in checkpoints_in(path)}
+    if Path(path) in found.values():
+        raise CheckpointError(
+            f"prune takes a run directory or its folder of checkpoints, {path} is a single "
+            f"checkpoint; remove it by hand"
+        )
+    present = {step: Kept.read(step, place) for step, place in found.items()}
+    whole: set[int] = set()
+    while True:
+        going = expendable(present.values(), keep=keep, keep_best=keep_best)
+        staying = [step for step in found if step not in going]
+        unread = [step for step in staying if present[step].whole and step not in whole]
+        if not unread:
+            break
+        for step in unread:
+            if check(found[step]):
+                present[step] = Kept(step, whole=False)
+            else:
+                whole.add(step)
+    for step in () if dry_run else going:
+        _remove(found[step])
+    return Pruned(
+        gone=[found[step] for step in going],
+        kept=[found[step] for step in staying],
+        damaged=[found[step] for step in found if not present[step].whole],
+    )
+
+
+def _remove(place: Path) -> None:
+    try:
+        gone = put_away(place)
+        sync(place.parent)
+        shutil.rmtree(gone)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot remove {place}: {reason_of(error)}; check its rights"
+        ) from error
