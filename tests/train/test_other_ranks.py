@@ -1,48 +1,58 @@
-"""Runs of every method that go on with another number of ranks: launches of 3 and of 2."""
+"""Runs whose parts have other numbers of ranks, each part a launch: 4, 2, 4, 3, or 3 and 2."""
+
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import hpctrain
+from hpctrain.train.load import load
 from hpctrain.train.metrics import read
+from hpctrain.train.run import How, run
+from tests.train.job import assert_same_bits, newest_model
+from tests.train.problem import NUM_SAMPLES
 from tests.train.starting import start
 
 pytestmark = [pytest.mark.launches, pytest.mark.conformance, pytest.mark.limit(300)]
+
+EPOCHS = 4
 
 TASK = """
 import os, signal
 from tests.train import problem
 
 class Model(type(problem.model())):
-    '''The last of three ranks wants a stop after some passes.'''
-
-    passes = 0
+    '''Notes what it learns from; the last of several ranks wants a stop after some passes.'''
 
     def forward(self, x):
-        import hpctrain
-        self.passes += self.training
-        if self.passes == 5 and hpctrain.rank() == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.training:
+            with open(self.notes, "a") as file:
+                file.write("".join(f"{value!r}\\n" for value in x[:, 0].tolist()))
+            self.passes += 1
+            size = self.size()
+            if self.passes == 5 and size in self.stops and self.rank() == size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
         return super().forward(x)
 
-def model(**how):
-    return Model(*problem.model(**how))
+def model(notes="notes.txt", stops=(2, 4), **how):
+    import hpctrain
+    model = Model(*problem.model(**how))
+    model.notes, model.stops, model.passes = notes, stops, 0
+    model.rank, model.size = hpctrain.rank, hpctrain.size
+    return model
 """
 
-CONFIG = """
+CONFIG = f"""
 [model]
-target = "stopping_task:model"
-args = { norm = true }
+target = "noting_task:model"
 [data]
 target = "tests.train.problem:data"
-args = { folder = "d" }
+args = {{ folder = "d" }}
 [train]
-epochs = 2
+epochs = {EPOCHS}
 global_batch = 9
-[comm]
-ranks_per_node = 1
-[sync]
-steps = 4
 [log]
-every_steps = 10
+every_steps = 1
 plots = false
 """
 
@@ -59,6 +69,63 @@ for name, overrides in {kinds!r}.items():
 """
 
 
+@pytest.fixture
+def carry_out(tmp_path, monkeypatch):
+    """Carry out parts of some runs, each a number of ranks; all but the last want to go on."""
+    monkeypatch.setenv("HPCTRAIN_PROBE", "off")
+    (tmp_path / "noting_task.py").write_text(TASK)
+    (tmp_path / "small.toml").write_text(CONFIG)
+
+    def do(kinds, *ranks):
+        (tmp_path / "part.py").write_text(PART.format(kinds=kinds))
+        for number, num_ranks in enumerate(ranks, 1):
+            word, code = "begin" if number == 1 else "resume", 0 if number == len(ranks) else 85
+            done = start("part.py", word, num_ranks=num_ranks, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert {f"{name} {code}" for name in kinds} <= {*done.stdout.splitlines()}, done.stdout
+        monkeypatch.chdir(tmp_path)
+        return done.stdout
+
+    return do
+
+
+def records(name):
+    return read(Path("runs") / name / "metrics.jsonl")
+
+
+def curve(name):
+    """Losses of a run, step by step and test by test."""
+    return [record["loss"] for record in records(name) if record["event"] in ("step", "test")]
+
+
+KINDS = {
+    "plain": ["model.args.notes=plain.txt"],
+    "fixed": ["model.args={notes = 'fixed.txt', dropout = 0.3}", "train.reproducible=true"],
+}
+
+
+def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(carry_out):
+    carry_out(KINDS, 4, 2, 4, 3)
+    assert "micro_shards = 4\n" in Path("runs/fixed/config.toml").read_text()
+    try:
+        for name, overrides in KINDS.items():
+            more = [f"name={name}-alone", "train.micro_shards=4", "model.args.notes=alone.txt"]
+            assert run(load(Path("small.toml"), [*overrides, *more]), {}, How()) == 0
+    finally:
+        hpctrain.shutdown()
+    once = Counter(set(Path("alone.txt").read_text().split()))
+    assert len(once) == NUM_SAMPLES
+    for name in KINDS:
+        seen = Counter(Path(f"{name}.txt").read_text().split())
+        assert seen == dict.fromkeys(once, EPOCHS)
+    assert curve("plain") == pytest.approx(curve("plain-alone"), rel=1e-9)
+    assert curve("fixed") == curve("fixed-alone")
+    runs = [Path("runs") / name for name in ("fixed", "fixed-alone")]
+    assert len({records(name)[-1]["state_hash"] for name in ("fixed", "fixed-alone")}) == 1
+    assert_same_bits(*(newest_model(path) for path in runs))
+
+
+SHORT = ["train.epochs=2", "comm.ranks_per_node=1", "sync.steps=4", "log.every_steps=10"]
 METHODS = {
     "local_sgd": ["sync.compression=fp16"],
     "post_local_sgd": ["sync.args.start=3"],
@@ -68,20 +135,13 @@ METHODS = {
 }
 
 
-def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPCTRAIN_PROBE", "off")
-    kinds = {name: [f"sync.method={name}", *more] for name, more in METHODS.items()}
-    (tmp_path / "stopping_task.py").write_text(TASK)
-    (tmp_path / "small.toml").write_text(CONFIG)
-    (tmp_path / "part.py").write_text(PART.format(kinds=kinds))
-    for word, num_ranks, code in (("begin", 3, 85), ("resume", 2, 0)):
-        done = start("part.py", word, num_ranks=num_ranks, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert {f"{name} {code}" for name in kinds} <= {*done.stdout.splitlines()}, done.stdout
-    said = "the checkpoint is of 3 ranks, this run has 2: each goes on from the mean"
-    assert said in done.stdout
+def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(carry_out):
+    model = "model.args={stops = [3], norm = true}"
+    kinds = {name: [model, f"sync.method={name}", *SHORT, *more] for name, more in METHODS.items()}
+    said = carry_out(kinds, 3, 2)
+    assert "the checkpoint is of 3 ranks, this run has 2: each goes on from the mean" in said
     for name in METHODS:
-        found = read(tmp_path / "runs" / name / "metrics.jsonl")
+        found = records(name)
         (resumed,) = [record for record in found if record["event"] == "resumed"]
         tests = [r["loss"] for r in found if r["event"] == "test"]
         assert (resumed["step"], resumed["ended_by"]) == (6, "SIGUSR1")

@@ -21,12 +21,12 @@ IN_PROCESSES = ["data.transform=tests.train.problem:jolted", "data.workers=1"]
 
 
 @pytest.mark.ranks(1, 2)
-def test_two_equal_runs_and_one_that_was_stopped_have_the_same_bits(here, configure, shared):
+def test_three_equal_runs_and_one_that_was_stopped_have_the_same_bits(here, configure, shared):
     overrides = [*RANDOM, *IN_THREADS]
-    runs = [Job(here, configure, shared / f"run-{i}", *overrides) for i in range(3)]
-    assert all(isinstance(run.part(), Outcome) for run in runs[:2])
-    assert isinstance(runs[2].part(stop="SIGTERM", after=4), Stopped)
-    assert isinstance(runs[2].part(), Outcome)
+    runs = [Job(here, configure, shared / f"run-{i}", *overrides) for i in range(4)]
+    assert all(isinstance(run.part(), Outcome) for run in runs[:3])
+    assert isinstance(runs[3].part(stop="SIGTERM", after=4), Stopped)
+    assert isinstance(runs[3].part(), Outcome)
     for run in runs[1:]:
         assert_same_run(runs[0], run)
 
