@@ -6,28 +6,32 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
 import venv
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from zlib import crc32
 
-from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import distinct, libmpi_of
-from hpctrain.cluster.memory import available_bytes
+from hpctrain.cluster.resources import affinity, available_bytes
 from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
-from hpctrain.launch.build_log import BuildLog, Say, telling
 from hpctrain.launch.installed_horovod import plain
 from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load, name_of
 from hpctrain.launch.program import ask
+
+Say = Callable[[str], None]
+"""Is told what happens, a line each."""
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -292,35 +296,34 @@ def _made(folder: Path) -> None:
 def _make(plan: BuildPlan, mpi: Mpi, folder: Path, say: Say) -> Path:
     """Fetch, change and compile the sources; return the wheel in its folder."""
     online = "a machine or a pip.conf that reaches a package index is needed"
-    with (
-        tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name,
-        BuildLog(folder / LOG, say) as log,
-    ):
+    log = folder / LOG
+    log.write_text("", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name:
         scratch = Path(name)
         python, environ = _environment(scratch)
         say("fetching sources and tools")
         tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
         pip = [python, "-m", "pip"]
         failure = f"pip fetches what the build needs: {online}"
-        log.run([*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
+        run_logged(log, [*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
         wanted = scratch / "wanted.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
         # pip asks a sdist for its name, by setup.py: that takes the packages from above.
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
-        log.run([*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
+        run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
         sources = _unpacked(scratch)
         for change in patch(sources):
             say(f"changed {change}")
-        memory, num_cores = available_bytes(), len(cores.affinity())
+        memory, num_cores = available_bytes(), len(affinity())
         fit = num_cores if memory is None else max(1, memory // JOB_BYTES)
         jobs = plan.jobs or min(num_cores, fit)
-        say(f"compiling, {jobs} at a time; all output: {log.path}")
+        say(f"compiling, {jobs} at a time; all output: {log}")
         failure = (
             f"Horovod {VERSION} did not compile; for a lack of memory: --jobs {jobs // 2 or 1}"
         )
         environ |= _wishes(scratch, mpi, plan.gpu, jobs)
-        log.run([python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
+        run_logged(log, [python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
         (wheel,) = (scratch / "dist").glob("horovod-*.whl")
         with publishing(folder / wheel.name) as part:
             shutil.copyfile(wheel, part)
@@ -391,3 +394,54 @@ def _install(wheel: Path) -> None:
             raise LaunchError(
                 f"{wheel} must be installed into {sys.prefix}, pip says:\n" + "\n".join(lines)
             )
+
+
+LAST_LINES = 12
+"""So much of a log is shown when something fails."""
+
+_TELLING = re.compile(
+    r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",
+    re.IGNORECASE,
+)
+
+
+def run_logged(
+    log: Path, words: list[str], folder: Path, environ: dict[str, str], failure: str
+) -> None:
+    """Run a program to its end; all that it prints goes to the end of ``log``.
+
+    What ends this call before, ends all that it has started.
+
+    Raises:
+        LaunchError: ``failure``, and the lines that tell why.
+    """
+    with log.open("a+", encoding="utf-8", errors="replace") as file:
+        file.write(f"$ {shlex.join(words)}\n")
+        file.flush()
+        start = file.tell()
+        with subprocess.Popen(  # noqa: S603 - pip and compilers
+            words,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as child:
+            try:
+                code = child.wait()
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                raise
+        if code:
+            file.seek(start)
+            said = file.read().splitlines()
+            lines = telling(said) or [f"exit code {code}, it has printed nothing"]
+            raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))
+
+
+def telling(lines: list[str]) -> list[str]:
+    """Pick the lines of a failure that people look for: errors, or else the last ones."""
+    errors = [line for line in lines if _TELLING.search(line)]
+    return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

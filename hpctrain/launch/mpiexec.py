@@ -216,16 +216,10 @@ def _forwards(declared: Mapping[str, str]) -> list[str]:
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
     """Count the cores of this process's affinity mask; two hardware threads are one core."""
     cores = set()
-    for cpu in _mask():
+    for cpu in os.sched_getaffinity(0):
         siblings = cpus / f"cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
     return len(cores)
-
-
-def _mask() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def fills_machine(num_ranks: int) -> bool:
@@ -234,7 +228,7 @@ def fills_machine(num_ranks: int) -> bool:
     Left to itself Open MPI binds a lone rank to one core of many, and under ``taskset`` to cores
     outside the mask it was given.
     """
-    return num_ranks == num_cores() and len(_mask()) == os.cpu_count()
+    return num_ranks == num_cores() and len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def in_container() -> bool:

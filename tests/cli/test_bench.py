@@ -13,17 +13,16 @@ from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.doctor.benchmarks import benchmark_run
-from hpctrain.doctor.benchmarks.benchmark_request import UNCHECKABLE, BenchmarkRequest
-from hpctrain.doctor.benchmarks.benchmark_run import measure
-from hpctrain.doctor.benchmarks.benchmark_values import (
+from hpctrain.doctor.benchmarks import benchmark
+from hpctrain.doctor.benchmarks.benchmark import UNCHECKABLE, BenchmarkRequest, measure
+from hpctrain.doctor.benchmarks.operations import (
+    OPERATIONS,
     PERIOD,
     combined,
     num_wrong,
     values_of,
     write,
 )
-from hpctrain.doctor.benchmarks.operations import OPERATIONS
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
 
@@ -102,7 +101,7 @@ def test_the_library_is_measured_on_the_same_memory(comm):
     row = measured(comm, 10_000, iterations=5, peers=True)
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
-    assert len(benchmark_run.line(row, "float32", "sum")) == len(benchmark_run.head(peers=True))
+    assert len(benchmark.line(row, "float32", "sum")) == len(benchmark.head(peers=True))
 
 
 @pytest.mark.ranks(3)

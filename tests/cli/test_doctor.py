@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.cli.findings import show, summary
+from hpctrain.cli.doctor import show, summary
 from hpctrain.cli.main import app
 from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi

@@ -1,4 +1,4 @@
-from hpctrain.cluster.nics import num_cards
+from hpctrain.cluster.resources import num_cards
 
 
 def card(folder, name, *states):

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from hpctrain.cluster.cores import affinity, num_granted, num_siblings, quota
+from hpctrain.cluster.resources import affinity, num_granted, num_siblings, quota
 
 
 def test_affinity_is_the_mask_of_this_process():

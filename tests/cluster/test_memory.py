@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.cluster.memory import Room, available_bytes, shortage
+from hpctrain.cluster.resources import Room, available_bytes, shortage
 from hpctrain.core.units import GIB, MIB
 
 TOTALS = {

@@ -8,7 +8,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hpctrain.cluster.memory import rooms, shortage
+from hpctrain.cluster.resources import rooms, shortage
 from hpctrain.comm.node.segments import clear, map_shared, take_pages
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import Segment, memory_at

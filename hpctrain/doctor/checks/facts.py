@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.memory import Room
+from hpctrain.cluster.resources import Room
 from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding

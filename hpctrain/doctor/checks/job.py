@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from hpctrain.cluster.env import Launched, job_id, launched, scheduler, tasks_of_nodes
-from hpctrain.cluster.interface import srun_type
+from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import check, listed, note, ok, plural, warning

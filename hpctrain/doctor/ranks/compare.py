@@ -14,8 +14,8 @@ from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import PREFIX, Settings
 from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks.cores import THREAD_VARIABLES
 from hpctrain.doctor.checks.facts import Facts, MemoryFacts, MpiFacts, WorldFacts
+from hpctrain.doctor.checks.node import THREAD_VARIABLES
 from hpctrain.doctor.checks.table import examine_all
 from hpctrain.doctor.ranks.traffic import links_between, links_inside
 from hpctrain.runtime.abort import install, leave
