@@ -102,17 +102,11 @@ def command(
     return [*line, *options.extra, "-np", str(num_ranks), *program]
 
 
-def environment(
-    environ: Mapping[str, str] | None = None,
-    *,
-    num_ranks: int | None = None,
-    nodes: int | None = None,
-) -> dict[str, str]:
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
 
     Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
     our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
-    ``num_ranks`` and ``nodes`` declare nodes as ``command`` does.
     """
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in INSIDE)
@@ -121,8 +115,6 @@ def environment(
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     else:
         kept["TERM"] = "dumb"
-    if num_ranks and nodes:
-        kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     return kept
 
 

@@ -93,11 +93,11 @@ ABORT = """
 import sys
 from pathlib import Path
 from mpi4py import MPI
-from hpctrain.runtime.abort import install
+from hpctrain.runtime.abort import FailureHooks
 from hpctrain.negotiation.timeline import Timelines
 timelines = Timelines(0, 1)
 timelines.start(sys.argv[1])
-hooks = install(MPI.COMM_WORLD, None)
+hooks = FailureHooks(MPI.COMM_WORLD, None)
 hooks.last_words.append(timelines.stop)
 timelines.current.begin("allreduce.late", "NEGOTIATE_ALLREDUCE")
 hooks.abort(86)
