@@ -1,7 +1,6 @@
 """``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
 
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ from hpctrain.doctor.benchmarks.operations import (
 )
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
+from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -188,7 +188,7 @@ def test_a_wrong_value_is_exit_code_1(monkeypatch):
 
 @pytest.mark.launches
 def test_rank_0_prints_machine_plan_and_a_line_per_size():
-    line = [sys.executable, "-m", "hpctrain", "bench", "allreduce", "--peers"]
+    line = [*preload.python(), "-m", "hpctrain", "bench", "allreduce", "--peers"]
     line += ["--max-bytes", "128", "--iterations", "5"]
     done = subprocess.run(
         mpiexec.command(line, num_ranks=2),

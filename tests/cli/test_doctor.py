@@ -15,6 +15,7 @@ from hpctrain.cli.doctor import show, summary
 from hpctrain.cli.main import app
 from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi
+from tests.harness import preload
 
 ROOT = Path(__file__).parents[2]
 REFUSE = ROOT / "tests/doctor/refuse.py"
@@ -167,9 +168,9 @@ def test_a_mistake_in_the_command_is_exit_code_2(words):
 @pytest.mark.launches
 @pytest.mark.limit(120)
 def test_rank_0_tells_what_all_ranks_found():
-    launch = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "hpctrain", "doctor"]
+    launch = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--", *preload.python()]
     done = subprocess.run(
-        [*launch, "--json"],
+        [*launch, "-m", "hpctrain", "doctor", "--json"],
         capture_output=True,
         text=True,
         check=False,

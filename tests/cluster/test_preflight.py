@@ -1,6 +1,5 @@
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hpctrain.cluster.preflight import check_world, core_warning, threads_for
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 OPENMPI = Path("/nowhere/lib/libmpi.so.40")
 MPICH = Path("/elsewhere/lib/libmpi.so.12")
@@ -133,7 +133,7 @@ def test_init_stops_a_rank_that_its_launcher_did_not_reach():
         "OMPI_COMM_WORLD_SIZE": "4",
     }
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, check=False
+        [*preload.python(), "-c", ALONE], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
     assert "LaunchError" in done.stderr
@@ -147,7 +147,7 @@ def test_init_stops_the_ranks_of_a_foreign_mpirun():
     foreign = Path(__file__).parents[2] / ".venv-mpich/bin/mpiexec"
     done = subprocess.run(
         check=False,
-        args=[foreign, "-n", "2", sys.executable, "-c", ALONE],
+        args=[foreign, "-n", "2", *preload.python(), "-c", ALONE],
         env=mpiexec.environment(),
         capture_output=True,
         text=True,

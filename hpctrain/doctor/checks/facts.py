@@ -123,6 +123,8 @@ class Facts:
     """Its environment variables."""
     python: str = ""
     """Version of the interpreter."""
+    place: str = ""
+    """System, processor, C library and environment."""
     versions: Mapping[str, str | None]
     """Installed versions by package, None for one that is missing."""
     mpi: MpiFacts

@@ -6,7 +6,7 @@ from statistics import median
 
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
-from hpctrain.doctor.checks.check import check, few, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, check, few, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
@@ -18,16 +18,16 @@ FEWEST_BYTES = 1 << 18
 
 
 @check("network cards")
-def check_cards(facts: Facts) -> list[Finding]:
+def check_cards(facts: Facts) -> Found:
     """Name a fast card that is down, that MPI is told not to use, or that it has no driver for."""
     cards = facts.network.cards
     live = [card for card in cards if card.is_live]
     if not cards:
-        return [ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")]
+        return ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")
     names = ", ".join(card.name for card in live or cards)
     if not live:
         what = f"no port of {names} is active: messages go by TCP"
-        return [note(what, "ask the site; `ibstat` shows the ports")]
+        return note(what, "ask the site; `ibstat` shows the ports")
     if slow := slow_settings(facts.environ):
         what = f"{names} would carry messages, but {{}} makes MPI use TCP"
         return [warning(what.format(each), f"unset {each.partition('=')[0]}") for each in slow]
@@ -38,8 +38,8 @@ def check_cards(facts: Facts) -> list[Finding]:
             "messages between nodes go by TCP"
         )
         do = "load the site's MPI module and export MPI4PY_LIBMPI=.../libmpi.so of it"
-        return [warning(what, do)]
-    return [ok(f"{names} are active")]
+        return warning(what, do)
+    return ok(f"{names} are active")
 
 
 def slow_settings(environ: Mapping[str, str]) -> list[str]:
@@ -59,26 +59,24 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 @check("copies between ranks")
-def check_copies(facts: Facts) -> list[Finding]:
+def check_copies(facts: Facts) -> Found:
     """Name what keeps MPI from copying between the ranks of a node in one go."""
     if not facts.network.copy_error:
-        return [ok("ranks of a node may read each other's memory")]
-    return [
-        warning(
-            f"process_vm_readv is refused ({facts.network.copy_error}): Open MPI may end with "
-            '"Read -1, expected N, errno=1"',
-            "export OMPI_MCA_btl_vader_single_copy_mechanism=none (Open MPI 4), "
-            "OMPI_MCA_smsc=^cma (Open MPI 5), or docker run --cap-add=SYS_PTRACE",
-        )
-    ]
+        return ok("ranks of a node may read each other's memory")
+    return warning(
+        f"process_vm_readv is refused ({facts.network.copy_error}): Open MPI may end with "
+        '"Read -1, expected N, errno=1"',
+        "export OMPI_MCA_btl_vader_single_copy_mechanism=none (Open MPI 4), "
+        "OMPI_MCA_smsc=^cma (Open MPI 5), or docker run --cap-add=SYS_PTRACE",
+    )
 
 
 @check("network")
-def check_ways(world: WorldFacts) -> list[Finding]:
+def check_ways(world: WorldFacts) -> Found:
     """Say how messages leave the nodes, and where a fast network lies idle."""
     carried = world.carried
     if len(carried) < 2:
-        return [ok("one node: nothing goes over a network")]
+        return ok("one node: nothing goes over a network")
     if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
         what = (
             f"messages leave {listed([node.host for node in idle])} by {_by_tcp(idle[0])} (TCP), "
@@ -89,10 +87,10 @@ def check_ways(world: WorldFacts) -> list[Finding]:
             "it by MPI4PY_LIBMPI=/path/to/libmpi.so); with Open MPI and UCX try "
             "OMPI_MCA_pml=ucx, with MPICH FI_PROVIDER=verbs, psm3 or cxi"
         )
-        return [warning(what, do)]
+        return warning(what, do)
     ways = Counter(map(_way, carried))
     told = "; ".join(f"{way} ({plural(number, 'node')})" for way, number in ways.items())
-    return [note(f"messages between nodes leave by {told}")]
+    return note(f"messages between nodes leave by {told}")
 
 
 def _way(node: Carried) -> str:
@@ -230,10 +228,10 @@ def _rate(bytes_per_s: float) -> str:
 
 
 @check("clocks")
-def check_clocks(world: WorldFacts) -> list[Finding]:
+def check_clocks(world: WorldFacts) -> Found:
     """Compare the clocks of all nodes with that of the middle one."""
     if world.topology.num_nodes == 1:
-        return [ok("one node, one clock")]
+        return ok("one node, one clock")
     found = offsets(world.between, world.topology.nodes[0][0])
     middle = sorted(ahead for ahead, _ in found.values())[(len(found) - 1) // 2]
     wrong = [
@@ -248,15 +246,13 @@ def check_clocks(world: WorldFacts) -> list[Finding]:
             "let chrony or ntpd keep the clocks (chronyc tracking shows the state): times in "
             "logs, ages of files and the end of a job are wrong until then"
         )
-        return [warning(what, do)]
+        return warning(what, do)
     most = max(abs(ahead - middle) for ahead, _ in found.values())
     error_s = max(error_s for _, error_s in found.values())
-    return [
-        ok(
-            f"the clocks of {len(found)} nodes differ by {format_seconds(most)} at most "
-            f"(estimated within {format_seconds(error_s)})"
-        )
-    ]
+    return ok(
+        f"the clocks of {len(found)} nodes differ by {format_seconds(most)} at most "
+        f"(estimated within {format_seconds(error_s)})"
+    )
 
 
 def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:

@@ -12,7 +12,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import MIB, format_bytes, format_numbers, format_ranks
-from hpctrain.doctor.checks.check import check, error, few, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, check, error, few, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
 from hpctrain.doctor.checks.job import number_of, ranks_per_node
 
@@ -25,7 +25,7 @@ _GIVE = (
 
 
 @check("cores")
-def check_masks(ranks: Sequence[Facts]) -> list[Finding]:
+def check_masks(ranks: Sequence[Facts]) -> Found:
     """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
 
     ``ranks`` are all of them, or a process that will be one.
@@ -45,7 +45,7 @@ def check_masks(ranks: Sequence[Facts]) -> list[Finding]:
     told = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     quota = ranks[0].cores.quota
     time = "" if quota is None else f", time for {quota:g} of them"
-    return few(found) or [ok(f"{told} for each rank, enough for all{time}")]
+    return few(found) or ok(f"{told} for each rank, enough for all{time}")
 
 
 def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
@@ -68,7 +68,7 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
 
 
 @check("threads")
-def check_threads(ranks: Sequence[Facts]) -> list[Finding]:
+def check_threads(ranks: Sequence[Facts]) -> Found:
     """Name variables that make more threads than a rank has cores, or fewer.
 
     ``ranks`` are all of them, or a process that will be one.
@@ -89,7 +89,7 @@ def check_threads(ranks: Sequence[Facts]) -> list[Finding]:
             found.append(warning(f"{what}: threads take turns and wait for each other", do))
         else:
             found.append(note(f"{what}: {each - threads} of them idle", do))
-    return found or [ok(f"{format_numbers(set(num_cores))} for each rank")]
+    return found or ok(f"{format_numbers(set(num_cores))} for each rank")
 
 
 def cores_each(ranks: Sequence[Facts]) -> list[int]:
@@ -135,21 +135,21 @@ _OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
 
 @check("GPUs")
-def check_gpus(facts: Facts) -> list[Finding]:
+def check_gpus(facts: Facts) -> Found:
     """Name a device given twice, more ranks than devices, and a torch that cannot use them."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
     text = f"{facts.num_gpus} in this machine"
     if _VISIBLE in facts.environ:
         text += f", {_VISIBLE}={facts.environ[_VISIBLE]}"
-    return found or [ok(text)]
+    return found or ok(text)
 
 
 @check("GPUs")
-def check_own_gpus(world: WorldFacts) -> list[Finding]:
+def check_own_gpus(world: WorldFacts) -> Found:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     ranks = world.ranks
     if not any(facts.visible for facts in ranks):
-        return [ok("no rank sees a GPU: the CPU calculates")]
+        return ok("no rank sees a GPU: the CPU calculates")
     found = []
     for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
         takers: dict[str, list[int]] = {}
@@ -170,10 +170,10 @@ def check_own_gpus(world: WorldFacts) -> list[Finding]:
     counts = sorted(len(facts.visible) for facts in ranks)
     seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     if not any(facts.by_torch for facts in ranks):
-        return [
-            note(f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them")
-        ]
-    return [ok(f"each rank has a GPU of its own among the {seen_by} it sees")]
+        return note(
+            f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
+        )
+    return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
 
 
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -261,27 +261,25 @@ MPICH 5."""
 
 
 @check("memory")
-def check_room(facts: Facts) -> list[Finding]:
+def check_room(facts: Facts) -> Found:
     """Name a control group or a machine with no room for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
     if room is None:
-        return [ok("the system does not say how much is left")]
+        return ok("the system does not say how much is left")
     ranks = ranks_per_node(facts.environ) or 1
     what = f"{format_bytes(room.left_bytes)} left in {room.name}"
     if room.left_bytes >= ranks * RANK_BYTES:
-        return [ok(what)]
-    return [
-        warning(
-            f"{what} for {plural(ranks, 'rank')}; each takes about {format_bytes(RANK_BYTES)} "
-            "before there is a model",
-            "ask for more: #SBATCH --mem=..., docker run --memory=..., or start fewer ranks "
-            "on each node",
-        )
-    ]
+        return ok(what)
+    return warning(
+        f"{what} for {plural(ranks, 'rank')}; each takes about {format_bytes(RANK_BYTES)} "
+        "before there is a model",
+        "ask for more: #SBATCH --mem=..., docker run --memory=..., or start fewer ranks "
+        "on each node",
+    )
 
 
 @check("node memory")
-def check_ways(facts: Facts) -> list[Finding]:
+def check_ways(facts: Facts) -> Found:
     """Name what will keep the ranks of this node from sharing memory."""
     try:
         settings = Settings.from_env(facts.environ)
@@ -290,38 +288,36 @@ def check_ways(facts: Facts) -> list[Finding]:
     way, refusal = settings.shared_memory, facts.memory.memfd_error
     if way == "off":
         what = "HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI"
-        return [note(what, "unset HPCTRAIN_SHARED_MEMORY")]
+        return note(what, "unset HPCTRAIN_SHARED_MEMORY")
     uses_window = way == "window" or (way == "auto" and bool(refusal))
     found = [] if way == "window" or not refusal else [_no_memfd(refusal, way)]
     found += _small_shm(facts, settings.bucket_bytes if uses_window else 0)
     path = "MPI windows" if uses_window else "memfd"
     room = f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free"
-    return found or [ok(f"{path}; {room}")]
+    return found or ok(f"{path}; {room}")
 
 
 @check("node memory")
-def check_way(world: WorldFacts) -> list[Finding]:
+def check_way(world: WorldFacts) -> Found:
     """Say which memory the ranks of a node share."""
     way, wanted = world.node_memory, world.settings.shared_memory
     if world.engine == "horovod" and world.topology.size > 1:
-        return [note("not used: Horovod moves the tensors")]
+        return note("not used: Horovod moves the tensors")
     if way == "alone":
-        return [ok("one rank: nothing to share")]
+        return ok("one rank: nothing to share")
     if way == "memfd":
-        return [ok("the ranks of a node share memory by memfd")]
+        return ok("the ranks of a node share memory by memfd")
     if wanted in ("off", way):
-        return [note(f"HPCTRAIN_SHARED_MEMORY={wanted}: node memory is {way}")]
+        return note(f"HPCTRAIN_SHARED_MEMORY={wanted}: node memory is {way}")
     crowded = preflight.core_warning(world.topology)
     reason = "; ".join(text for text in world.notes if text != crowded)
     if way == "window":
-        return [note(reason or "the ranks of a node share an MPI window")]
-    return [
-        warning(
-            reason or "the ranks of a node share no memory: gradients go flat over MPI",
-            "run all ranks of a node in one container, or give them one /proc and /dev/shm "
-            "(--pid=host --ipc=host), and enough memory",
-        )
-    ]
+        return note(reason or "the ranks of a node share an MPI window")
+    return warning(
+        reason or "the ranks of a node share no memory: gradients go flat over MPI",
+        "run all ranks of a node in one container, or give them one /proc and /dev/shm "
+        "(--pid=host --ipc=host), and enough memory",
+    )
 
 
 def _no_memfd(refusal: str, way: str) -> Finding:

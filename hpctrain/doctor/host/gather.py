@@ -50,9 +50,11 @@ def gather(
     which is the same for all ranks of a node.
     """
     environ = dict(os.environ if environ is None else environ)
+    libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,
         python=platform.python_version(),
+        place=f"{platform.system()} {platform.machine()}, {libc}, {sys.prefix}",
         versions={name: _version(name) for name in PACKAGES},
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(

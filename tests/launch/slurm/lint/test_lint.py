@@ -183,5 +183,5 @@ def test_a_text_that_is_no_script_ends_the_reading(script):
 def test_a_script_cut_anywhere_ends_the_reading():
     for name in ("restart", "chain"):
         text = batch_script.text(name)
-        for end in range(0, len(text), 7):
+        for end in range(0, len(text), 41):
             lint(text[:end], facts=FACTS)
