@@ -1,7 +1,6 @@
 """The command line that starts ranks: the only place that knows the options of ``mpirun``."""
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -227,8 +226,3 @@ def in_container() -> bool:
     """Say whether this process runs in a container, as Docker, Podman and Apptainer mark it."""
     marks = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
     return any(Path(mark).exists() for mark in marks)
-
-
-def shell_line(line: Sequence[str]) -> str:
-    """Quote a command line so that a shell would run it."""
-    return shlex.join(line)

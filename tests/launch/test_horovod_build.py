@@ -17,7 +17,6 @@ from hpctrain.launch.horovod_build import (
     LAST_LINES,
     PATCHED,
     VERSION,
-    BuildPlan,
     patch,
     run_logged,
     telling,
@@ -52,18 +51,13 @@ def test_sources_that_are_not_the_published_ones_are_left_alone(tmp_path, other)
     assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
 
 
-def test_another_version_of_anything_is_another_wheel(tmp_path, monkeypatch):
+def test_another_version_of_anything_is_another_wheel(tmp_path):
     other = Mpi(vendor="mpich", version="5.0.2", library=MPI.library)
     site = Mpi(vendor="openmpi", version="5.0.11", library=tmp_path / "libmpi.so.40")
     unknown = Mpi(library=MPI.library)
     triples = [(MPI, "2.13.0", ""), (MPI, "2.13.1", ""), (MPI, "2.13.0", "nccl")]
     triples += [(each, "2.13.0", "") for each in (other, site, unknown)]
     assert len({recipe.key_of(*triple) for triple in triples}) == len(triples)
-    for text in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", text)
-        assert recipe.cache() == Path.home() / ".cache/hpctrain/horovod"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/big")
-    assert recipe.cache() == Path("/big/hpctrain/horovod")
 
 
 @pytest.mark.parametrize("name", ["mpicxx.openmpi", "mpicxx", "mpic++"])
@@ -116,7 +110,7 @@ def site(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recipe, "load", lambda: MPI)
     monkeypatch.setattr(recipe, "launched", lambda: None)
-    monkeypatch.setattr(recipe, "check", lambda _mpi, _plan: None)
+    monkeypatch.setattr(recipe, "check", lambda _mpi, _gpu: None)
     monkeypatch.setattr(recipe, "_environment", lambda _scratch: ("python", {}))
     monkeypatch.setattr(recipe, "_unpacked", lambda scratch: scratch / "x")
     monkeypatch.setattr(recipe, "run_logged", run)
@@ -124,25 +118,27 @@ def site(tmp_path, monkeypatch):
 
 
 def make(site, say=print, **how):
-    return recipe.build(BuildPlan(install=False, wheel_dir=site[0], **how), say)
+    return recipe.build(say, install=False, wheel_dir=site[0], **how)
 
 
 def test_a_wheel_is_built_once(site):
     lines = []
-    first, again = make(site, lines.append), make(site)
-    assert (first.is_cached, again.is_cached, len(site[1])) == (False, True, 1)
+    first, again = make(site, lines.append), make(site, lines.append)
+    assert (first, len(site[1])) == (again, 1)
+    assert [line for line in lines if "wheel: " in line] == [
+        f"wheel: {first} (built)",
+        f"wheel: {first} (built before, --force builds it anew)",
+    ]
     assert sum("14) -> set(CMAKE_CXX_STANDARD 20)" in line for line in lines) == 2
     forced = make(site, force=True)
-    assert (forced.is_cached, forced.wheel.read_text()) == (False, "wheel 2")
-    assert sorted(path.name for path in forced.wheel.parent.iterdir()) == sorted(
-        [NAME, recipe.LOG]
-    )
+    assert forced.read_text() == "wheel 2"
+    assert sorted(path.name for path in forced.parent.iterdir()) == sorted([NAME, recipe.LOG])
 
 
 def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, monkeypatch):
     (site[0] / "file").touch()
     with pytest.raises(LaunchError, match=r"cannot be written.*--wheel-dir"):
-        recipe.build(BuildPlan(wheel_dir=site[0] / "file"), print)
+        recipe.build(print, wheel_dir=site[0] / "file")
 
     class Launched:
         rank, size = 1, 4
