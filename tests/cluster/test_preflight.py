@@ -1,5 +1,6 @@
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,7 @@ def test_init_stops_the_ranks_of_a_foreign_mpirun():
     foreign = Path(__file__).parents[2] / ".venv-mpich/bin/mpiexec"
     done = subprocess.run(
         check=False,
-        args=[foreign, "-n", "2", *preload.python(), "-c", ALONE],
+        args=[foreign, "-n", "2", sys.executable, "-c", ALONE],
         env=mpiexec.environment(),
         capture_output=True,
         text=True,
