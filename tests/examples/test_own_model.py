@@ -1,4 +1,4 @@
-"""README's recipe for one's own model does what it says, word for word."""
+"""README's recipe for one's own model does what it says; its last line, on two ranks."""
 
 import re
 import shlex
