@@ -5,12 +5,15 @@ A rule knows when to be silent: a value that only a run would tell is no fault.
 
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from hpctrain.core.errors import LaunchError
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import Finding, Level
+from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
 from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
@@ -25,6 +28,9 @@ from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
 
 Fault = tuple[Level, str, str]
 """How bad it is, what is wrong, and what to do."""
+
+DEFAULT_EVERY = "10min"
+"""``checkpoint.every`` of a run that does not say it."""
 
 _COUNTS = re.compile(
     r"(restart|requeue|attempt|retr|tries|count|round)\w*\W{0,6}\w*\W{0,3}"
@@ -134,6 +140,13 @@ def _runs_srun(launcher: Command) -> bool:
     # Hydra may use srun to reach the nodes: -launcher srun.
     text = re.sub(r"-(launcher|bootstrap)[ =]srun\b", "", text)
     return re.search(r"(^|[ /])srun( |$)", text) is not None
+
+
+def _late_address(script: BatchScript) -> Iterator[Fault]:
+    line = script.shell.assigned.get("MASTER_ADDR", 0)
+    if script.steps and line > max(step.line for step in script.steps):
+        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
+        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
 
 
 def _mpi(script: BatchScript) -> Iterator[Fault]:
@@ -330,13 +343,56 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
 
 
 def _time(script: BatchScript) -> Iterator[Fault]:
-    """A limit that Slurm cannot read."""
+    """A limit that Slurm cannot read, or one before the run's first checkpoint."""
     text = script.options.get("time", "")
-    is_known = time_limit_s(text) is not None or text.lower() in UNLIMITED
-    if text and "$" not in text and not is_known:
-        what = f"--time={text} is no time of Slurm's, sbatch refuses it"
-        do = "minutes, hours:minutes:seconds or days-hours, such as --time=02:00:00"
-        yield "error", what, do
+    limit_s = time_limit_s(text)
+    if limit_s is None:
+        if text and "$" not in text and text.lower() not in UNLIMITED:
+            what = f"--time={text} is no time of Slurm's, sbatch refuses it"
+            do = "minutes, hours:minutes:seconds or days-hours, such as --time=02:00:00"
+            yield "error", what, do
+        return
+    for command in script.commands:
+        every, is_said = _every(command, script.facts.directory)
+        try:
+            every_s = parse_seconds(every) if isinstance(every, str) else 0.0
+        except ConfigError:  # none, auto, or what the run itself will refuse
+            continue
+        if limit_s < every_s:
+            what = (
+                f"line {command.line}: the job ends after {format_seconds(limit_s)}, and its run "
+                f"saves a checkpoint every {format_seconds(every_s)}: when it breaks off, all is "
+                "lost"
+            )
+            yield (
+                "warning" if is_said else "note",
+                what,
+                f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time",
+            )
+
+
+def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
+    """Return ``checkpoint.every`` of the run that a command starts, and whether it is said."""
+    words = [word or UNKNOWN for word in command.words]
+    names = [word.rpartition("/")[2] for word in words]
+    starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
+    rest = words[starts[0] :] if starts and "--dry-run" not in words else []
+    text = " ".join(rest)
+    if said := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
+        value = said[1].strip("\"'")
+        return (None if UNKNOWN in value else value), True
+    names = re.sub(r"--(set|explain)(=|\s+)\S+", "", text).split()
+    config = next((word for word in names if not word.startswith("-")), UNKNOWN)
+    if UNKNOWN in config or directory is None:
+        return None, False
+    try:
+        path = directory / Path(config).expanduser()
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint")
+    except (OSError, UnicodeDecodeError, RuntimeError, tomllib.TOMLDecodeError):
+        return None, False  # hpctrain train will say what is wrong
+    if isinstance(table, dict) and "every" in table:
+        return table["every"], True
+    return DEFAULT_EVERY, False
 
 
 RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
@@ -344,6 +400,7 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "start of the ranks": _runs_once,
     "background": _not_waited_for,
     "nested launchers": _nested,
+    "rendezvous": _late_address,
     "srun --mpi": _mpi,
     "kill on bad exit": _waits_for_the_dead,
     "cores of a task": _one_core,

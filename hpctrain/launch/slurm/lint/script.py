@@ -100,7 +100,7 @@ class LintFacts:
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables that the script will find set."""
     directory: Path | None = None
-    """Where sbatch is called, so where relative names of folders begin."""
+    """Where sbatch is called, so where relative names begin; None reads no other file."""
     made: Path | None = None
     """A folder that will be there when the job begins."""
 
@@ -149,7 +149,7 @@ class BatchScript:
     """A batch script, read once."""
 
     def __init__(self, text: str, facts: LintFacts) -> None:
-        """Read a script; ``facts`` tell what it does not."""
+        """Read a script, and the files it sources where ``facts`` say where they are."""
         self.text = text
         self.facts = facts
         self.options, self.late = _directives(text)
@@ -159,7 +159,7 @@ class BatchScript:
         environ |= {name: value for name, equals, value in pairs if equals}
         by_slurm = {name: self.options.get(option) for name, option in _BY_SLURM.items()}
         environ |= {name: value for name, value in by_slurm.items() if value}
-        self.shell = ShellScript(text, given=environ)
+        self.shell = ShellScript(text, given=environ, directory=facts.directory)
         self.commands = self.shell.commands
         self.steps = [
             self._step(command)

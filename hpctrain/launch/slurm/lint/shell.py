@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -11,7 +12,7 @@ UNKNOWN = "\ue001"
 """Stands in a text for what only a run would tell."""
 
 MAX_DEPTH = 8
-"""Of programs in the words of programs."""
+"""Of files that source files, and of programs in the words of programs."""
 
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 
@@ -49,14 +50,18 @@ class Command:
 class ShellScript:
     """A script, read once; where two values of a variable are possible, neither is known."""
 
-    def __init__(self, text: str, *, given: Mapping[str, str]) -> None:
-        """Read it, and the programs in its traps and substitutions.
+    def __init__(self, text: str, *, given: Mapping[str, str], directory: Path | None) -> None:
+        """Read it, what it sources, and the programs in its traps and substitutions.
 
-        ``given`` are variables that it finds already set. What it sources may set others.
+        ``given`` are variables that it finds already set. Relative names of files begin at
+        ``directory``; None reads no file.
         """
         self.given = given
+        self.directory = directory
         self.values: dict[str, list[str] | None] = {}
         """The words of each variable that it sets; None where they are not known."""
+        self.assigned: dict[str, int] = {}
+        """The last line that sets a variable for the commands behind it."""
         self.has_unread_sources = False
         found = list(self._collect(_root(text), 0, 0))
         commands = [self._command(*each) for each in found]
@@ -80,6 +85,7 @@ class ShellScript:
         here = line + node.start_point[0] + 1
         if node.type == "variable_assignment":
             self._assign(node)
+            self.assigned[_name(node)] = here
         elif node.type == "for_statement":
             self.values[_text(node.child_by_field_name("variable"))] = None
         elif node.type == "command":
@@ -100,7 +106,7 @@ class ShellScript:
         if texts[:1] in (["read"], ["select"]):
             self.values.update(dict.fromkeys(texts[1:]))
         elif texts[:1] in (["source"], ["."]) and len(words) > 1:
-            self.has_unread_sources |= _HARMLESS.search(self._value(words[1])) is None
+            self._source(self._value(words[1]), depth)
         programs = [1] if texts[:1] in (["eval"], ["trap"]) else []
         for at in range(len(texts) - 2):
             is_shell = texts[at].rpartition("/")[2] in SHELLS
@@ -124,6 +130,19 @@ class ShellScript:
         is_same = name not in self.values or is_more or before == known
         is_known = len(known) == len(words) and is_same and before is not None
         self.values[name] = [*(before or () if is_added else ()), *known] if is_known else None
+
+    def _source(self, name: str, depth: int) -> None:
+        if _HARMLESS.search(name):
+            return
+        if UNKNOWN in name or self.directory is None or depth >= MAX_DEPTH:
+            self.has_unread_sources = True
+            return
+        try:
+            text = (self.directory / Path(name).expanduser()).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, RuntimeError):
+            self.has_unread_sources = True
+        else:
+            list(self._collect(_root(text), 0, depth + 1))  # for its variables
 
     def _command(self, node: Node, line: int, is_background: bool) -> Command:  # noqa: FBT001
         words = [word for part in _arguments(node) for word in self._words(part)]

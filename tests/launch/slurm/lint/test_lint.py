@@ -89,12 +89,14 @@ FAULTS = [
     ("script", "warning", "set -euo pipefail", "set -euo pipefail\n#SBATCH --mem=0"),
     ("script", "warning", "--job-name=big", "--job-name=$USER"),
     ("script", "error", "#!/bin/bash\n", ""),
+    ("time limit", "warning", "my.toml ||", "my.toml --set checkpoint.every=3h ||"),
     ("time limit", "error", "--time=02:00:00", "--time=2h"),
     ("start of the ranks", "error", "srun --mpi=pmix --kill-on-bad-exit=1 ", ""),
     ("start of the ranks", "error", RUN, "python -u train.py --lr 0.1"),
     ("background", "error", " || code=$?", " &"),
     ("background", "error", f"{RUN} || code=$?", "mpirun -n 16 ./a.out &"),
     ("nested launchers", "error", "hpctrain train my.toml", "torchrun --nproc-per-node 4 a.py"),
+    ("rendezvous", "warning", "|| code=$?", "|| code=$?\nexport MASTER_ADDR=$(hostname)"),
     ("output", "error", "--job-name=big", "--output=logs/%x.txt"),
 ]
 
@@ -169,10 +171,15 @@ def test_an_environment_that_the_job_changes_makes_the_mpi_less_certain():
     assert wrong(script) == {("srun --mpi", "warning")}
 
 
-def test_what_a_site_file_may_set_is_no_fault():
-    script = HEALTHY.replace("--mpi=pmix", '--mpi="${MPI_TYPE:-pmi2}"')
-    assert wrong(script) == {("srun --mpi", "error")}
-    assert wrong(script.replace("set -euo pipefail", "source site.sh")) == set()
+def test_what_the_site_file_sets_counts(tmp_path):
+    script = HEALTHY.replace("--mpi=pmix --kill-on-bad-exit=1", '--mpi="${MPI_TYPE:-pmix}"')
+    script = script.replace("set -euo pipefail", 'source "${SITE:-site.sh}"')
+    site = tmp_path / "site.sh"
+    facts = LintFacts(needed_pmi="pmix", directory=tmp_path)
+    site.write_text("module load openmpi\n")
+    assert wrong(script, facts) == {("kill on bad exit", "warning")}
+    site.write_text("export SLURM_KILL_BAD_EXIT=1 MPI_TYPE=pmi2\n")
+    assert wrong(script, facts) == {("srun --mpi", "warning")}
 
 
 @pytest.mark.parametrize("script", ["", "\x00", "#!/bin/bash\n$(", "#!/bin/bash\n'\"`${a", "(("])
@@ -183,5 +190,5 @@ def test_a_text_that_is_no_script_ends_the_reading(script):
 def test_a_script_cut_anywhere_ends_the_reading():
     for name in ("restart", "chain"):
         text = batch_script.text(name)
-        for end in range(0, len(text), 41):
+        for end in range(0, len(text), 7):
             lint(text[:end], facts=FACTS)
