@@ -202,6 +202,7 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
     assert done.report == {}
 
 
+@pytest.mark.conformance
 def test_a_hang_with_the_interpreter_locked_ends_too(launch):
     done = launch("""
         import ctypes
@@ -217,6 +218,7 @@ def test_a_hang_with_the_interpreter_locked_ends_too(launch):
     assert "test_locked" in done.text
 
 
+@pytest.mark.conformance
 def test_a_rank_that_is_late_to_print_is_waited_for(launch):
     done = launch("""
         import ctypes

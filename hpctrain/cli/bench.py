@@ -78,8 +78,7 @@ def bench(  # noqa: PLR0913 - a command's options
 
     doubt()  # before torch, which takes seconds to load
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.benchmark_request import BenchmarkRequest  # noqa: PLC0415
-    from hpctrain.doctor.benchmarks.benchmark_run import run  # noqa: PLC0415
+    from hpctrain.doctor.benchmarks.benchmark import BenchmarkRequest, run  # noqa: PLC0415
     from hpctrain.train.console import make_console  # noqa: PLC0415
 
     request = BenchmarkRequest(

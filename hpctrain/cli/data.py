@@ -104,8 +104,7 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
 
       hpctrain data verify data/train --json | jq .faults
     """
-    from hpctrain.cli.joined import ranks  # noqa: PLC0415
-    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
 
     with ranks() as comm, ToolBar("checking", comm) as bar:
@@ -126,8 +125,7 @@ def repair(directory: Directory, *, source: Copy = None) -> None:
 
       hpctrain data repair data/train --from /archive/train
     """
-    from hpctrain.cli.joined import ranks  # noqa: PLC0415
-    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
 
     with ranks() as comm, ToolBar("repairing", comm) as bar:
@@ -157,8 +155,7 @@ def reshard(
 
       mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
     """
-    from hpctrain.cli.joined import ranks  # noqa: PLC0415
-    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
     from hpctrain.data.tools.reshard import Shape  # noqa: PLC0415
     from hpctrain.data.tools.reshard import reshard as write  # noqa: PLC0415
@@ -186,8 +183,7 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
 
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
     """
-    from hpctrain.cli.joined import ranks  # noqa: PLC0415
-    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.tools.split import parse_shares  # noqa: PLC0415
     from hpctrain.data.tools.split import split as write  # noqa: PLC0415
 

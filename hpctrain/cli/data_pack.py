@@ -207,8 +207,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
-    from hpctrain.cli.joined import ranks  # noqa: PLC0415
-    from hpctrain.cli.tool_bar import ToolBar  # noqa: PLC0415
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.format.layout import CLASSES  # noqa: PLC0415
     from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from hpctrain.core.finding import Finding
+from hpctrain.core.finding import LEVELS, Finding
 
 WRONG = 1
 """Exit code when there is a warning or an error."""
@@ -77,14 +76,12 @@ def doctor(
     if json:
         typer.echo(dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        from hpctrain.cli.findings import show  # noqa: PLC0415
-
         show(findings, verbose=verbose)
     if any(finding.is_wrong for finding in findings):
         raise typer.Exit(WRONG)
 
 
-def _lint(script: Path) -> "list[Finding]":
+def _lint(script: Path) -> list[Finding]:
     from hpctrain.core.errors import ConfigError  # noqa: PLC0415
     from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
 
@@ -95,7 +92,7 @@ def _lint(script: Path) -> "list[Finding]":
     return lint(text, facts=gather(Path.cwd()))
 
 
-def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
+def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
     """Return the findings, and whether this process is the one that tells them."""
     from hpctrain.cluster.env import launched  # noqa: PLC0415
     from hpctrain.doctor.checks.table import examine  # noqa: PLC0415
@@ -111,3 +108,38 @@ def _examine(directories: Sequence[Path]) -> "tuple[list[Finding], bool]":
 
     # Where every rank is alone, each is the first of its world: the launcher's word counts.
     return probe(facts), found.rank == 0
+
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+_INDENT = 9
+
+
+def show(findings: Sequence[Finding], *, verbose: bool) -> None:
+    """Print the findings, the worst first, and a line that sums them up; ``verbose`` all of them.
+
+    No line is broken, so that grep finds things; a terminal gets colours.
+    """
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    shown = [finding for finding in findings if verbose or finding.level != "ok"]
+    for finding in sorted(shown, key=lambda each: -LEVELS.index(each.level)):
+        level = Text(f"{finding.level:<{_INDENT}}", style=_STYLES[finding.level])
+        console.print(level + Text(f"{finding.check}: {finding.what}"))
+        if finding.do:
+            console.print(Text(f"{'':<{_INDENT}}do: ") + Text(finding.do, style="bold"))
+    console.print(summary(findings))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Sum up in a line."""
+    counts = {level: sum(f.level == level for f in findings) for level in LEVELS}
+    checks = len({finding.check for finding in findings})
+    parts = [
+        f"{counts[level]} {level}{'s' * (counts[level] != 1)}"
+        for level in reversed(LEVELS[1:])
+        if counts[level]
+    ]
+    verdict = "" if counts["warning"] or counts["error"] else "nothing wrong: "
+    return ", ".join([f"{verdict}{checks} check{'s' * (checks != 1)}", *parts])

@@ -90,13 +90,13 @@ def build(
 
     if gpu not in (None, "nccl"):
         raise ConfigError(f"--gpu is nccl, got {gpu!r}; without it MPI reduces tensors on GPUs")
-    plan = horovod_build.BuildPlan(
-        jobs=jobs, gpu=gpu or "", install=not no_install, wheel_dir=wheel_dir, force=force
-    )
     # As Ctrl-C does, it ends the compilers and removes their folder.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    built = horovod_build.build(plan, typer.echo)
-    kind = "built before, --force builds it anew" if built.is_cached else "built"
-    typer.echo(f"wheel: {built.wheel} ({kind})")
-    if built.library is not None:
-        typer.echo(f"installed: horovod.torch imports, and uses {built.library}")
+    horovod_build.build(
+        typer.echo,
+        jobs=jobs,
+        gpu=gpu or "",
+        install=not no_install,
+        wheel_dir=wheel_dir,
+        force=force,
+    )

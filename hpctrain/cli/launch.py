@@ -120,10 +120,10 @@ def launch(  # noqa: PLR0913 - a command's options
         options=options,
     )
     if dry_run:
-        typer.echo(mpiexec.shell_line(line))
+        typer.echo(shlex.join(line))
         return
     if verbose:
-        typer.echo(f"hpctrain: {mpiexec.shell_line(line)}", err=True)
+        typer.echo(f"hpctrain: {shlex.join(line)}", err=True)
     try:
         code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
     except KeyboardInterrupt:

@@ -12,7 +12,6 @@ from hpctrain.cli.bench import bench
 from hpctrain.cli.checkpoint import checkpoint
 from hpctrain.cli.data import data
 from hpctrain.cli.doctor import doctor
-from hpctrain.cli.env import env
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
@@ -74,7 +73,6 @@ app.add_typer(data)
 app.add_typer(checkpoint)
 app.add_typer(horovod)
 app.command()(doctor)
-app.command()(env)
 app.command()(guide)
 
 

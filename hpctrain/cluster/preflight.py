@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.interface import owner, srun_type
-from hpctrain.cluster.libraries import Family, distinct, mpirun_beside
+from hpctrain.cluster.libraries import Family, distinct, mpirun_beside, owner, srun_type
 from hpctrain.cluster.topology import Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_numbers

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpctrain.cluster import env, preflight, process
-from hpctrain.cluster.cores import affinity, quota
-from hpctrain.cluster.nics import num_cards
+from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan import planning

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from hpctrain.cluster import env, preflight, process
-from hpctrain.cluster.interface import expected_libmpi, mismatch
-from hpctrain.cluster.libraries import loaded_libmpi, starter
+from hpctrain.cluster.libraries import expected_libmpi, loaded_libmpi, mismatch, starter
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import format_numbers

@@ -77,23 +77,18 @@ def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
 
     Raises:
         OSError: the kernel refuses, or there is less than that.
-        NotImplementedError: this system has no such call.
     """
-    call = getattr(libc(), "process_vm_readv", None)
-    if call is None:
-        raise NotImplementedError("process_vm_readv is a call of Linux")
     target = ctypes.create_string_buffer(num_bytes)
     here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))
-    if call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != num_bytes:
+    if libc().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) != num_bytes:
         raise _error()
     return target.raw
 
 
 def exchange_names(a: Path, b: Path) -> bool:
     """Exchange two names at once; return False where that cannot be done."""
-    call = getattr(libc(), "renameat2", None)
     paths = (_HERE, os.fsencode(a), _HERE, os.fsencode(b), ctypes.c_uint(_EXCHANGE))
-    return call is not None and call(*paths) == 0
+    return bool(libc().renameat2(*paths) == 0)
 
 
 def file_system_magic(descriptor: int) -> int:
@@ -110,9 +105,7 @@ def sharpen_sleep() -> None:
 
     The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
     """
-    call = getattr(libc(), "prctl", None)  # Linux alone has it
-    if call is not None:
-        call(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # in nanoseconds; 0 means the default
+    libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
 
 
 def _error() -> OSError:

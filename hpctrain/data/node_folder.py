@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.cluster.memory import available_bytes
+from hpctrain.cluster.resources import available_bytes
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.libc import file_system_magic

@@ -6,28 +6,32 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
 import venv
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from zlib import crc32
 
-from hpctrain.cluster import cores
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import distinct, libmpi_of
-from hpctrain.cluster.memory import available_bytes
+from hpctrain.cluster.resources import affinity, available_bytes
 from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
-from hpctrain.launch.build_log import BuildLog, Say, telling
 from hpctrain.launch.installed_horovod import plain
 from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load, name_of
 from hpctrain.launch.program import ask
+
+Say = Callable[[str], None]
+"""Is told what happens, a line each."""
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -74,36 +78,20 @@ print(json.dumps([bool(hvd.mpi_built()), open("/proc/self/maps").read().splitlin
 _STANDARD = re.compile(r"^[ \t]*set\(CMAKE_CXX_STANDARD (\d+)\)", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildPlan:
-    """How it shall be built."""
-
-    jobs: int | None = None
-    """Compilers at a time; None for as many as cores and memory allow."""
-    gpu: str = ""
-    """``nccl`` for tensors on GPUs, else MPI."""
-    install: bool = True
-    wheel_dir: Path | None = None
-    """Where wheels are kept, in a folder for each set of versions; None for the user's cache."""
-    force: bool = False
-    """Build although there is a wheel."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """What came of it."""
-
-    wheel: Path
-    is_cached: bool
-    """Whether it was there before."""
-    library: Path | None = None
-    """The MPI library that the installed Horovod loads; None where it was not installed."""
-
-
-def build(plan: BuildPlan, say: Say) -> Built:
+def build(
+    say: Say,
+    *,
+    jobs: int | None = None,
+    gpu: str = "",
+    install: bool = True,
+    wheel_dir: Path | None = None,
+    force: bool = False,
+) -> Path:
     """Build a wheel for the installed torch and MPI, or take one built before, and install it.
 
-    Not collective: one process does it.
+    Not collective: one process does it. ``jobs`` compilers work at a time, by default as many as
+    cores and memory allow. ``gpu`` is ``nccl`` for tensors on GPUs, else MPI moves them.
+    ``wheel_dir`` keeps wheels in a folder for each set of versions, by default the user's cache.
 
     Raises:
         LaunchError: something is missing, which is said before anything is compiled; it does not
@@ -116,22 +104,23 @@ def build(plan: BuildPlan, say: Say) -> Built:
             "`hpctrain horovod build` without a launcher"
         )
     mpi, torch = load(), _torch()
-    folder = ((plan.wheel_dir or cache()) / key_of(mpi, torch, plan.gpu)).absolute()
+    folder = ((wheel_dir or cache()) / key_of(mpi, torch, gpu)).absolute()
     say(f"Horovod {VERSION} for torch {torch}, {name_of(mpi.label)} ({mpi.library})")
-    wheel = None if plan.force else _wheel_in(folder)
-    is_cached = wheel is not None
+    wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
+    kind = "built" if wheel is None else "built before, --force builds it anew"
     if wheel is None:
-        check(mpi, plan)
+        check(mpi, gpu)
         _made(folder)
-        wheel = _make(plan, mpi, folder, say)
-    if not plan.install:
-        return Built(wheel=wheel, is_cached=is_cached)
-    say("installing")
-    _install(wheel)
-    return Built(wheel=wheel, is_cached=is_cached, library=check_import(mpi))
+        wheel = _make(mpi, folder, say, jobs, gpu)
+    if install:
+        say("installing")
+        _install(wheel)
+        say(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
+    say(f"wheel: {wheel} ({kind})")
+    return wheel
 
 
-def check(mpi: Mpi, plan: BuildPlan) -> None:
+def check(mpi: Mpi, gpu: str) -> None:
     """See whether all is there that pip cannot bring.
 
     Raises:
@@ -160,7 +149,7 @@ def check(mpi: Mpi, plan: BuildPlan) -> None:
             "python -m ensurepip, or `uv pip install pip`",
         ),
         (
-            not plan.gpu or shutil.which("nvcc") is not None,
+            not gpu or shutil.which("nvcc") is not None,
             "--gpu nccl needs the CUDA toolkit and NCCL, there is no nvcc in PATH",
             "apt-get install nvidia-cuda-toolkit libnccl-dev, or load your site's CUDA module",
         ),
@@ -183,11 +172,8 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
 
 
 def cache() -> Path:
-    """Return the folder of all wheels: ``hpctrain/horovod`` of the user's cache."""
-    text = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative one is to be passed over, says the XDG Base Directory Specification.
-    base = Path(text) if text.startswith("/") else Path.home() / ".cache"
-    return base / "hpctrain" / "horovod"
+    """Return the folder of all wheels."""
+    return (cache_folder() or Path.cwd()) / "horovod"
 
 
 def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
@@ -275,10 +261,6 @@ def _compiler() -> str | None:
     return None
 
 
-def _wheel_in(folder: Path) -> Path | None:
-    return max(folder.glob("horovod-*.whl"), default=None)
-
-
 def _made(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -289,38 +271,37 @@ def _made(folder: Path) -> None:
         ) from None
 
 
-def _make(plan: BuildPlan, mpi: Mpi, folder: Path, say: Say) -> Path:
+def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None, gpu: str) -> Path:
     """Fetch, change and compile the sources; return the wheel in its folder."""
     online = "a machine or a pip.conf that reaches a package index is needed"
-    with (
-        tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name,
-        BuildLog(folder / LOG, say) as log,
-    ):
+    log = folder / LOG
+    log.write_text("", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as name:
         scratch = Path(name)
         python, environ = _environment(scratch)
         say("fetching sources and tools")
         tools = [each for each in ("cmake", "ninja") if shutil.which(each) is None]
         pip = [python, "-m", "pip"]
         failure = f"pip fetches what the build needs: {online}"
-        log.run([*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
+        run_logged(log, [*pip, "install", *PACKAGES, *tools], scratch, environ, failure)
         wanted = scratch / "wanted.txt"
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
         # pip asks a sdist for its name, by setup.py: that takes the packages from above.
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
-        log.run([*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
+        run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
         sources = _unpacked(scratch)
         for change in patch(sources):
             say(f"changed {change}")
-        memory, num_cores = available_bytes(), len(cores.affinity())
+        memory, num_cores = available_bytes(), len(affinity())
         fit = num_cores if memory is None else max(1, memory // JOB_BYTES)
-        jobs = plan.jobs or min(num_cores, fit)
-        say(f"compiling, {jobs} at a time; all output: {log.path}")
+        jobs = jobs or min(num_cores, fit)
+        say(f"compiling, {jobs} at a time; all output: {log}")
         failure = (
             f"Horovod {VERSION} did not compile; for a lack of memory: --jobs {jobs // 2 or 1}"
         )
-        environ |= _wishes(scratch, mpi, plan.gpu, jobs)
-        log.run([python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
+        environ |= _wishes(scratch, mpi, gpu, jobs)
+        run_logged(log, [python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
         (wheel,) = (scratch / "dist").glob("horovod-*.whl")
         with publishing(folder / wheel.name) as part:
             shutil.copyfile(wheel, part)
@@ -391,3 +372,54 @@ def _install(wheel: Path) -> None:
             raise LaunchError(
                 f"{wheel} must be installed into {sys.prefix}, pip says:\n" + "\n".join(lines)
             )
+
+
+LAST_LINES = 12
+"""So much of a log is shown when something fails."""
+
+_TELLING = re.compile(
+    r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",
+    re.IGNORECASE,
+)
+
+
+def run_logged(
+    log: Path, words: list[str], folder: Path, environ: dict[str, str], failure: str
+) -> None:
+    """Run a program to its end; all that it prints goes to the end of ``log``.
+
+    What ends this call before, ends all that it has started.
+
+    Raises:
+        LaunchError: ``failure``, and the lines that tell why.
+    """
+    with log.open("a+", encoding="utf-8", errors="replace") as file:
+        file.write(f"$ {shlex.join(words)}\n")
+        file.flush()
+        start = file.tell()
+        with subprocess.Popen(  # noqa: S603 - pip and compilers
+            words,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as child:
+            try:
+                code = child.wait()
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                raise
+        if code:
+            file.seek(start)
+            said = file.read().splitlines()
+            lines = telling(said) or [f"exit code {code}, it has printed nothing"]
+            raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))
+
+
+def telling(lines: list[str]) -> list[str]:
+    """Pick the lines of a failure that people look for: errors, or else the last ones."""
+    errors = [line for line in lines if _TELLING.search(line)]
+    return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

@@ -1,7 +1,6 @@
 """The command line that starts ranks: the only place that knows the options of ``mpirun``."""
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -102,17 +101,11 @@ def command(
     return [*line, *options.extra, "-np", str(num_ranks), *program]
 
 
-def environment(
-    environ: Mapping[str, str] | None = None,
-    *,
-    num_ranks: int | None = None,
-    nodes: int | None = None,
-) -> dict[str, str]:
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
 
     Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
     our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
-    ``num_ranks`` and ``nodes`` declare nodes as ``command`` does.
     """
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in INSIDE)
@@ -121,8 +114,6 @@ def environment(
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     else:
         kept["TERM"] = "dumb"
-    if num_ranks and nodes:
-        kept[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     return kept
 
 
@@ -216,16 +207,10 @@ def _forwards(declared: Mapping[str, str]) -> list[str]:
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
     """Count the cores of this process's affinity mask; two hardware threads are one core."""
     cores = set()
-    for cpu in _mask():
+    for cpu in os.sched_getaffinity(0):
         siblings = cpus / f"cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
     return len(cores)
-
-
-def _mask() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def fills_machine(num_ranks: int) -> bool:
@@ -234,15 +219,10 @@ def fills_machine(num_ranks: int) -> bool:
     Left to itself Open MPI binds a lone rank to one core of many, and under ``taskset`` to cores
     outside the mask it was given.
     """
-    return num_ranks == num_cores() and len(_mask()) == os.cpu_count()
+    return num_ranks == num_cores() and len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def in_container() -> bool:
     """Say whether this process runs in a container, as Docker, Podman and Apptainer mark it."""
     marks = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
     return any(Path(mark).exists() for mark in marks)
-
-
-def shell_line(line: Sequence[str]) -> str:
-    """Quote a command line so that a shell would run it."""
-    return shlex.join(line)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster.interface import srun_type
-from hpctrain.cluster.libraries import libmpi_of
+from hpctrain.cluster.libraries import libmpi_of, srun_type
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.program import ask
 

@@ -32,21 +32,6 @@ STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
-def install(world: "MpiComm", log_dir: Path | None) -> "FailureHooks":
-    """Let an exception that nobody catches end all ranks from now on.
-
-    In a thread that neither computes nor communicates, such as that of a progress bar, it is only
-    told.
-
-    Not collective. For worlds of more than one rank: a world of one has nobody to end. All that
-    stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. ``uninstall()`` of the hooks
-    puts back what was there before.
-    """
-    hooks = FailureHooks(world, log_dir)
-    hooks.install()
-    return hooks
-
-
 def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
     """Wait until every rank has come to its end; end all ranks if one of them never will.
 
@@ -59,13 +44,20 @@ def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
 
 
 class FailureHooks:
-    """The hooks of one process for exceptions that nobody catches, and for crashes."""
+    """The hooks of one process for exceptions that nobody catches, and for crashes.
+
+    For worlds of more than one rank: a world of one has nobody to end.
+    """
 
     def __init__(self, world: "MpiComm", log_dir: Path | None) -> None:
+        """Let an exception that nobody catches end all ranks from now on. Not collective.
+
+        In a thread that neither computes nor communicates, such as that of a progress bar, it is
+        only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too.
+        """
         self._world = world
         self._owner = os.getpid()
         self._log = log_dir and log_dir / f"rank-{world.rank}.log"
-        self._crash = CrashReport(world.rank)
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
         """Called before this rank ends all ranks: what writes down what is not on disk yet."""
@@ -74,14 +66,10 @@ class FailureHooks:
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
         self._previous, self._previous_thread = sys.excepthook, threading.excepthook
-
-    def install(self) -> None:
-        """Take the hooks over."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._hook, self._thread_hook
-        self._crash.start(self._log)
+        self._crash = CrashReport(world.rank, self._log)
 
     def uninstall(self) -> None:
         """Put back the hooks that were there, unless somebody took them over after us."""
@@ -194,18 +182,14 @@ class CrashReport:
     ends with this process, however that ends. Without ``sed`` the stack is on stderr, untagged.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._tagger: subprocess.Popen[bytes] | None = None
-        self._enabled = False
-
-    def start(self, log: Path | None) -> None:
+    def __init__(self, rank: int, log: Path | None) -> None:
         """Catch crashes from now on, unless the user has enabled ``faulthandler`` himself."""
-        if self._enabled or faulthandler.is_enabled():
+        self._tagger: subprocess.Popen[bytes] | None = None
+        self._enabled = not faulthandler.is_enabled()
+        if not self._enabled:
             return
-        self._enabled = True
         with contextlib.suppress(OSError):
-            self._tagger = _start_tagger(self._rank, log)
+            self._tagger = _start_tagger(rank, log)
         if self._tagger and self._tagger.stdin:
             faulthandler.enable(self._tagger.stdin.fileno())
         elif sys.__stderr__:

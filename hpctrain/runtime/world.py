@@ -23,7 +23,7 @@ from hpctrain.core.errors import ConfigError, NotInitializedError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import lazy_dynamo
-from hpctrain.runtime.abort import FailureHooks, install, leave
+from hpctrain.runtime.abort import FailureHooks, leave
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
 
@@ -180,7 +180,9 @@ def join(settings: Settings, chosen: object = None) -> None:
         return
     lazy_dynamo.install()
     ranks = find_world(chosen)
-    hooks = install(ranks, settings.log_dir) if ranks else None  # from here on nobody fails alone
+    hooks = (
+        FailureHooks(ranks, settings.log_dir) if ranks else None
+    )  # from here on nobody fails alone
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:

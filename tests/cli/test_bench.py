@@ -1,7 +1,6 @@
 """``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
 
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,19 +12,19 @@ from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.doctor.benchmarks import benchmark_run
-from hpctrain.doctor.benchmarks.benchmark_request import UNCHECKABLE, BenchmarkRequest
-from hpctrain.doctor.benchmarks.benchmark_run import measure
-from hpctrain.doctor.benchmarks.benchmark_values import (
+from hpctrain.doctor.benchmarks import benchmark
+from hpctrain.doctor.benchmarks.benchmark import UNCHECKABLE, BenchmarkRequest, measure
+from hpctrain.doctor.benchmarks.operations import (
+    OPERATIONS,
     PERIOD,
     combined,
     num_wrong,
     values_of,
     write,
 )
-from hpctrain.doctor.benchmarks.operations import OPERATIONS
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
+from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -102,7 +101,7 @@ def test_the_library_is_measured_on_the_same_memory(comm):
     row = measured(comm, 10_000, iterations=5, peers=True)
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
-    assert len(benchmark_run.line(row, "float32", "sum")) == len(benchmark_run.head(peers=True))
+    assert len(benchmark.line(row, "float32", "sum")) == len(benchmark.head(peers=True))
 
 
 @pytest.mark.ranks(3)
@@ -189,7 +188,7 @@ def test_a_wrong_value_is_exit_code_1(monkeypatch):
 
 @pytest.mark.launches
 def test_rank_0_prints_machine_plan_and_a_line_per_size():
-    line = [sys.executable, "-m", "hpctrain", "bench", "allreduce", "--peers"]
+    line = [*preload.python(), "-m", "hpctrain", "bench", "allreduce", "--peers"]
     line += ["--max-bytes", "128", "--iterations", "5"]
     done = subprocess.run(
         mpiexec.command(line, num_ranks=2),

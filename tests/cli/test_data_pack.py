@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.data_pack import pack
-from hpctrain.cli.joined import joined
-from hpctrain.cli.tool_bar import ToolBar
+from hpctrain.cli.shared_work import ToolBar, joined
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.runtime.world import current
@@ -102,7 +101,9 @@ def test_the_bar_shows_where_it_goes_on_from(monkeypatch, total, shown):
     for is_terminal in (True, False):
         out = StringIO()
         console = Console(file=out, force_terminal=is_terminal, width=100)
-        monkeypatch.setattr("hpctrain.cli.tool_bar.make_console", lambda made=console, **_: made)
+        monkeypatch.setattr(
+            "hpctrain.cli.shared_work.make_console", lambda made=console, **_: made
+        )
         with ToolBar("packing", None) as bar:
             bar.start(total, 40)(10)
         assert (shown in out.getvalue()) == is_terminal

@@ -10,7 +10,7 @@ from hpctrain.cli import main
 from hpctrain.core.errors import ConfigError
 
 COMMANDS = (
-    *("train", "launch", "submit", "status", "doctor", "env", "data", "guide", "horovod", "shim"),
+    *("train", "launch", "submit", "status", "doctor", "data", "guide", "horovod", "shim"),
     *("bench", "checkpoint"),
 )
 
@@ -45,7 +45,7 @@ def test_the_version_is_that_of_the_package():
 
 @pytest.mark.parametrize(
     "words",
-    ["--version", "data --help", "env", "guide data", "doctor --verbose"],
+    ["--version", "data --help", "guide data", "doctor --verbose"],
 )
 def test_what_looks_around_works_without_torch_and_mpi(words):
     code = (

@@ -63,6 +63,7 @@ def fast_clock(tmp_path):
     return str(library)
 
 
+@pytest.mark.conformance
 def test_equal_links_and_clocks_are_well():
     with VirtualCluster(nodes=3, rate="1gbit") as cluster:
         findings = findings_of(cluster)

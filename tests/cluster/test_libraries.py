@@ -71,10 +71,6 @@ def test_files_of_one_mpi_in_one_folder_are_one_library(found, expected):
     assert distinct(found) == expected
 
 
-def test_no_proc_means_no_library(tmp_path):
-    assert loaded_libmpi(tmp_path / "maps") == ()
-
-
 def test_the_harness_has_loaded_one_mpi_and_a_python_without_it_none():
     assert MPI.Is_initialized()
     (library,) = distinct(loaded_libmpi())

@@ -12,6 +12,7 @@ from hpctrain.cluster.preflight import check_world, core_warning, threads_for
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 OPENMPI = Path("/nowhere/lib/libmpi.so.40")
 MPICH = Path("/elsewhere/lib/libmpi.so.12")
@@ -133,7 +134,7 @@ def test_init_stops_a_rank_that_its_launcher_did_not_reach():
         "OMPI_COMM_WORLD_SIZE": "4",
     }
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, check=False
+        [*preload.python(), "-c", ALONE], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
     assert "LaunchError" in done.stderr

@@ -158,6 +158,7 @@ class TestJobs:
         done = cluster.run(["srun", "-n2", "-N1", "--gpus-per-task=1", "sh", "-c", show])
         assert sorted(done.stdout.split()) == ["0:0", "1:1"]
 
+    @pytest.mark.conformance
     def test_go_on_after_a_requeue(self, cluster):
         job = cluster.sbatch(*AGAIN, "--wrap", RERUN)
         wait_until(lambda: "run 0" in job.output(), job.output)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.cluster.memory import ENTRY_FACTOR, SPARE_BYTES, available_bytes
+from hpctrain.cluster.resources import ENTRY_FACTOR, SPARE_BYTES, available_bytes
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.node_memory import allocate
 from hpctrain.core.errors import NodeMemoryError

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.cluster.memory import Room
+from hpctrain.cluster.resources import Room
 from hpctrain.core.units import GIB
 from hpctrain.doctor.checks.facts import (
     Card,

@@ -21,7 +21,7 @@ TRY = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from hpctrain.doctor.checks.directory import check_directories
+from hpctrain.doctor.checks.environment import check_directories
 from hpctrain.doctor.host.directory_trial import try_directory
 from tests.doctor.healthy import with_
 facts = try_directory(Path(sys.argv[1]), float(sys.argv[2]))

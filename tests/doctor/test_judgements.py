@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.memory import Room
+from hpctrain.cluster.resources import Room
 from hpctrain.core.units import GIB, MIB
-from hpctrain.doctor.checks import cores, gpus, job, library, memory, network, settings, versions
-from hpctrain.doctor.checks.directory import check_directories
+from hpctrain.doctor.checks import environment, job, network, node
 from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Reached
 from hpctrain.launch.installed_horovod import Installed
 from tests.doctor.healthy import (
@@ -33,11 +32,11 @@ HOROVOD = {"HPCTRAIN_ENGINE": "horovod"}
 
 
 def masks(facts):
-    return cores.check_masks([facts])
+    return node.check_masks([facts])
 
 
 def threads(facts):
-    return cores.check_threads([facts])
+    return node.check_threads([facts])
 
 
 def cards(*found, **more):
@@ -75,12 +74,12 @@ def room(left_bytes):
 
 
 TABLE = {
-    versions.check_versions: [
+    environment.check_versions: [
         ({}, {}, "ok", "python 3.11.7, hpctrain 0.1.0, torch 2.13.0, mpi4py 4.1.2"),
         ({}, {"versions": {"torch": "2.13.0", "h5py": None}}, "error", "pip install h5py"),
         ({}, {"versions": {"hpctrain": None}}, "note", "runs from a folder"),
     ],
-    library.check_library: [
+    environment.check_library: [
         ({}, {}, "ok", f"{LIBRARY}; under Slurm it needs `srun --mpi=pmix`"),
         ({}, {"mpi": {"library": MPICH, "reached": ()}}, "ok", "srun --mpi=pmi2"),
         ({}, {"mpi": {"error": "none; load a module"}}, "error", "none do: load a module"),
@@ -107,7 +106,7 @@ TABLE = {
             "",
         ),
     ],
-    library.check_engines: [
+    environment.check_engines: [
         ({}, {}, "ok", "hpctrain horovod build"),
         (HOROVOD, {}, "error", "not installed do: hpctrain horovod build"),
         ({}, built(), "ok", "Horovod 0.28.1, built for torch 2.13.0 and Open MPI 5.0.11"),
@@ -173,7 +172,7 @@ TABLE = {
             "export OPENBLAS_NUM_THREADS=8",
         ),
     ],
-    gpus.check_gpus: [
+    node.check_gpus: [
         ({}, {}, "ok", "0 in this machine"),
         ({"CUDA_VISIBLE_DEVICES": "0, 1,0"}, {"num_gpus": 2}, "error", "_DEVICES=0,1"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2 GPUs"),
@@ -189,12 +188,12 @@ TABLE = {
         ({"CUDA_VISIBLE_DEVICES": "-1"}, {"num_gpus": 4}, "note", "unset CUDA_VISIBLE_DEVICES"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, {}, "ok", ""),
     ],
-    memory.check_room: [
+    node.check_room: [
         (SRUN, room(2 * GIB), "ok", "/job_7"),
         (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB left in /job_7 for 4 ranks"),
         ({}, {"memory": {"rooms": ()}}, "ok", "does not say"),
     ],
-    memory.check_ways: [
+    node.check_ways: [
         ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores
         ({}, shm(128 * MIB), "ok", "memfd"),
         (SRUN, shm(64 * MIB), "ok", ""),
@@ -221,10 +220,10 @@ TABLE = {
         ({}, {}, "ok", ""),
         ({}, {"network": {"copy_error": "no"}}, "warning", "single_copy_mechanism=none"),
     ],
-    settings.check_settings: [
+    environment.check_settings: [
         ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT: a number of seconds"),
     ],
-    check_directories: [
+    environment.check_directories: [
         ({}, directory(file_system="ext4", free_bytes=GIB - 1), "note", "(ext4) has 1024.0 MiB"),
         ({}, directory(steps={"list": "ENOENT"}), "error", "mkdir -p"),
         ({}, directory(steps={"list": "", "write": "EROFS"}), "warning", "another directory"),
@@ -292,7 +291,7 @@ def test_what_keeps_mpi_off_a_fast_card_is_known(environ, is_slow):
 
 def test_every_setting_is_told_with_where_it_comes_from():
     environ = {"HPCTRAIN_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "5"}
-    found = settings.check_settings(with_(environ))
+    found = environment.check_settings(with_(environ))
     texts = [each.what for each in found if each.level == "ok"]
     assert "timeout = 7.0, from HPCTRAIN_TIMEOUT" in texts
     assert "cycle_s = 0.005, from HOROVOD_CYCLE_TIME" in texts
@@ -302,7 +301,7 @@ def test_every_setting_is_told_with_where_it_comes_from():
 
 def test_a_variable_without_a_meaning_is_told():
     environ = {"HPCTRAIN_TIMEOUTS": "7", "HOROVOD_CMAKE": "/bin/cmake"}
-    ours, theirs, *_ = settings.check_settings(with_(environ))
+    ours, theirs, *_ = environment.check_settings(with_(environ))
     assert (ours.level, theirs.level) == ("warning", "note")
     assert ours.do == "unset HPCTRAIN_TIMEOUTS: did you mean HPCTRAIN_TIMEOUT?"
     assert theirs.what == "HOROVOD_CMAKE has no effect in hpctrain"

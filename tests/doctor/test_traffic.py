@@ -8,7 +8,7 @@ from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.config import Settings
 from hpctrain.doctor.checks.facts import Link, WorldFacts
-from hpctrain.doctor.checks.links import check_clocks, offsets
+from hpctrain.doctor.checks.network import check_clocks, offsets
 from hpctrain.doctor.ranks.traffic import measure, rounds
 
 TOGETHER = pytest.mark.ranks(2, 3, 4)

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.config import Settings
-from hpctrain.doctor.checks import cores, gpus, job, links, memory, network, settings, versions
+from hpctrain.doctor.checks import environment, job, network, node
 from hpctrain.doctor.checks.facts import Carried, Link, WorldFacts
 from hpctrain.doctor.ranks.probe import wrong_interface
 from hpctrain.doctor.ranks.traffic import difference, interface_bytes
@@ -31,11 +31,11 @@ def world(*ranks, **more):
 
 
 def masks(found):
-    return cores.check_masks(found.ranks)
+    return node.check_masks(found.ranks)
 
 
 def threads(found):
-    return cores.check_threads(found.ranks)
+    return node.check_threads(found.ranks)
 
 
 def bound(host, *mask, granted=4, omp=None, quota=None):
@@ -130,7 +130,7 @@ TABLE = {
         (world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1), "warning", "has 2 cores"),
         (world(bound("a", 0), bound("a", 0)), "ok", ""),
     ],
-    gpus.check_own_gpus: [
+    node.check_own_gpus: [
         (world(seeing(), seeing()), "ok", "no rank sees a GPU"),
         (world(seeing("0"), seeing("1")), "note", "torch sees none"),
         (world(seeing("0", "1"), seeing("0", "1")), "note", "gives 2 GPUs"),  # by local rank
@@ -149,7 +149,7 @@ TABLE = {
             "the same 6 times more",
         ),
     ],
-    versions.check_equal_versions: [
+    environment.check_equal_versions: [
         (
             world(*(rank(versions={"torch": text}) for text in "1221")),
             "error",
@@ -157,7 +157,7 @@ TABLE = {
         ),
         (world(*"ab"), "ok", "the same on all ranks: python 3.11.7"),
     ],
-    settings.check_equal_settings: [
+    environment.check_equal_settings: [
         (world(*"ab"), "ok", ""),
         (
             world(rank(environ={"HPCTRAIN_PROBE": "off"}), "b"),
@@ -167,7 +167,7 @@ TABLE = {
         (world(rank(environ={"HPCTRAIN_LOG_DIR": "x"}), "b"), "ok", ""),
         (world(rank(environ={"UCX_TLS": "tcp"}), "b"), "note", "UCX_TLS differs"),
     ],
-    memory.check_way: [
+    node.check_way: [
         (world("a"), "ok", "one rank"),
         (world(*"aa", node_memory="memfd"), "ok", "by memfd"),
         (world(*"aa", node_memory="none", notes=["no room"]), "warning", "no room do: run all"),
@@ -197,7 +197,7 @@ TABLE = {
         ),
         (world(*"ab", **sent(sent=1)), "note", "too little was sent"),
     ],
-    links.check_links: [
+    network.check_links: [
         *((world(*"abcdefg"[:n], between=between(n)), "note", "pair") for n in (2, 3, 7)),
         *(
             (
@@ -225,7 +225,7 @@ TABLE = {
         (world(*"aa", inside=between(2)), "note", "inside a node: 20.0 us latency, 953.7 MiB/s"),
         (world("a"), "", ""),
     ],
-    links.check_clocks: [
+    network.check_clocks: [
         (world(*"aa"), "ok", "one node"),
         (
             world(*"abc", between=[clock(1, -40.0), clock(2, 0.1)]),
@@ -283,5 +283,5 @@ def test_late_links_are_slow_too_and_noise_is_not():
     found = between(4)
     late = Link(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
     noisy = Link(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)
-    assert links.slow([late, *found[1:]]) == [late]
-    assert links.slow([noisy, *found[1:]]) == []
+    assert network.slow([late, *found[1:]]) == [late]
+    assert network.slow([noisy, *found[1:]]) == []

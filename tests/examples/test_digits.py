@@ -13,14 +13,14 @@ def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     done = start(
         *("-m", "hpctrain", "train", ROOT / "examples/digits.toml"),
         *("--set", f"data.args.folder={tmp_path}/data", "--set", f"output_dir={tmp_path}/out"),
-        *("--set", "train.epochs=20"),
+        *("--set", "train.epochs=8"),
         num_ranks=4,
         nodes=2,
     )
     assert done.returncode == 0, done.stderr
     record = read(tmp_path / "out/metrics.jsonl")[-1]
     assert record["event"] == "finished"
-    assert record["metric"] >= 0.975
+    assert record["metric"] >= 0.94
     assert (record["world_size"], record["nodes"]) == (4, 2)
     assert record["path"] == "memfd"
     assert record["rails"] >= 1

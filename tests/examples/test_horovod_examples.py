@@ -122,6 +122,7 @@ def test_help_shows_how_to_start_it(example, load, monkeypatch, capsys):
         assert f"\n    {start_of_line}" in text
 
 
+@pytest.mark.conformance
 @pytest.mark.launches
 @pytest.mark.requires("horovod")
 def test_an_operation_may_fail_on_either_engine(runs):

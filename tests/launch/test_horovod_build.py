@@ -1,6 +1,7 @@
 """The recipe for Horovod, up to the compiler; the whole of it is in test_real_horovod."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +13,14 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import horovod_build as recipe
-from hpctrain.launch.build_log import LAST_LINES, BuildLog, telling
-from hpctrain.launch.horovod_build import PATCHED, VERSION, BuildPlan, patch
+from hpctrain.launch.horovod_build import (
+    LAST_LINES,
+    PATCHED,
+    VERSION,
+    patch,
+    run_logged,
+    telling,
+)
 from hpctrain.launch.pmi import Mpi, load
 from tests.launch.started import is_alive, wait_for
 
@@ -44,18 +51,13 @@ def test_sources_that_are_not_the_published_ones_are_left_alone(tmp_path, other)
     assert (tmp_path / PATCHED[0]).read_text() == PUBLISHED
 
 
-def test_another_version_of_anything_is_another_wheel(tmp_path, monkeypatch):
+def test_another_version_of_anything_is_another_wheel(tmp_path):
     other = Mpi(vendor="mpich", version="5.0.2", library=MPI.library)
     site = Mpi(vendor="openmpi", version="5.0.11", library=tmp_path / "libmpi.so.40")
     unknown = Mpi(library=MPI.library)
     triples = [(MPI, "2.13.0", ""), (MPI, "2.13.1", ""), (MPI, "2.13.0", "nccl")]
     triples += [(each, "2.13.0", "") for each in (other, site, unknown)]
     assert len({recipe.key_of(*triple) for triple in triples}) == len(triples)
-    for text in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", text)
-        assert recipe.cache() == Path.home() / ".cache/hpctrain/horovod"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/big")
-    assert recipe.cache() == Path("/big/hpctrain/horovod")
 
 
 @pytest.mark.parametrize("name", ["mpicxx.openmpi", "mpicxx", "mpic++"])
@@ -81,20 +83,16 @@ def test_the_compiler_in_the_tree_of_the_library_comes_first(tmp_path, monkeypat
     ],
 )
 def test_a_failure_says_what_tells_of_it(tmp_path, program, said):
-    with BuildLog(tmp_path / "log", print) as log, pytest.raises(LaunchError) as caught:
-        log.run(["sh", "-c", program], tmp_path, dict(os.environ), "no; do this")
-    assert str(caught.value) == f"no; do this; {tmp_path / 'log'} ends with:\n{said}"
+    log = tmp_path / "log"
+    log.write_text("of the step before: error\n")
+    with pytest.raises(LaunchError) as caught:
+        run_logged(log, ["sh", "-c", program], tmp_path, dict(os.environ), "no; do this")
+    assert str(caught.value) == f"no; do this; {log} ends with:\n{said}"
+    assert log.read_text().startswith(
+        f"of the step before: error\n$ sh -c {shlex.quote(program)}\n"
+    )
     errors = [f"error {number}" for number in range(100)]
     assert telling(errors) == errors[-LAST_LINES:]
-
-
-def test_all_that_is_printed_is_in_the_log_and_each_tenth_is_told(tmp_path):
-    lines = []
-    program = "echo one; for n in 1 2 3 4; do echo [$n/4] Building; done; echo two >&2"
-    with BuildLog(tmp_path / "log", lines.append) as log:
-        log.run(["sh", "-c", program], tmp_path, dict(os.environ), "")
-    assert lines == [f"compiled: {percent} %" for percent in (20, 50, 70, 100)]
-    assert "one\n[1/4] Building\n" in (tmp_path / "log").read_text()
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def site(tmp_path, monkeypatch):
     """A machine with all it takes, where compiling is quick; counts the compilations."""
     compiled = []
 
-    def run(_self, words, _folder, _environ, _failure):
+    def run(_log, words, _folder, _environ, _failure):
         if "download" in words:
             sources(Path(words[words.index("--dest") + 1]) / "x", PUBLISHED, PUBLISHED)
         elif words[1] == "-c":
@@ -112,34 +110,35 @@ def site(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recipe, "load", lambda: MPI)
     monkeypatch.setattr(recipe, "launched", lambda: None)
-    monkeypatch.setattr(recipe, "check", lambda _mpi, _plan: None)
+    monkeypatch.setattr(recipe, "check", lambda _mpi, _gpu: None)
     monkeypatch.setattr(recipe, "_environment", lambda _scratch: ("python", {}))
     monkeypatch.setattr(recipe, "_unpacked", lambda scratch: scratch / "x")
-    monkeypatch.setattr(BuildLog, "run", run)
-    compiled.clear()
+    monkeypatch.setattr(recipe, "run_logged", run)
     return tmp_path, compiled
 
 
 def make(site, say=print, **how):
-    return recipe.build(BuildPlan(install=False, wheel_dir=site[0], **how), say)
+    return recipe.build(say, install=False, wheel_dir=site[0], **how)
 
 
 def test_a_wheel_is_built_once(site):
     lines = []
-    first, again = make(site, lines.append), make(site)
-    assert (first.is_cached, again.is_cached, len(site[1])) == (False, True, 1)
+    first, again = make(site, lines.append), make(site, lines.append)
+    assert (first, len(site[1])) == (again, 1)
+    assert [line for line in lines if "wheel: " in line] == [
+        f"wheel: {first} (built)",
+        f"wheel: {first} (built before, --force builds it anew)",
+    ]
     assert sum("14) -> set(CMAKE_CXX_STANDARD 20)" in line for line in lines) == 2
     forced = make(site, force=True)
-    assert (forced.is_cached, forced.wheel.read_text()) == (False, "wheel 2")
-    assert sorted(path.name for path in forced.wheel.parent.iterdir()) == sorted(
-        [NAME, recipe.LOG]
-    )
+    assert forced.read_text() == "wheel 2"
+    assert sorted(path.name for path in forced.parent.iterdir()) == sorted([NAME, recipe.LOG])
 
 
 def test_ranks_of_a_job_and_a_folder_that_cannot_be_written_are_refused(site, monkeypatch):
     (site[0] / "file").touch()
     with pytest.raises(LaunchError, match=r"cannot be written.*--wheel-dir"):
-        recipe.build(BuildPlan(wheel_dir=site[0] / "file"), print)
+        recipe.build(print, wheel_dir=site[0] / "file")
 
     class Launched:
         rank, size = 1, 4
@@ -194,13 +193,12 @@ def test_all_that_is_missing_is_one_error_and_nothing_is_compiled(tmp_path):
 SLEEPER = """
 import os, signal, sys
 from pathlib import Path
-from hpctrain.launch.build_log import BuildLog
+from hpctrain.launch.horovod_build import run_logged
 folder = Path(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 program = "echo $$ > first; (sh -c 'echo $$ > second; exec sleep 60') & wait"
-with BuildLog(folder / "log", print) as log:
-    log.run(["sh", "-c", program], folder, dict(os.environ), "")
+run_logged(folder / "log", ["sh", "-c", program], folder, dict(os.environ), "")
 """
 
 

@@ -1,6 +1,4 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.hosts import check_interfaces, read_hostfile
@@ -18,22 +16,6 @@ d
 def test_a_host_file_is_read_as_horovod_and_the_launchers_write_it(tmp_path):
     (tmp_path / "hosts").write_text(TEXT)
     assert read_hostfile(tmp_path / "hosts") == "node-1.cluster:4,10.0.0.2:2,c:3,d:1"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("hosts")
-
-
-NAMES = st.from_regex(r"[a-z][a-z\d.-]{0,9}", fullmatch=True)
-
-
-@given(hosts=st.lists(st.tuples(NAMES, st.integers(0, 99))))
-def test_hosts_come_back_in_their_order(hosts, folder):
-    file = folder / "hosts"
-    file.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts))
-    if hosts:
-        assert read_hostfile(file) == ",".join(f"{host}:{slots}" for host, slots in hosts)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,3 @@ def test_a_script_runs_under_this_interpreter(tmp_path, name):
 def test_what_is_not_there_is_named(name):
     with pytest.raises(LaunchError, match=f"'{name}'"):
         resolve([name])
-
-
-def test_a_launch_needs_a_command():
-    with pytest.raises(LaunchError, match="got none"):
-        resolve([])

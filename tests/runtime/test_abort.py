@@ -15,7 +15,7 @@ from hpctrain.runtime.abort import computes
 PREAMBLE = """
 import ctypes, os, sys, threading
 from pathlib import Path
-from hpctrain.runtime.abort import install
+from hpctrain.runtime.abort import FailureHooks
 
 class World:
     "Ends nobody, and says what it was asked for."
@@ -43,7 +43,7 @@ def test_an_abort_that_hangs_ends_the_process_all_the_same(tmp_path: Path) -> No
     ended = run(
         """
 World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # and holds the GIL
-install(World(), None)
+FailureHooks(World(), None)
 raise ValueError("bad luck")
 """,
         tmp_path,
@@ -61,7 +61,7 @@ def test_every_line_is_tagged_on_stderr_and_on_disk_before_all_ranks_are_ended(
 import pytest
 from tests.power_loss import Disk
 Disk(LOG, LOG / "record", pytest.MonkeyPatch())
-install(World(), LOG)
+FailureHooks(World(), LOG)
 raise ValueError("two\\nlines")
 """,
         tmp_path,
@@ -85,7 +85,7 @@ RANK_LOST = "from hpctrain.core.errors import RankLostError; raise RankLostError
 def test_what_is_no_fault_of_this_rank_is_one_line(
     statement: str, code: int, words: str, tmp_path: Path
 ) -> None:
-    ended = run(f"install(World(), None)\n{statement}", tmp_path)
+    ended = run(f"FailureHooks(World(), None)\n{statement}", tmp_path)
     assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n")
     assert ended.stderr.startswith(f"[rank 7] {words}")
     assert len(ended.stderr.splitlines()) == 1
@@ -94,7 +94,7 @@ def test_what_is_no_fault_of_this_rank_is_one_line(
 def test_a_forked_child_ends_itself_only(tmp_path: Path) -> None:
     ended = run(
         """
-install(World(), None)
+FailureHooks(World(), None)
 if os.fork() == 0:
     raise ValueError("a child's")
 os.wait()
@@ -117,7 +117,7 @@ def in_thread(target, *args):
 
 threading.excepthook = lambda args: print("heard", args.exc_value)  # the user's own
 before = sys.excepthook, threading.excepthook
-hooks = install(World(), LOG)
+hooks = FailureHooks(World(), LOG)
 assert (sys.excepthook, threading.excepthook) != before
 in_thread(sys.exit, 1)
 in_thread(lambda: 1 / 0)

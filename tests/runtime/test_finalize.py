@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import mpiexec
+from tests.harness import preload
 
 pytestmark = pytest.mark.launches
 
-MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
+ROOT = Path(__file__).parents[2]
+MPICH = ROOT / ".venv-mpich/bin/python"
 
 PROGRAM = """
 import sys, time
@@ -37,17 +39,17 @@ else:
 
 
 @pytest.mark.parametrize(
-    "python",
+    ("python", "environment"),
     [
-        pytest.param(Path(sys.executable), id="this MPI"),
-        pytest.param(MPICH, id="MPICH", marks=pytest.mark.requires("mpich")),
+        pytest.param(Path(sys.executable), ".venv", id="this MPI"),
+        pytest.param(MPICH, ".venv-mpich", id="MPICH", marks=pytest.mark.requires("mpich")),
     ],
 )
-def test_a_program_that_finalizes_mpi_after_its_work_ends_with_0(python, tmp_path):
+def test_a_program_that_finalizes_mpi_after_its_work_ends_with_0(python, environment, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    line = [python, "-m", "hpctrain", "launch", "-n", "2", "--", python, program]
-    done = subprocess.run(
-        line, env=mpiexec.environment(), capture_output=True, text=True, check=False
-    )
+    ranks = [*preload.python(environment), program]
+    line = [python, "-m", "hpctrain", "launch", "-n", "2", "--", *ranks]
+    environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "mean 0.5 of 2\n"), done.stderr

@@ -72,19 +72,27 @@ assert stands_in()
 
 
 @pytest.mark.limit(150)
-def test_whoever_needs_the_compiler_gets_it_after_any_optimizer():
+@pytest.mark.parametrize(
+    "needs",
+    [
+        ("a compiled step", "import of a name"),
+        pytest.param(("import of a module", "a decorator"), marks=pytest.mark.conformance),
+    ],
+    ids=", ".join,
+)
+def test_whoever_needs_the_compiler_gets_it_after_any_optimizer(needs):
     """Each need in a fork of its own; the steps before it were waved through."""
     forks = "".join(
         f"""
 if os.fork() == 0:
     print({name!r})
     sys.stdout.flush()
-{textwrap.indent(code, "    ")}
+{textwrap.indent(NEEDS[name], "    ")}
     assert not stands_in()
     os._exit(0)
 assert os.wait()[1] == 0, {name!r}
 """
-        for name, code in NEEDS.items()
+        for name in needs
     )
     said = run(f"""
 torch.set_num_threads(1)
@@ -93,4 +101,4 @@ assert stands_in()
 {forks}
 assert stands_in()
 """)
-    assert said.splitlines() == list(NEEDS)
+    assert said.splitlines() == [*needs]

@@ -12,9 +12,19 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import LaunchError
+from hpctrain.launch import mpiexec
 from hpctrain.runtime.run import RankError, run
+from tests.harness import preload
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]
+
+
+@pytest.fixture(autouse=True)
+def _ranks_that_have_loaded_torch(monkeypatch):
+    real = mpiexec.command
+    monkeypatch.setattr(
+        mpiexec, "command", lambda argv, **how: real([*preload.python(), *argv[1:]], **how)
+    )
 
 
 def script(tmp_path, body, name="notebook.py"):

@@ -110,6 +110,7 @@ def test_a_rank_of_many_that_nothing_connects_stops_at_init_unless_it_may_be_alo
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 def test_torchrun_stops_with_the_remedy(tmp_path):
     program = tmp_path / "train.py"
     program.write_text("import hpctrain; hpctrain.init(); print('trained')")

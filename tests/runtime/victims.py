@@ -72,7 +72,7 @@ def run_ranks(
     script = folder / "victim.py"
     script.write_text(PREAMBLE + textwrap.dedent(body))
     source = str(Path(hpctrain.__file__).parents[1])
-    environ = mpiexec.environment(num_ranks=num_ranks, nodes=nodes) | {
+    environ = mpiexec.environment() | {
         "PYTHONPATH": source,
         "HPCTRAIN_LOG_DIR": str(folder / "log"),
         "OMP_NUM_THREADS": "1",

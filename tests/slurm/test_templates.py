@@ -28,7 +28,7 @@ WORLDS = {
 }
 """Nodes and ranks of each template that runs on any cluster."""
 
-QUICK = ("single_node", "multi_node", "hybrid", "requeue", "staged_data", "mpirun")
+QUICK = ("multi_node", "staged_data", "mpirun")
 
 SITE = """\
 export SBATCH_PARTITION=low
@@ -72,8 +72,8 @@ def test_templates_submitted_as_they_are_finish_on_one_world(slurm, runs, names)
 
 @pytest.mark.conformance
 @pytest.mark.limit(300)
-def test_gpu_gives_each_rank_a_gpu_of_its_node(slurm_gpus, runs):
-    run = runs(slurm_gpus, "gpu")
+def test_gpu_gives_each_rank_a_gpu_of_its_node(slurm, runs):
+    run = runs(slurm, "gpu")
     job = run.submit("gpu")
     job.wait_for("RUNNING")
     assert job.facts()["TresPerNode"].endswith("gpu:2")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.cluster.memory import rooms, shortage
+from hpctrain.cluster.resources import rooms, shortage
 from hpctrain.comm.node.segments import map_shared
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import Segment

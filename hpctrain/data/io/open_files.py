@@ -9,7 +9,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from hpctrain.cluster.memory import available_bytes
+from hpctrain.cluster.resources import available_bytes
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.format.own import UNREADABLE

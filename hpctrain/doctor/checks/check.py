@@ -13,18 +13,19 @@ SHOWN = 4
 """Hosts, values or findings of a kind that are told; a thousand would drown the rest."""
 
 
-def check(
-    name: str,
-) -> Callable[[Callable[[F], Iterable[Finding]]], Callable[[F], list[Finding]]]:
-    """Make a check of a function: its findings are told under ``name``, in two or three words.
+Found = Finding | Iterable[Finding]
+"""What a function that judges gives: at least one finding, an ``ok`` where all is well."""
 
-    It gives at least one finding, an ``ok`` where all is well.
-    """
 
-    def decorate(judge: Callable[[F], Iterable[Finding]]) -> Callable[[F], list[Finding]]:
+def check(name: str) -> Callable[[Callable[[F], Found]], Callable[[F], list[Finding]]]:
+    """Make a check of a function: its findings are told under ``name``, in two or three words."""
+
+    def decorate(judge: Callable[[F], Found]) -> Callable[[F], list[Finding]]:
         @wraps(judge)
         def judged(facts: F) -> list[Finding]:
-            return [replace(found, check=name) for found in judge(facts)]
+            found = judge(facts)
+            several = [found] if isinstance(found, Finding) else found
+            return [replace(each, check=name) for each in several]
 
         return judged
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.memory import Room
+from hpctrain.cluster.resources import Room
 from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
@@ -123,6 +123,8 @@ class Facts:
     """Its environment variables."""
     python: str = ""
     """Version of the interpreter."""
+    place: str = ""
+    """System, processor, C library and environment."""
     versions: Mapping[str, str | None]
     """Installed versions by package, None for one that is missing."""
     mpi: MpiFacts

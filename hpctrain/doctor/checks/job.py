@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from hpctrain.cluster.env import Launched, job_id, launched, scheduler, tasks_of_nodes
-from hpctrain.cluster.interface import srun_type
+from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import check, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, check, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 
@@ -30,11 +30,11 @@ def ranks_per_node(environ: Mapping[str, str]) -> int | None:
 
 
 @check("job")
-def check_job(facts: Facts) -> list[Finding]:
+def check_job(facts: Facts) -> Found:
     """Tell the job and its division; name what srun would not pass on to the ranks."""
     environ, name = facts.environ, scheduler(facts.environ)
     if not name:
-        return [ok("no job: this looks like a login node or a workstation")]
+        return ok("no job: this looks like a login node or a workstation")
     words = [f"{name} job {job_id(environ)}"]
     if nodes := environ.get("SLURM_JOB_NUM_NODES"):
         words.append(f"{nodes} nodes {environ.get('SLURM_JOB_NODELIST', '')}".strip())
@@ -54,80 +54,70 @@ def check_job(facts: Facts) -> list[Finding]:
 
 
 @check("launcher")
-def check_launcher(facts: Facts) -> list[Finding]:
+def check_launcher(facts: Facts) -> Found:
     """Tell who started this rank; before a launch, whether srun can."""
     offered, library = facts.mpi.srun_types, facts.mpi.library
     if found := launched(facts.environ):
-        return [ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")]
+        return ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")
     if not offered or library is None:
-        return [ok("no launcher: this process is alone")]
+        return ok("no launcher: this process is alone")
     needed = srun_type(library)
     if any(each.startswith(needed) for each in offered):
-        return [
-            ok(f"no launcher: start ranks with `srun --mpi={needed}` or `hpctrain launch -n N`")
-        ]
-    return [
-        warning(
-            f"{library} needs `srun --mpi={needed}`, and this Slurm offers {', '.join(offered)}: "
-            "under srun every rank would be alone, or end at once",
-            "start ranks by mpirun inside the job: `hpctrain launch -n N ...`, or "
-            "`hpctrain submit --template mpirun`",
-        )
-    ]
+        return ok(f"no launcher: start ranks with `srun --mpi={needed}` or `hpctrain launch -n N`")
+    return warning(
+        f"{library} needs `srun --mpi={needed}`, and this Slurm offers {', '.join(offered)}: "
+        "under srun every rank would be alone, or end at once",
+        "start ranks by mpirun inside the job: `hpctrain launch -n N ...`, or "
+        "`hpctrain submit --template mpirun`",
+    )
 
 
 @check("world")
-def check_world(world: WorldFacts) -> list[Finding]:
+def check_world(world: WorldFacts) -> Found:
     """Compare what the launcher says with the world that MPI made."""
     topology, found = world.topology, world.launched
     told = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
     if found is None:
-        return [ok(f"{told}, no launcher")]
+        return ok(f"{told}, no launcher")
     if found.size in (topology.size, topology.local_size):
-        return [ok(f"one world of {told}, started by {_by(found)}, {world.mpi}")]
-    return [
-        warning(
-            f"{_by(found)} says {found.size} ranks ({found.size_variable}={found.size}), the "
-            f"world of {world.mpi} has {told}",
-            f"start one program on all ranks; if another launch left {found.size_variable} "
-            "behind, unset it",
-        )
-    ]
+        return ok(f"one world of {told}, started by {_by(found)}, {world.mpi}")
+    return warning(
+        f"{_by(found)} says {found.size} ranks ({found.size_variable}={found.size}), the "
+        f"world of {world.mpi} has {told}",
+        f"start one program on all ranks; if another launch left {found.size_variable} "
+        "behind, unset it",
+    )
 
 
 @check("ranks per node")
-def check_nodes(world: WorldFacts) -> list[Finding]:
+def check_nodes(world: WorldFacts) -> Found:
     """Say where nodes hold different numbers of ranks."""
     topology = world.topology
     sizes = [len(ranks) for ranks in topology.nodes]
     if topology.is_homogeneous:
-        return [ok(f"{sizes[0]} on every node")]
+        return ok(f"{sizes[0]} on every node")
     few = [host for host, size in zip(topology.hosts, sizes, strict=True) if size == min(sizes)]
-    return [
-        warning(
-            f"nodes hold {min(sizes)} to {max(sizes)} ranks, fewest on {listed(few)}: links and "
-            "memory are used unevenly",
-            "say how many: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
-        )
-    ]
+    return warning(
+        f"nodes hold {min(sizes)} to {max(sizes)} ranks, fewest on {listed(few)}: links and "
+        "memory are used unevenly",
+        "say how many: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
+    )
 
 
 @check("MPI threads")
-def check_level(world: WorldFacts) -> list[Finding]:
+def check_level(world: WorldFacts) -> Found:
     """Say whether threads may call MPI."""
     levels = [facts.thread_level for facts in world.ranks]
     low = [rank for rank, level in enumerate(levels) if level != "MULTIPLE"]
     if not low:
-        return [ok("MPI_THREAD_MULTIPLE is granted")]
-    return [
-        warning(
-            f"MPI grants MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}, "
-            "MPI_THREAD_MULTIPLE is asked for: no thread can send gradients beside backward "
-            f"(this plan: {world.overlap})",
-            "do not lower mpi4py.rc.thread_level or MPICH_MAX_THREAD_SAFETY, or use an MPI that "
-            "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this one",
-        )
-    ]
+        return ok("MPI_THREAD_MULTIPLE is granted")
+    return warning(
+        f"MPI grants MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}, "
+        "MPI_THREAD_MULTIPLE is asked for: no thread can send gradients beside backward "
+        f"(this plan: {world.overlap})",
+        "do not lower mpi4py.rc.thread_level or MPICH_MAX_THREAD_SAFETY, or use an MPI that "
+        "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this one",
+    )
 
 
 @check("plan")

@@ -1,11 +1,13 @@
-"""The fast network can be used, and is."""
+"""The network: the fast one is used, links are alike, and clocks agree."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks.check import check, listed, note, ok, plural, warning
-from hpctrain.doctor.checks.facts import Carried, Facts, WorldFacts
+from hpctrain.core.units import format_bytes, format_seconds
+from hpctrain.doctor.checks.check import Found, check, few, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
@@ -16,16 +18,16 @@ FEWEST_BYTES = 1 << 18
 
 
 @check("network cards")
-def check_cards(facts: Facts) -> list[Finding]:
+def check_cards(facts: Facts) -> Found:
     """Name a fast card that is down, that MPI is told not to use, or that it has no driver for."""
     cards = facts.network.cards
     live = [card for card in cards if card.is_live]
     if not cards:
-        return [ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")]
+        return ok("no InfiniBand, Omni-Path or Slingshot: TCP is used")
     names = ", ".join(card.name for card in live or cards)
     if not live:
         what = f"no port of {names} is active: messages go by TCP"
-        return [note(what, "ask the site; `ibstat` shows the ports")]
+        return note(what, "ask the site; `ibstat` shows the ports")
     if slow := slow_settings(facts.environ):
         what = f"{names} would carry messages, but {{}} makes MPI use TCP"
         return [warning(what.format(each), f"unset {each.partition('=')[0]}") for each in slow]
@@ -36,8 +38,8 @@ def check_cards(facts: Facts) -> list[Finding]:
             "messages between nodes go by TCP"
         )
         do = "load the site's MPI module and export MPI4PY_LIBMPI=.../libmpi.so of it"
-        return [warning(what, do)]
-    return [ok(f"{names} are active")]
+        return warning(what, do)
+    return ok(f"{names} are active")
 
 
 def slow_settings(environ: Mapping[str, str]) -> list[str]:
@@ -57,26 +59,24 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 @check("copies between ranks")
-def check_copies(facts: Facts) -> list[Finding]:
+def check_copies(facts: Facts) -> Found:
     """Name what keeps MPI from copying between the ranks of a node in one go."""
     if not facts.network.copy_error:
-        return [ok("ranks of a node may read each other's memory")]
-    return [
-        warning(
-            f"process_vm_readv is refused ({facts.network.copy_error}): Open MPI may end with "
-            '"Read -1, expected N, errno=1"',
-            "export OMPI_MCA_btl_vader_single_copy_mechanism=none (Open MPI 4), "
-            "OMPI_MCA_smsc=^cma (Open MPI 5), or docker run --cap-add=SYS_PTRACE",
-        )
-    ]
+        return ok("ranks of a node may read each other's memory")
+    return warning(
+        f"process_vm_readv is refused ({facts.network.copy_error}): Open MPI may end with "
+        '"Read -1, expected N, errno=1"',
+        "export OMPI_MCA_btl_vader_single_copy_mechanism=none (Open MPI 4), "
+        "OMPI_MCA_smsc=^cma (Open MPI 5), or docker run --cap-add=SYS_PTRACE",
+    )
 
 
 @check("network")
-def check_ways(world: WorldFacts) -> list[Finding]:
+def check_ways(world: WorldFacts) -> Found:
     """Say how messages leave the nodes, and where a fast network lies idle."""
     carried = world.carried
     if len(carried) < 2:
-        return [ok("one node: nothing goes over a network")]
+        return ok("one node: nothing goes over a network")
     if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
         what = (
             f"messages leave {listed([node.host for node in idle])} by {_by_tcp(idle[0])} (TCP), "
@@ -87,10 +87,10 @@ def check_ways(world: WorldFacts) -> list[Finding]:
             "it by MPI4PY_LIBMPI=/path/to/libmpi.so); with Open MPI and UCX try "
             "OMPI_MCA_pml=ucx, with MPICH FI_PROVIDER=verbs, psm3 or cxi"
         )
-        return [warning(what, do)]
+        return warning(what, do)
     ways = Counter(map(_way, carried))
     told = "; ".join(f"{way} ({plural(number, 'node')})" for way, number in ways.items())
-    return [note(f"messages between nodes leave by {told}")]
+    return note(f"messages between nodes leave by {told}")
 
 
 def _way(node: Carried) -> str:
@@ -119,3 +119,160 @@ def _main(counted: Mapping[str, int], sent_bytes: int) -> str:
 def _is_slow_ucx(words: list[str]) -> bool:
     fast = any(word.lstrip("^\\").startswith(_FAST_UCX) for word in words)
     return not words[0].startswith("^") and not fast and "tcp" in words
+
+
+SLOWER = 3.0
+"""A link is slow below such a share of the usual bandwidth; what is healthy differs by two."""
+LATER, LATER_S = 4.0, 300e-6
+"""A link is slow above so many times the usual latency, and so much more: the rest is noise."""
+SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
+"""Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
+WRONG_S = 1.0
+"""Clocks that are kept by NTP differ by milliseconds."""
+
+
+@check("links")
+def check_links(world: WorldFacts) -> list[Finding]:
+    """Tell how fast messages are inside nodes and between them, and name the slow links."""
+    found = []
+    if world.inside:
+        found.append(note(f"inside a node: {_spreads(world.inside)}"))
+    if world.between:
+        pairs = plural(len(world.between), "pair")
+        found.append(note(f"between nodes: {_spreads(world.between)}, by {pairs}"))
+        found += _blame(slow(world.between), world)
+    return found
+
+
+def slow(links: Sequence[Link]) -> list[Link]:
+    """Return the links that are much slower than usual, or than any should be.
+
+    Usual is the median over nodes of the best link that each has: with one bad node of three,
+    most links are bad, and most nodes are not.
+    """
+    return [link for link in links if _is_slow(link, *_usual(links))]
+
+
+def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
+    """Name the nodes all of whose links are slow while others' are not; else the pairs."""
+    if not bad:
+        return []
+    links, host_of = world.between, world.host_of
+    mine = {r: [link for link in links if r in link.ranks] for r in sorted(host_of)}
+    guilty = [
+        rank
+        for rank, own in mine.items()
+        if len(own) > 1 and all(link in bad for link in own) and len(bad) < len(links)
+    ]
+    latency_s, bytes_per_s = _usual(links)
+    usual = f"usual here is {format_seconds(latency_s)}, {_rate(bytes_per_s)}"
+    look = "ask the site to look at its cable, switch port and card"
+    nodes = [
+        warning(
+            f"slow link: {host_of[rank]} reaches every other node only with "
+            f"{_figures(mine[rank])}; {usual}",
+            f"{look}; until then leave it out: sbatch --exclude={host_of[rank]}",
+        )
+        for rank in guilty
+    ]
+    compared = usual if len(links) > 1 else "a gigabit carries 112 MiB/s"
+    pairs = [
+        warning(
+            f"slow link: between {' and '.join(host_of[rank] for rank in link.ranks)} with "
+            f"{_figures([link])}; {compared}",
+            "find out whether messages take the network that is meant for them (see network); "
+            f"if they do, {look}",
+        )
+        for link in bad
+        if not set(guilty) & set(link.ranks)
+    ]
+    return [*few(nodes), *few(pairs)]
+
+
+def _usual(links: Sequence[Link]) -> tuple[float, float]:
+    """Return latency and bandwidth of the usual node's best link."""
+    nodes = {rank for link in links for rank in link.ranks}
+    own = [[link for link in links if rank in link.ranks] for rank in nodes]
+    return (
+        median(min(link.latency_s for link in found) for found in own),
+        median(max(link.bytes_per_s for link in found) for found in own),
+    )
+
+
+def _is_slow(link: Link, latency_s: float, bytes_per_s: float) -> bool:
+    late = link.latency_s > max(LATER * latency_s, latency_s + LATER_S)
+    return (
+        late
+        or link.latency_s > LONGEST_S
+        or link.bytes_per_s < max(bytes_per_s / SLOWER, SLOWEST_BYTES_PER_S)
+    )
+
+
+def _figures(links: Sequence[Link]) -> str:
+    latency_s = min(link.latency_s for link in links)
+    return f"{format_seconds(latency_s)}, {_rate(max(link.bytes_per_s for link in links))}"
+
+
+def _spreads(links: Sequence[Link]) -> str:
+    latency = _spread((link.latency_s for link in links), format_seconds)
+    return f"{latency} latency, {_spread((link.bytes_per_s for link in links), _rate)}"
+
+
+def _spread(values: Iterable[float], text: Callable[[float], str]) -> str:
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys((text(ordered[0]), text(ordered[-1]))))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+@check("clocks")
+def check_clocks(world: WorldFacts) -> Found:
+    """Compare the clocks of all nodes with that of the middle one."""
+    if world.topology.num_nodes == 1:
+        return ok("one node, one clock")
+    found = offsets(world.between, world.topology.nodes[0][0])
+    middle = sorted(ahead for ahead, _ in found.values())[(len(found) - 1) // 2]
+    wrong = [
+        f"{world.host_of[rank]} is {format_seconds(abs(ahead - middle))} "
+        f"{'ahead' if ahead > middle else 'behind'} (within {format_seconds(error_s)})"
+        for rank, (ahead, error_s) in sorted(found.items())
+        if abs(ahead - middle) - error_s > WRONG_S
+    ]
+    if wrong:
+        what = f"the clocks of the nodes differ: {listed(wrong)}"
+        do = (
+            "let chrony or ntpd keep the clocks (chronyc tracking shows the state): times in "
+            "logs, ages of files and the end of a job are wrong until then"
+        )
+        return warning(what, do)
+    most = max(abs(ahead - middle) for ahead, _ in found.values())
+    error_s = max(error_s for _, error_s in found.values())
+    return ok(
+        f"the clocks of {len(found)} nodes differ by {format_seconds(most)} at most "
+        f"(estimated within {format_seconds(error_s)})"
+    )
+
+
+def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:
+    """Return how far each rank's clock is ahead of that of ``root``, and by how much that may err.
+
+    Goes along the links from one rank to the next where no pair with ``root`` was measured.
+
+    Ranks without a way to it are left out.
+    """
+    found = {root: (0.0, 0.0)}
+    edge = [root]
+    while edge:
+        here = edge.pop(0)
+        for link in links:
+            if here not in link.ranks:
+                continue
+            first, second = link.ranks
+            other, sign = (second, 1) if here == first else (first, -1)
+            if other not in found:
+                ahead, error_s = found[here]
+                found[other] = (ahead + sign * link.clock_s, error_s + link.clock_error_s)
+                edge.append(other)
+    return found

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.cluster import cores
+from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, family, libmpi_of
-from hpctrain.cluster.memory import rooms
-from hpctrain.cluster.nics import CLASSES, live_cards
+from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.libc import read_memory
-from hpctrain.doctor.checks import gpus
 from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
@@ -28,7 +26,7 @@ from hpctrain.doctor.checks.facts import (
     NetworkFacts,
     Reached,
 )
-from hpctrain.doctor.checks.memory import SHM
+from hpctrain.doctor.checks.node import SHM, named
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import load
@@ -52,16 +50,18 @@ def gather(
     which is the same for all ranks of a node.
     """
     environ = dict(os.environ if environ is None else environ)
+    libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,
         python=platform.python_version(),
+        place=f"{platform.system()} {platform.machine()}, {libc}, {sys.prefix}",
         versions={name: _version(name) for name in PACKAGES},
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
-            mask=cores.affinity(),
-            quota=cores.quota(),
-            num_granted=cores.num_granted(environ),
-            num_siblings=cores.num_siblings(),
+            mask=resources.affinity(),
+            quota=resources.quota(),
+            num_granted=resources.num_granted(environ),
+            num_siblings=resources.num_siblings(),
         ),
         memory=_memory(),
         network=_network(),
@@ -69,7 +69,7 @@ def gather(
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
-        visible=gpus.named(environ),
+        visible=named(environ),
     )
 
 
@@ -133,8 +133,6 @@ def _memory() -> MemoryFacts:
 
 def _memfd_error() -> str:
     """Try what the ranks will do, with one page; return what stood in the way."""
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
     try:
         descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
         try:
@@ -176,8 +174,6 @@ def _copy_error() -> str:
         read_memory(os.getpid(), *source.buffer_info())
     except OSError as error:
         return error.strerror or str(error)
-    except NotImplementedError:  # not Linux: MPI does not copy like that there
-        return ""
     return ""
 
 

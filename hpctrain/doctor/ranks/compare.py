@@ -14,11 +14,11 @@ from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import PREFIX, Settings
 from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks.cores import THREAD_VARIABLES
 from hpctrain.doctor.checks.facts import Facts, MemoryFacts, MpiFacts, WorldFacts
+from hpctrain.doctor.checks.node import THREAD_VARIABLES
 from hpctrain.doctor.checks.table import examine_all
 from hpctrain.doctor.ranks.traffic import links_between, links_inside
-from hpctrain.runtime.abort import install, leave
+from hpctrain.runtime.abort import FailureHooks, leave
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]
     """
     ranks = find_world()
     # An error on its way out finds the hooks still there, and ends all ranks.
-    hooks = install(ranks, settings.log_dir) if ranks else None
+    hooks = FailureHooks(ranks, settings.log_dir) if ranks else None
     threads = torch.get_num_threads()
     obstacles: list[Finding] = []
     try:

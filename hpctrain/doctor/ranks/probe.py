@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hpctrain.cluster import env
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.interface import expected_libmpi, mismatch
+from hpctrain.cluster.libraries import expected_libmpi, mismatch
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.checks.facts import Facts

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.cluster.nics import live_cards
+from hpctrain.cluster.resources import live_cards
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import KIB, MIB
 from hpctrain.doctor.checks.facts import Carried, Link
-from hpctrain.doctor.checks.links import slow
+from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
 

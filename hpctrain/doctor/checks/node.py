@@ -1,0 +1,345 @@
+"""The node that ranks share: cores and threads, GPUs, memory."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.cluster import preflight
+from hpctrain.cluster.env import launched
+from hpctrain.cluster.libraries import family
+from hpctrain.cluster.preflight import threads_for
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import MIB, format_bytes, format_numbers, format_ranks
+from hpctrain.doctor.checks.check import Found, check, error, few, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
+from hpctrain.doctor.checks.job import number_of, ranks_per_node
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+_GIVE = (
+    "srun --cpus-per-task=N (srun does not take it from sbatch), or --cpu-bind=none, mpirun "
+    "--bind-to none, or `hpctrain launch -n N ...`; in a container --cpuset-cpus; no taskset"
+)
+
+
+@check("cores")
+def check_masks(ranks: Sequence[Facts]) -> Found:
+    """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
+
+    ``ranks`` are all of them, or a process that will be one.
+    """
+    found = []
+    for host, members in by_host(ranks).items():
+        if crowded := _crowded(members, ranks):
+            mask = {core for rank in crowded for core in ranks[rank].cores.mask}
+            what = (
+                f"{format_ranks(crowded)} on {host} take turns on {plural(len(mask), 'core')} "
+                f"(mask {format_numbers(mask)})"
+            )
+            found.append(warning(what, f"start fewer ranks, or give each its own core: {_GIVE}"))
+        else:
+            found += _narrow(host, members, ranks)
+    counts = sorted({len(facts.cores.mask) for facts in ranks})
+    told = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    quota = ranks[0].cores.quota
+    time = "" if quota is None else f", time for {quota:g} of them"
+    return few(found) or ok(f"{told} for each rank, enough for all{time}")
+
+
+def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[Finding]:
+    """Find ranks of a host with fewer cores than are there for each, or than were asked for."""
+    each = ranks[members[0]].cores.num_granted // _num_sharing(members, ranks)
+    narrow = [rank for rank in members if len(ranks[rank].cores.mask) < each]
+    if not narrow:
+        return []
+    first = ranks[narrow[0]]
+    cores = first.cores
+    who = "this process" if len(ranks) == 1 else f"{format_ranks(narrow)} on {host}"
+    asked = number_of(first.environ, "SLURM_CPUS_PER_TASK") or 0
+    # A mask of several cores may be what was wanted.
+    is_wrong = len(cores.mask) <= cores.num_siblings or len(cores.mask) < min(asked, each)
+    what = (
+        f"{who} may use {len(cores.mask)} of {plural(cores.num_granted, 'core')} (mask "
+        f"{format_numbers(cores.mask)}), {each} are there for each"
+    )
+    return [warning(what, _GIVE) if is_wrong else note(what, _GIVE)]
+
+
+@check("threads")
+def check_threads(ranks: Sequence[Facts]) -> Found:
+    """Name variables that make more threads than a rank has cores, or fewer.
+
+    ``ranks`` are all of them, or a process that will be one.
+    """
+    num_cores = cores_each(ranks)
+    asked: dict[tuple[str, int, int], list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        for name in THREAD_VARIABLES:
+            threads = number_of(facts.environ, name)
+            if threads is not None and threads != num_cores[rank]:
+                asked.setdefault((name, threads, num_cores[rank]), []).append(rank)
+    found = []
+    for (name, threads, each), who in asked.items():
+        told = f" ({format_ranks(who)})" if len(who) < len(ranks) else ""
+        what = f"{name}={threads} and a rank has {plural(each, 'core')}{told}"
+        do = f"export {name}={each}, or unset it: hpctrain then takes what fits"
+        if threads > each:
+            found.append(warning(f"{what}: threads take turns and wait for each other", do))
+        else:
+            found.append(note(f"{what}: {each - threads} of them idle", do))
+    return found or ok(f"{format_numbers(set(num_cores))} for each rank")
+
+
+def cores_each(ranks: Sequence[Facts]) -> list[int]:
+    """Return the cores of each rank: all of its mask, or its share where others have it too."""
+    found = [0] * len(ranks)
+    for members in by_host(ranks).values():
+        for rank in members:
+            cores = ranks[rank].cores
+            sharing = len(_peers(rank, members, ranks))
+            if len(ranks) == 1:  # its peers are still to come: will they have the same mask?
+                num_ranks = _num_sharing(members, ranks)
+                is_shared = len(cores.mask) * num_ranks > cores.num_granted * cores.num_siblings
+                sharing = num_ranks if is_shared else 1
+            found[rank] = threads_for(len(cores.mask), sharing, cores.quota)
+    return found
+
+
+def _num_sharing(members: Sequence[int], ranks: Sequence[Facts]) -> int:
+    """Return how many ranks a host has or, seen from a process of a job, will have."""
+    return max(len(members), ranks_per_node(ranks[members[0]].environ) or 1)
+
+
+def _peers(rank: int, members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
+    """Return the ranks of a host with cores of this one in their masks, itself among them."""
+    mask = set(ranks[rank].cores.mask)
+    return [other for other in members if mask & set(ranks[other].cores.mask)]
+
+
+def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
+    """Return the ranks of a host that have fewer cores together than they are."""
+    found: set[int] = set()
+    for rank in members:
+        peers = _peers(rank, members, ranks)
+        if len(peers) > len({core for other in peers for core in ranks[other].cores.mask}):
+            found.update(peers)
+    return sorted(found)
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VARIABLES = (_VISIBLE, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Where launchers say which GPUs a rank may use."""
+_OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
+
+
+@check("GPUs")
+def check_gpus(facts: Facts) -> Found:
+    """Name a device given twice, more ranks than devices, and a torch that cannot use them."""
+    found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
+    text = f"{facts.num_gpus} in this machine"
+    if _VISIBLE in facts.environ:
+        text += f", {_VISIBLE}={facts.environ[_VISIBLE]}"
+    return found or ok(text)
+
+
+@check("GPUs")
+def check_own_gpus(world: WorldFacts) -> Found:
+    """Compare what the ranks of each node take: the one they see, or that of their local rank."""
+    ranks = world.ranks
+    if not any(facts.visible for facts in ranks):
+        return ok("no rank sees a GPU: the CPU calculates")
+    found = []
+    for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
+        takers: dict[str, list[int]] = {}
+        for number, rank in enumerate(members):
+            if seen := ranks[rank].visible:
+                takers.setdefault(seen[number % len(seen)], []).append(rank)
+        found += [
+            _shared(device, sharing, host, ranks)
+            for device, sharing in takers.items()
+            if len(sharing) > 1
+        ]
+        blind = [rank for rank in members if not ranks[rank].visible]
+        if 0 < len(blind) < len(members):
+            what = f"{format_ranks(blind)} on {host} see no GPU, the other ranks there do"
+            found.append(warning(what, "ask for a GPU for every rank: srun --gpus-per-task=1"))
+    if found:
+        return few(found)
+    counts = sorted(len(facts.visible) for facts in ranks)
+    seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    if not any(facts.by_torch for facts in ranks):
+        return note(
+            f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
+        )
+    return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
+
+
+def named(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs that the environment gives to a process.
+
+    Their names mean the same to all of a host only where no container numbers the GPUs anew.
+    """
+    return _words(next((environ[name] for name in _VARIABLES if environ.get(name)), ""))
+
+
+def num_of_job(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs the job has on this node; None where it does not say."""
+    for name in _OF_JOB:
+        words = environ.get(name, "").split(",")
+        if name.endswith("ON_NODE") and words[0].isdigit():
+            return int(words[0])
+        if words[0]:
+            return len(words)
+    return None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _given_twice(facts: Facts) -> list[Finding]:
+    devices = _words(facts.environ.get(_VISIBLE, ""))
+    twice = [name for name, count in Counter(devices).items() if count > 1]
+    if not twice:
+        return []
+    what = (
+        f"{_VISIBLE}={facts.environ[_VISIBLE]} names device {twice[0]} twice: two ranks would "
+        "take the same GPU"
+    )
+    return [error(what, f"export {_VISIBLE}={','.join(dict.fromkeys(devices))}")]
+
+
+def _too_few(facts: Facts) -> list[Finding]:
+    """Compare tasks with devices before a launch; afterwards the ranks compare their own."""
+    environ = facts.environ
+    ranks = ranks_per_node(environ)
+    devices = num_of_job(environ)
+    if devices is None and _VISIBLE in environ:
+        devices = len(set(_words(environ[_VISIBLE])))
+    if not ranks or not devices or launched(environ) is not None or ranks == devices:
+        return []
+    as_many = f"#SBATCH --ntasks-per-node={devices}"
+    if ranks < devices:
+        return [
+            note(f"{devices} GPUs on this node for {plural(ranks, 'task')}: some idle", as_many)
+        ]
+    what = f"{ranks} tasks on this node share {plural(devices, 'GPU')}: some devices get two ranks"
+    return [warning(what, f"{as_many}, or as many --gpus-per-node as tasks")]
+
+
+def _unused(facts: Facts) -> list[Finding]:
+    torch = facts.versions.get("torch") or ""
+    if facts.num_gpus and torch.endswith("+cpu"):
+        what = f"{facts.num_gpus} GPUs are here, and torch {torch} cannot use them"
+        do = "install the build of torch for CUDA: https://pytorch.org/get-started/locally"
+        return [warning(what, do)]
+    if facts.num_gpus and facts.environ.get(_VISIBLE) in ("", "-1"):
+        what = f"{_VISIBLE} hides all {facts.num_gpus} GPUs of this machine"
+        return [note(what, f"unset {_VISIBLE}")]
+    return []
+
+
+def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
+    certain = all(ranks[rank].by_torch for rank in members)
+    source = "" if certain else ", as the environment numbers them"
+    what = f"{format_ranks(members)} on {host} take the same GPU {device}{source}"
+    do = (
+        "give each rank its own: srun --gpus-per-task=1, or start as many ranks on a node as "
+        "there are GPUs and set the same CUDA_VISIBLE_DEVICES for all of them"
+    )
+    return error(what, do) if certain else warning(what, do)
+
+
+SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
+RANK_BYTES = 512 * MIB
+"""What Python, torch and MPI take before there is a model."""
+SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
+"""What a rank puts into /dev/shm to talk to the others of its node: measured, Open MPI 5 and
+MPICH 5."""
+
+
+@check("memory")
+def check_room(facts: Facts) -> Found:
+    """Name a control group or a machine with no room for the ranks."""
+    room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
+    if room is None:
+        return ok("the system does not say how much is left")
+    ranks = ranks_per_node(facts.environ) or 1
+    what = f"{format_bytes(room.left_bytes)} left in {room.name}"
+    if room.left_bytes >= ranks * RANK_BYTES:
+        return ok(what)
+    return warning(
+        f"{what} for {plural(ranks, 'rank')}; each takes about {format_bytes(RANK_BYTES)} "
+        "before there is a model",
+        "ask for more: #SBATCH --mem=..., docker run --memory=..., or start fewer ranks "
+        "on each node",
+    )
+
+
+@check("node memory")
+def check_ways(facts: Facts) -> Found:
+    """Name what will keep the ranks of this node from sharing memory."""
+    try:
+        settings = Settings.from_env(facts.environ)
+    except ConfigError:  # said by another check
+        settings = Settings()
+    way, refusal = settings.shared_memory, facts.memory.memfd_error
+    if way == "off":
+        what = "HPCTRAIN_SHARED_MEMORY=off: gradients of a node go through plain MPI"
+        return note(what, "unset HPCTRAIN_SHARED_MEMORY")
+    found = [_no_memfd(refusal, way)] if refusal else []
+    found += _small_shm(facts)
+    room = f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free"
+    return found or ok(f"memfd; {room}")
+
+
+@check("node memory")
+def check_way(world: WorldFacts) -> Found:
+    """Say which memory the ranks of a node share."""
+    way, wanted = world.node_memory, world.settings.shared_memory
+    if world.engine == "horovod" and world.topology.size > 1:
+        return note("not used: Horovod moves the tensors")
+    if way == "alone":
+        return ok("one rank: nothing to share")
+    if way == "memfd":
+        return ok("the ranks of a node share memory by memfd")
+    if wanted in ("off", way):
+        return note(f"HPCTRAIN_SHARED_MEMORY={wanted}: node memory is {way}")
+    crowded = preflight.core_warning(world.topology)
+    reason = "; ".join(text for text in world.notes if text != crowded)
+    return warning(
+        reason or "the ranks of a node share no memory: gradients go flat over MPI",
+        "run all ranks of a node in one container, or give them one /proc (--pid=host), and "
+        "enough memory",
+    )
+
+
+def _no_memfd(refusal: str, way: str) -> Finding:
+    what = f"anonymous shared memory cannot be had: {refusal}"
+    if way == "memfd":
+        do = "set HPCTRAIN_SHARED_MEMORY=auto, which then takes plain MPI"
+        return error(f"HPCTRAIN_SHARED_MEMORY=memfd, but {what}", do)
+    do = "allow memfd_create and fallocate: a container's seccomp profile may forbid them"
+    return warning(f"{what}; gradients go flat over MPI", do)
+
+
+def _small_shm(facts: Facts) -> list[Finding]:
+    """Compare what is free in /dev/shm with what MPI puts there for the ranks of this node."""
+    ranks = ranks_per_node(facts.environ) or len(facts.cores.mask)
+    library = facts.mpi.library
+    segment_bytes = SEGMENT_BYTES[family(library)] if library else 0
+    needed_bytes = ranks * segment_bytes
+    if ranks < 2 or facts.memory.shm_free_bytes >= needed_bytes:
+        return []
+    return [
+        warning(
+            f"{SHM} has {format_bytes(facts.memory.shm_free_bytes)} free of "
+            f"{format_bytes(facts.memory.shm_bytes)}; {ranks} ranks put up to "
+            f"{format_bytes(needed_bytes)} there, each {format_bytes(segment_bytes)} of messages: "
+            f"a rank that finds it full dies of SIGBUS",
+            f"enlarge it: docker run --shm-size=1g, apptainer: bind a larger {SHM}, else "
+            f"mount -o remount,size=1g {SHM}; or remove what lies there",
+        )
+    ]
