@@ -1,6 +1,7 @@
 """The C library of this process: calls of the kernel that Python has no name for."""
 
 import ctypes
+import mmap
 import os
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ def libc() -> ctypes.CDLL:
         ctypes.c_long,
     ]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 
@@ -65,6 +67,13 @@ def map_memory(
 def unmap_memory(address: int, num_bytes: int) -> None:
     """Give addresses back."""
     libc().munmap(address, num_bytes)
+
+
+def advise_memory(address: int, num_bytes: int, advice: int) -> int:
+    """Tell the kernel about pages as ``madvise(2)`` does; return the errno, 0 if it obeys."""
+    start = address - address % mmap.PAGESIZE
+    refused = libc().madvise(start, address + num_bytes - start, advice)
+    return ctypes.get_errno() if refused else 0
 
 
 def memory_at(address: int, num_bytes: int) -> Segment:
