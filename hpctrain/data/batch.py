@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.data.ragged import Ragged, Values
+from hpctrain.data.samples import Ragged, Values
 
 
 @dataclass(frozen=True, slots=True)

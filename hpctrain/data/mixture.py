@@ -16,8 +16,7 @@ from torch import Tensor
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.order.order import Order, global_order
-from hpctrain.data.ragged import Ragged, Values
-from hpctrain.data.samples import Columns, Indices, Samples, file_of
+from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 
 PERIOD = 1 << 16
 """Length of the pattern of sources that repeats; weights are rounded to so many parts."""

@@ -1,13 +1,92 @@
 """The protocol of what a loader reads: a data set, a part of one, a mixture of several."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.ragged import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Samples whose first dimension differs; the others are the same."""
+
+    values: Tensor
+    """``(total, *shape)``: the samples, one after another."""
+    offsets: Tensor
+    """``(num_samples + 1,)`` int64: sample i is ``values[offsets[i]:offsets[i + 1]]``."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Tensor]) -> Self:
+        """Lay samples one after another.
+
+        Args:
+            samples: at least one, each ``(length, *shape)``, of the same dtype and device.
+        """
+        lengths = torch.tensor([0, *map(len, samples)], dtype=torch.int64)
+        return cls(torch.cat(list(samples)), lengths.cumsum(0))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each sample, ``(num_samples,)`` int64."""
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the view of one sample."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, got index {index}")
+        index %= len(self)
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def padded(self, fill: float = 0, length: int | None = None) -> Tensor:
+        """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
+
+        Args:
+            fill: value behind the end of a sample.
+            length: of every row; by default that of the longest sample.
+
+        Raises:
+            DataError: a sample is longer than ``length``.
+        """
+        longest = int(self.lengths.max()) if len(self) else 0
+        length = longest if length is None else length
+        if longest > length:
+            raise DataError(
+                f"samples are padded to {length}, but one has {longest}; pad to that length or "
+                f"cut the samples before"
+            )
+        shape = (len(self), length, *self.values.shape[1:])
+        rows = self.values.new_full(shape, fill)
+        if self.values.numel():
+            inside = torch.arange(length, device=self.values.device) < self.lengths[:, None]
+            rows[inside] = self.values[int(self.offsets[0]) : int(self.offsets[-1])]
+        return rows
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return the samples on a device."""
+        return type(self)(
+            self.values.to(device, non_blocking=non_blocking),
+            self.offsets.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Self:
+        """Return the samples in memory from which a GPU can copy by itself."""
+        return type(self)(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+Values = Tensor | Ragged
+"""The samples of a field in a batch: ``(num_samples, *shape)``, or of different lengths."""
+
 
 Indices = NDArray[np.int64]
 Columns = dict[str, Values]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import write_arrays
 
 pytestmark = pytest.mark.requires("h5dump")

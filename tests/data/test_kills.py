@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import write_arrays
 from tests.data.rewrite import NUM_SAMPLES, generation_in, samples
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.batches import ReadDepth
 from hpctrain.data.order.window import WindowShape
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
+from hpctrain.data.steps import ReadDepth
 from tests.data.memory import InMemory, numbers
 
 SAMPLES = st.sampled_from([1, 2, 5, 31, 64, 97])

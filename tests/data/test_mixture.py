@@ -12,7 +12,7 @@ from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import PERIOD, Mixture
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 from tests.data.memory import InMemory, numbers
 
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=5)

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.reshard import Shape, reshard
+from hpctrain.data.tools.rewriting import Shape, reshard
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
 

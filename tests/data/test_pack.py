@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format import alone
+from hpctrain.data.format import writer_files
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
@@ -48,10 +48,9 @@ def start(total, done):
     return lambda num_samples: print(num_samples, flush=True)
 
 config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
-import hpctrain.data.packing.sample_batches as samples
 import hpctrain.data.packing.source as source
-samples.BATCH_SAMPLES = source.BATCH_SAMPLES = 4
-samples.NUM_EXAMINED = 10
+source.BATCH_SAMPLES = 4
+source.NUM_EXAMINED = 10
 import hpctrain.data.packing.python as python
 python.NUM_EXAMINED = 10
 pack(sys.argv[1], "set", config, start=start)
@@ -146,8 +145,8 @@ def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypat
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(alone.fcntl, "flock", refuse)
-    monkeypatch.setattr(alone.logger, "propagate", True)
+    monkeypatch.setattr(writer_files.fcntl, "flock", refuse)
+    monkeypatch.setattr(writer_files.logger, "propagate", True)
     write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
     assert "has no locks (Function not implemented)" in caplog.text
     assert read(tmp_path / "set")["x"] == list(range(100))

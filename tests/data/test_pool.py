@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 from hpctrain.data.workers.pool import DecodePool
 from hpctrain.launch import mpiexec
 from tests.runtime.victims import is_alive, wait_until

@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from hpctrain.core.atomic import PART
-from hpctrain.data.format.alone import LOCK
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.layout import LOCK, MANIFEST
 from hpctrain.data.tools.repair import repair
 from hpctrain.data.writer import ShardWriter
 from tests.data.mixed_set import shard, write_mixed

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 

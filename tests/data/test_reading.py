@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 from hpctrain.data.transform import PerSample
 from tests.data.memory import InMemory
 

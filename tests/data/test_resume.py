@@ -154,7 +154,7 @@ def test_a_publication_that_was_cut_short_is_gone_on_with(
         if instant == "before the manifest":
             patch.setattr(Manifest, "write", refuse)
         elif comm.rank == comm.size - 1:
-            patch.setattr("hpctrain.data.format.publication.sync", refuse)
+            patch.setattr("hpctrain.data.format.writer_files.sync", refuse)
         with pytest.raises(DataError, match="No space left"):
             write(folder, start, start + 6, comm=comm)
     comm.barrier()

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.loading import steps as steps_module
-from hpctrain.data.loading.steps import Cut, Steps
+from hpctrain.data import steps as steps_module
 from hpctrain.data.order.window import WindowOrder, WindowShape
+from hpctrain.data.steps import Cut, Steps
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
-from hpctrain.data.format.compression import filters, rows_per_chunk
+from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
 from hpctrain.data.format.layout import Field
 
 _COPY_BYTES = 4 * MIB

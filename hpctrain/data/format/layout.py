@@ -25,6 +25,8 @@ from hpctrain.core.errors import DataError
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
+LOCK = "writer.lock"
+"""Held by the writer that is at work in the directory."""
 CLASSES = "classes.txt"
 """The name of label 0 in the first line, and so on."""
 COMPRESSIONS = (None, "zstd")
@@ -150,6 +152,25 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a sample, decoded, of all fields together, on average."""
+        total = sum(
+            self.num_rows(name) * field.sample_bytes for name, field in self.fields.items()
+        )
+        return total / max(1, self.num_samples)
+
+    def num_rows(self, name: str) -> int:
+        """Return the rows of a field: samples, or of a ragged one the sum of their lengths."""
+        if not self.fields[name].ragged:
+            return self.num_samples
+        return sum(shard.places[name].num_rows or 0 for shard in self.shards)
+
+    def samples_of(self, index: int) -> tuple[int, int]:
+        """Return the samples ``[start, stop)`` of the data set that a shard holds."""
+        start = sum(shard.num_samples for shard in self.shards[:index])
+        return start, start + self.shards[index].num_samples
 
     def num_blocks(self, shard: ShardEntry) -> int:
         """Blocks of a shard; the last one may be short."""

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 
 
 class RaggedRows(NamedTuple):
