@@ -64,6 +64,7 @@ def test_all_kinds_of_fields_hold_what_was_written(
                 writer.append({n: given_as(KINDS[n], v[some], rng) for n, v in wanted.items()})
                 start += length
     read = read_whole(directory)
+    assert len(writer.manifest.shards) == -(-sum(lengths) // per_shard)
     for name, samples in wanted.items():
         assert len(read[name]) == len(samples)
         assert all(map(np.array_equal, read[name], samples)), name

@@ -18,8 +18,8 @@ from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import write_arrays
 from tests.data.rewrite import NUM_SAMPLES, generation_in, samples
 
-KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "10"))
-NUM_RESUMES = max(2, KILLS // 20)
+KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
+NUM_RESUMES = max(1, KILLS // 20)
 
 pytestmark = pytest.mark.limit(60 + 2 * KILLS)
 

@@ -17,7 +17,7 @@ from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
-from tests.data.packing.conftest import read
+from tests.data.plain import read_whole
 
 ROWS = np.arange(100)
 
@@ -70,56 +70,38 @@ class Watcher:
 
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(("name", "seed"), [("rows", None), ("Items", 5)])
-def test_after_a_kill_it_goes_on_behind_the_finished_shards(tmp_path, monkeypatch, name, seed):
+def test_twice_at_once_is_refused_and_after_a_kill_it_goes_on_behind_the_finished_shards(
+    tmp_path, monkeypatch, name, seed
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
+    monkeypatch.setattr("hpctrain.data.packing.source.NUM_EXAMINED", 10)
     module = f"slow_{name.lower()}"
     (tmp_path / f"{module}.py").write_text(CODE)
     source = f"{module}:{name}"
+    config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
     line = [sys.executable, "-c", PACK, source, str(seed)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         written = 0
         while written < 32:
             written += int(process.stdout.readline())
+        for again in (config, replace(config, overwrite=True)):
+            with pytest.raises(DataError, match=f"one writer at a time, process {process.pid} "):
+                pack(source, "set", again)
         process.kill()
     assert not (tmp_path / "set/manifest.json").exists()
     (tmp_path / "go").touch()
-    config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
     watcher = Watcher()
     pack(source, "set", config, start=watcher)
     assert watcher.done >= 32
     assert watcher.written == 100 - watcher.done
+    assert not verify("set").leftovers
     pack(source, "fresh", config)
-    found, fresh = read(tmp_path / "set"), read(tmp_path / "fresh")
+    found, fresh = read_whole(tmp_path / "set"), read_whole(tmp_path / "fresh")
     assert np.array_equal(found["number"], fresh["number"])
     assert sorted(found["number"]) == list(range(100))
     assert [len(row) for row in found["row"]] == [number % 4 for number in found["number"]]
-
-
-@pytest.mark.limit(180)
-def test_the_same_packing_twice_at_once_is_refused_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "slow_twice.py").write_text(CODE)
-    monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
-    line = [sys.executable, "-c", PACK, "slow_twice:Items", "None"]
-    config = PackConfig(samples_per_shard=8, ragged=("row",))
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            written = 0
-            while written < 32:
-                written += int(first.stdout.readline())
-            for again in (config, replace(config, overwrite=True)):
-                with pytest.raises(DataError, match=f"one writer at a time, process {first.pid} "):
-                    pack("slow_twice:Items", "set", again)
-        finally:
-            (tmp_path / "go").touch()
-        first.communicate()
-        assert first.returncode == 0
-    assert sorted(read(tmp_path / "set")["number"]) == list(range(100))
-    report = verify("set")
-    assert report.is_whole
-    assert not report.leftovers
 
 
 def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
@@ -138,7 +120,7 @@ def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
 
     with pytest.raises(DataError, match=r"a directory holds one data set, .* one already"):
         pack(Meanwhile(), tmp_path / "set")
-    assert read(tmp_path / "set")["x"] == list(range(100))
+    assert read_whole(tmp_path / "set")["x"] == list(range(100))
 
 
 def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
@@ -149,7 +131,7 @@ def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypat
     monkeypatch.setattr(writer_files.logger, "propagate", True)
     write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
     assert "has no locks (Function not implemented)" in caplog.text
-    assert read(tmp_path / "set")["x"] == list(range(100))
+    assert read_whole(tmp_path / "set")["x"] == list(range(100))
 
 
 @pytest.mark.parametrize("change", ["none", "source", "option", "object"])
@@ -183,12 +165,12 @@ def test_a_data_set_is_replaced_only_when_that_is_said(tmp_path):
         pack(tmp_path / "x.npy", tmp_path / "set")
     np.save(tmp_path / "x.npy", ROWS[:3])
     pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
-    assert read(tmp_path / "set")["x"] == [0, 1, 2]
+    assert read_whole(tmp_path / "set")["x"] == [0, 1, 2]
     (tmp_path / "set/manifest.json").write_text("damaged")
     with pytest.raises(DataError, match="replace it with --overwrite"):
         pack(tmp_path / "x.npy", tmp_path / "set")
     pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
-    assert read(tmp_path / "set")["x"] == [0, 1, 2]
+    assert read_whole(tmp_path / "set")["x"] == [0, 1, 2]
     assert len(list((tmp_path / "set").glob("*.h5"))) == 1
     with pytest.raises(DataError, match="already; to cut it"):
         pack(tmp_path / "set", tmp_path / "other")
@@ -257,4 +239,4 @@ def test_functions_of_one_module_are_not_taken_for_each_other(tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="stop"):
         pack("two_functions:first", tmp_path / "set", config, start=watcher)
     pack("two_functions:second", tmp_path / "set", config)
-    assert read(tmp_path / "set")["x"] == list(range(1000, 1030))
+    assert read_whole(tmp_path / "set")["x"] == list(range(1000, 1030))
