@@ -1,7 +1,9 @@
 """A decode pool gives what threads give, and tells what went wrong in it."""
 
 import contextlib
+import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import torch
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.samples import Ragged
 from hpctrain.data.workers.pool import DecodePool
+from hpctrain.data.workers.shm_message import Inbox, Outbox
 from hpctrain.launch import mpiexec
 from tests.runtime.victims import is_alive, wait_until
 
@@ -263,3 +266,35 @@ def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
     assert done.returncode == 0, done.stderr
     for word in ("fork", "Segmentation", "Traceback", "DeprecationWarning"):
         assert word not in done.stderr
+
+
+def test_segments_are_used_again_and_too_many_are_given_back():
+    outbox, inbox = Outbox(), Inbox()
+
+    def send(value):
+        offered, surplus = inbox.offer()
+        outbox.forget(surplus)
+        parcel, descriptor = outbox.pack(value, offered)
+        found = inbox.unpack(pickle.loads(pickle.dumps(parcel)), offered, descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+        return found
+
+    def same_segments():
+        return outbox._segments.keys() == inbox._segments.keys()
+
+    for size in (10, 1000, 5000, 5000, 0, 10):
+        assert (send([torch.full((size,), 7)])[0] == 7).all()
+    gc.collect()
+    assert len(outbox._segments) == 1
+    kept = [send(torch.full((100,), n)) for n in range(20)]
+    assert len(outbox._segments) == 20
+    assert [batch[0].item() for batch in kept] == list(range(20))
+    view = kept[3][5:]
+    del kept
+    assert send("no tensor") == "no tensor"
+    for _ in range(3):
+        send(torch.ones(3))
+    assert len(outbox._segments) <= 6
+    assert same_segments()
+    assert (view == 3).all()

@@ -240,9 +240,8 @@ def test_a_missing_manifest_is_told_on_every_rank(world, shared):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_truncated_shard_is_told_on_every_rank(world, shared, index):
-    shard = Manifest.read(shared).shards[index]
+def test_a_truncated_shard_is_told_on_every_rank(world, shared):
+    shard = Manifest.read(shared).shards[1]
     world.Barrier()
     if world.rank == 0:
         os.truncate(shared / shard.file, 100)

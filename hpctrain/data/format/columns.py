@@ -7,7 +7,7 @@ field grows chunk by chunk (``ChunkedColumn``).
 
 import tempfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -20,17 +20,25 @@ from hpctrain.data.format.layout import Field
 _COPY_BYTES = 4 * MIB
 
 
-class Column(Protocol):
+class Column:
     """The values of one field in one file, ``/data/<field>``."""
 
-    capacity: int | None
+    capacity: int | None = None
     """Rows that the file has room for, None for any number."""
+
+    def __init__(self, name: str, field: Field) -> None:
+        self._name, self._field = name, field
+        self._num_rows = 0
+        """In the column, but for those that wait for a whole chunk."""
+        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Add rows ``(num_rows, *shape)``, in the dtype of the field."""
+        raise NotImplementedError
 
     def move(self, file: h5py.File) -> None:
         """Go on in another file, which has no more room than is needed."""
+        self._file = file
 
     def finish(self) -> None:
         """Bring everything to the file."""
@@ -45,13 +53,12 @@ def new_column(path: Path, name: str, field: Field, block_size: int, capacity: i
     return FixedColumn(name, field, capacity)
 
 
-class FixedColumn:
+class FixedColumn(Column):
     """A contiguous dataset that has its full size from the start."""
 
     def __init__(self, name: str, field: Field, capacity: int) -> None:
-        self.capacity: int | None = capacity
-        self._name, self._field = name, field
-        self._num_rows = 0
+        super().__init__(name, field)
+        self.capacity = capacity
         self._dataset: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -70,32 +77,21 @@ class FixedColumn:
             some = slice(start, min(start + step, self._num_rows))
             self._dataset[some] = old[some]
 
-    def finish(self) -> None:
-        """Nothing is left to be done."""
 
-
-class SpooledColumn:
+class SpooledColumn(Column):
     """A contiguous dataset whose values wait in a temporary file until their number is known.
 
     The temporary file has no name, so that nothing of it is left after a kill.
     """
 
-    capacity: int | None = None
-
     def __init__(self, name: str, field: Field, directory: Path) -> None:
-        self._name, self._field = name, field
-        self._num_rows = 0
+        super().__init__(name, field)
         self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed at the end
-        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Keep rows for the end."""
         self._spool.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
         self._num_rows += len(rows)
-
-    def move(self, file: h5py.File) -> None:
-        """Nothing is in the file yet."""
-        self._file = file
 
     def finish(self) -> None:
         """Copy the temporary file to the dataset."""
@@ -112,20 +108,16 @@ class SpooledColumn:
         self._spool.close()
 
 
-class ChunkedColumn:
+class ChunkedColumn(Column):
     """A filtered dataset, to which only whole chunks are written, but for the last."""
-
-    capacity: int | None = None
 
     def __init__(self, name: str, field: Field, block_size: int) -> None:
         """Take memory for one chunk; a dataset that does not fill it gets a smaller one."""
-        self._name, self._field = name, field
+        super().__init__(name, field)
         self._step = 1 if field.ragged else block_size
         num_rows = rows_per_chunk(field, block_size)
         self._chunk = np.empty((num_rows, *field.shape), field.dtype)
         self._num_waiting = 0
-        self._num_written = 0
-        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Fill the chunk; write it when it is full."""
@@ -140,20 +132,20 @@ class ChunkedColumn:
     def move(self, file: h5py.File) -> None:
         """Copy the chunks as they are."""
         old, self._file = self._file, file
-        if self._num_written:
+        if self._num_rows:
             file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)
 
     def finish(self) -> None:
         """Write the last chunk."""
-        if self._num_waiting or not self._num_written:
+        if self._num_waiting or not self._num_rows:
             self._write()
 
     def _write(self) -> None:
-        if not self._num_written:
+        if not self._num_rows:
             self._create()
-        dataset, start = self._file[f"data/{self._name}"], self._num_written
-        self._num_written += self._num_waiting
-        dataset.resize(self._num_written, axis=0)
+        dataset, start = self._file[f"data/{self._name}"], self._num_rows
+        self._num_rows += self._num_waiting
+        dataset.resize(self._num_rows, axis=0)
         dataset[start:] = self._chunk[: self._num_waiting]
         self._num_waiting = 0
 
