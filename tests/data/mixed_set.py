@@ -64,7 +64,12 @@ def samples_in(directory: Path) -> list[dict[str, Any]]:
 
 def numbers_in(directory: Path) -> list[int]:
     """Return the field ``number`` of all samples."""
-    return [sample["number"] for sample in samples_in(directory)]
+    return [int(number) for number in read_whole(directory)["number"]]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of all files."""
+    return sorted(path.name for path in directory.iterdir())
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

@@ -11,18 +11,10 @@ from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.conftest import numbered
+from tests.data.mixed_set import names_in, numbers_in
 from tests.full_disk import largest_file
 
 FIELDS = {"image": ((3, 2), "f4"), "number": ((), "i8")}
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
-def numbers_in(directory):
-    dataset = ShardedDataset(directory)
-    return dataset.take(np.arange(len(dataset)))["number"].tolist()
 
 
 def test_plain_h5py_reads_a_shard_and_what_it_is(directory):
@@ -87,7 +79,7 @@ def test_a_reader_of_the_old_data_set_does_not_see_the_new_one(directory):
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, 8192, 100_000, 900_000])
 def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
-    old = names(directory)
+    old = names_in(directory)
     with (
         largest_file(num_bytes),
         pytest.raises(
@@ -95,7 +87,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
         ),
     ):
         write_arrays(directory, numbered(50_000), samples_per_shard=30_000)
-    assert names(directory) == old
+    assert names_in(directory) == old
     assert numbers_in(directory) == list(range(100))
 
 
