@@ -14,10 +14,9 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.batch import Batch, padded, pinned
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
-from hpctrain.data.samples import Columns, Indices, Samples
+from hpctrain.data.samples import Batch, Columns, Indices, Samples, padded, pinned
 from hpctrain.data.steps import (
     Cut,
     ReadDepth,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
-from hpctrain.data.batch import Picked
 from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
@@ -22,7 +21,7 @@ from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
-from hpctrain.data.samples import Values
+from hpctrain.data.samples import Picked, Values
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hpctrain.data.batch import Picked
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.ordering import OrderName
-from hpctrain.data.samples import Columns, Samples
+from hpctrain.data.samples import Columns, Picked, Samples
 from hpctrain.data.steps import Tail
 from hpctrain.data.transform import Transform
 

@@ -14,10 +14,10 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import PART, make_folder
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.columns import Samples, checked_rows, count, cut
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
-from hpctrain.data.format.rows import Samples, checked_rows, count, cut
 from hpctrain.data.format.writer_files import (
     Journal,
     Publication,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import format_seconds
-from hpctrain.data.batch import Batch
+from hpctrain.data.samples import Batch
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress

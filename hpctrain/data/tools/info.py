@@ -54,7 +54,7 @@ def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     Raises:
         DataError: there is no such sample, or it cannot be read.
     """
-    from hpctrain.data.format.rows import RaggedRows  # noqa: PLC0415 - loads torch
+    from hpctrain.data.format.columns import RaggedRows  # noqa: PLC0415 - loads torch
     from hpctrain.data.tools.rewriting import stream  # noqa: PLC0415
 
     directory = Path(directory)

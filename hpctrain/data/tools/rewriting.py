@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.data.format.columns import RaggedRows, Rows, count, cut
 from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
-from hpctrain.data.format.rows import RaggedRows, Rows, count, cut
 from hpctrain.data.order.order import global_order
 from hpctrain.data.tools.faults import name_blocks
 from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks, runs
