@@ -40,7 +40,7 @@ def given_as(field, samples, rng):
     return samples
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
     per_shard=st.integers(3, 40),

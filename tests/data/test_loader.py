@@ -34,7 +34,7 @@ def epoch_of(dataset, size, **kwargs):
     return list(zip(*ranks, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     n=SAMPLES,
     size=st.integers(1, 7),
@@ -66,7 +66,7 @@ def test_an_epoch_has_every_sample_once_in_the_same_global_batches_for_any_ranks
     assert sorted(itertools.chain(*(b.number.tolist() for (b,) in alone))) == list(range(n))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     n=SAMPLES,
     shards=st.sampled_from([1, 4, 8]),
@@ -89,7 +89,7 @@ def test_micro_shards_do_not_depend_on_the_number_of_ranks(n, shards, batch, ord
         assert {loader.step_samples for loader in loaders} == {min(batch, n - step * batch)}
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), order=ORDERS)
 def test_a_tail_that_wraps_fills_every_step_and_marks_repeats(n, size, batch, order):
     ranks = [

@@ -49,7 +49,7 @@ def test_from_the_start_every_source_is_within_one_sample_of_its_share(weights):
         assert np.abs(given_s - share * np.arange(1, 2 * PERIOD + 1)).max() < 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(size=st.integers(1, 4), batch=st.integers(1, 50))
 def test_every_source_goes_through_whole_epochs(size, batch):
     a, b = InMemory(30), InMemory(90)
@@ -152,7 +152,7 @@ CHOICES = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(chosen=CHOICES, batch=st.integers(1, 20))
 def test_a_pass_gives_the_chosen_samples(chosen, batch):
     loader = Loader(Subset(InMemory(N), chosen), global_batch=batch)
@@ -161,7 +161,7 @@ def test_a_pass_gives_the_chosen_samples(chosen, batch):
     assert list(itertools.chain(*numbers(in_order))) == list(chosen)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(chosen=CHOICES, damaged=st.tuples(st.integers(0, N - 1), st.integers(1, 30)))
 def test_damage_is_told_in_the_numbers_of_the_subset(chosen, damaged):
     start, stop = damaged[0], damaged[0] + damaged[1]

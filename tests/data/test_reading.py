@@ -53,7 +53,7 @@ def noisy(sample, generator):
     return {"number": sample["number"], "noise": generator.standard_normal(2)}
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(size=st.integers(1, 5), batch=st.integers(1, 40), epoch=st.integers(0, 2))
 def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_only(size, batch, epoch):
     def drawn(size, batch):
