@@ -26,10 +26,6 @@ CODE = """
 import time
 from pathlib import Path
 
-def rows():
-    for index in range(100):
-        yield item(index)
-
 def item(index):
     while index == 60 and not Path("go").exists():
         time.sleep(0.01)
@@ -47,7 +43,7 @@ from hpctrain.data.packing.pack import PackConfig, pack
 def start(total, done):
     return lambda num_samples: print(num_samples, flush=True)
 
-config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
+config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=5)
 import hpctrain.data.packing.source as source
 source.BATCH_SAMPLES = 4
 source.NUM_EXAMINED = 10
@@ -69,19 +65,19 @@ class Watcher:
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(("name", "seed"), [("rows", None), ("Items", 5)])
 def test_twice_at_once_is_refused_and_after_a_kill_it_goes_on_behind_the_finished_shards(
-    tmp_path, monkeypatch, name, seed
+    tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
     monkeypatch.setattr("hpctrain.data.packing.source.NUM_EXAMINED", 10)
-    module = f"slow_{name.lower()}"
-    (tmp_path / f"{module}.py").write_text(CODE)
-    source = f"{module}:{name}"
-    config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
-    line = [sys.executable, "-c", PACK, source, str(seed)]
+    (tmp_path / "slow_items.py").write_text(CODE)
+    source, config = (
+        "slow_items:Items",
+        PackConfig(samples_per_shard=8, ragged=("row",), shuffle=5),
+    )
+    line = [sys.executable, "-c", PACK, source]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         written = 0
         while written < 32:
@@ -228,15 +224,20 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
         pack(tmp_path / "t.csv", tmp_path / "set")
 
 
-def test_functions_of_one_module_are_not_taken_for_each_other(tmp_path, monkeypatch):
+def test_a_stream_goes_on_too_and_functions_of_one_module_are_not_taken_for_each_other(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
-    code = "def {}(): return [{{'x': {} + index}} for index in range(30)]\n"
+    monkeypatch.setattr("hpctrain.data.packing.source.BATCH_SAMPLES", 4)
+    code = "def {}(): return ({{'x': {} + index}} for index in range(30))\n"
     text = code.format("first", 0) + code.format("second", 1000)
     (tmp_path / "two_functions.py").write_text(text)
     config = PackConfig(samples_per_shard=10)
-    watcher = Watcher()
-    watcher.advance = Mock(side_effect=RuntimeError("stop"))
-    with pytest.raises(RuntimeError, match="stop"):
-        pack("two_functions:first", tmp_path / "set", config, start=watcher)
-    pack("two_functions:second", tmp_path / "set", config)
-    assert read_whole(tmp_path / "set")["x"] == list(range(1000, 1030))
+    for name, start, kept in (("first", 0, 10), ("second", 1000, 0)):
+        stopped, watcher = Watcher(), Watcher()
+        stopped.advance = Mock(side_effect=[None, None, None, RuntimeError("stop")])
+        with pytest.raises(RuntimeError, match="stop"):
+            pack("two_functions:first", tmp_path / name, config, start=stopped)
+        pack(f"two_functions:{name}", tmp_path / name, config, start=watcher)
+        assert (watcher.done, watcher.written) == (kept, 30 - kept)
+        assert read_whole(tmp_path / name)["x"] == list(range(start, start + 30))
