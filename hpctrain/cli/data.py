@@ -1,10 +1,11 @@
 """``hpctrain data``: make data sets, look at them, keep them whole."""
 
+from contextlib import contextmanager
 from dataclasses import asdict
 from json import dumps
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,8 @@ from hpctrain.cli.data_pack import option, pack, say, summary
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.data.tools.info import Info, Shown
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.data.tools.shared_work import Start
 
 FAULT = 1
 """Exit code when a data set is not whole."""
@@ -50,9 +52,6 @@ Parts = Annotated[
     ),
 ]
 Seed = Annotated[int, option("Another seed, other parts.", min=0, metavar="N", default=True)]
-By = Annotated[
-    str | None, option("Share out each value of this integer field by itself.", metavar="FIELD")
-]
 
 
 def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -> None:
@@ -69,25 +68,20 @@ def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -
       hpctrain data info data/train --json | jq .num_samples
     """
     from hpctrain.data.tools.info import info as info_of  # noqa: PLC0415
+    from hpctrain.data.tools.info import peek  # noqa: PLC0415
 
-    found = info_of(directory)
-    shown: Sequence[Shown] = ()
-    if sample is not None:
-        from hpctrain.data.tools.info import peek  # noqa: PLC0415
-
-        shown = peek(directory, sample)
+    record = info_of(directory)
+    shown = [] if sample is None else peek(directory, sample)
     if json:
-        record = asdict(found)
-        if sample is not None:
-            record["sample"] = {"index": sample, "fields": [asdict(field) for field in shown]}
-        typer.echo(dumps(record, indent=1))
+        about = {} if sample is None else {"sample": {"index": sample, "fields": shown}}
+        typer.echo(dumps(record | about, indent=1))
         return
-    for line in _lines_of(found):
+    for line in _lines_of(record):
         typer.echo(line)
     for field in shown:
-        values = " ".join(map(_shown, field.values))
-        more = " ..." if prod(field.shape) > len(field.values) else ""
-        typer.echo(f"sample {sample}: {field.name} {field.shape} {values}{more}")
+        values = " ".join(map(_shown, field["values"]))
+        more = " ..." if prod(field["shape"]) > len(field["values"]) else ""
+        typer.echo(f"sample {sample}: {field['name']} {field['shape']} {values}{more}")
 
 
 def verify(directory: Directory, *, json: AsJson = False) -> None:
@@ -104,11 +98,10 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
 
       hpctrain data verify data/train --json | jq .faults
     """
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
 
-    with ranks() as comm, ToolBar("checking", comm) as bar:
-        report = check(directory, comm, start=bar.start)
+    with _together("checking") as (comm, start):
+        report = check(directory, comm, start=start)
     say(comm, [dumps(asdict(report), indent=1)] if json else report.lines())
     if not report.is_whole:
         raise typer.Exit(FAULT)
@@ -125,11 +118,10 @@ def repair(directory: Directory, *, source: Copy = None) -> None:
 
       hpctrain data repair data/train --from /archive/train
     """
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
 
-    with ranks() as comm, ToolBar("repairing", comm) as bar:
-        outcome = carry_out(directory, source, comm, start=bar.start)
+    with _together("repairing") as (comm, start):
+        outcome = carry_out(directory, source, comm, start=start)
     say(comm, [*outcome.deeds, *outcome.report.lines()])
     if not outcome.report.is_whole:
         raise typer.Exit(FAULT)
@@ -155,10 +147,9 @@ def reshard(
 
       mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
     """
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
     from hpctrain.core.units import parse_bytes  # noqa: PLC0415
-    from hpctrain.data.tools.reshard import Shape  # noqa: PLC0415
-    from hpctrain.data.tools.reshard import reshard as write  # noqa: PLC0415
+    from hpctrain.data.tools.rewriting import Shape  # noqa: PLC0415
+    from hpctrain.data.tools.rewriting import reshard as write  # noqa: PLC0415
 
     shape = Shape(
         samples_per_shard=samples_per_shard,
@@ -166,12 +157,12 @@ def reshard(
         block_size=block_size,
         compression=compression,
     )
-    with ranks() as comm, ToolBar("writing", comm) as bar:
-        manifest = write(directory, out, shape, comm, start=bar.start)
+    with _together("writing") as (comm, start):
+        manifest = write(directory, out, shape, comm, start=start)
     say(comm, [summary(out, manifest)])
 
 
-def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: By = None) -> None:
+def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0) -> None:
     """Share out the samples of a data set at random: each part is a data set, OUT/NAME.
 
     Every sample is in one part. The same seed makes the same parts, on any number
@@ -181,52 +172,60 @@ def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0, by: B
 
       hpctrain data split data/all data train=0.9 test=0.1
 
-      hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --by label --seed 1
+      hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --seed 1
     """
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
-    from hpctrain.data.tools.split import parse_shares  # noqa: PLC0415
-    from hpctrain.data.tools.split import split as write  # noqa: PLC0415
+    from hpctrain.data.tools.rewriting import parse_shares  # noqa: PLC0415
+    from hpctrain.data.tools.rewriting import split as write  # noqa: PLC0415
 
     shares = parse_shares(parts)
-    with ranks() as comm, ToolBar("writing", comm) as bar:
-        manifests = write(directory, out, shares, comm, seed=seed, by=by, start=bar.start)
+    with _together("writing") as (comm, start):
+        manifests = write(directory, out, shares, comm, seed=seed, start=start)
     say(comm, [summary(out / name, manifest) for name, manifest in manifests.items()])
+
+
+@contextmanager
+def _together(verb: str) -> "Iterator[tuple[Communicator | None, Start]]":
+    """Give the ranks that work, and what starts the bar of their progress."""
+    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
+
+    with ranks() as comm, ToolBar(verb, comm) as bar:
+        yield comm, bar.start
 
 
 _MOST_SHARDS = 20
 """Listed one by one; of more only the first and the last."""
 
 
-def _lines_of(info: "Info") -> "Iterator[str]":
+def _lines_of(about: "dict[str, Any]") -> "Iterator[str]":
     from hpctrain.core.units import format_bytes  # noqa: PLC0415
 
-    yield f"{info.directory}: {info.num_samples} samples of the split {info.split}"
-    yield f"uuid        {info.uuid}"
-    if info.created_by:
-        yield f"created by  {info.created_by}"
-    yield f"block size  {info.block_size} samples"
-    if info.classes:
-        yield f"classes     {len(info.classes)}, named in classes.txt"
+    yield f"{about['directory']}: {about['num_samples']} samples of the split {about['split']}"
+    yield f"uuid        {about['uuid']}"
+    if about["created_by"]:
+        yield f"created by  {about['created_by']}"
+    yield f"block size  {about['block_size']} samples"
+    if about["classes"]:
+        yield f"classes     {len(about['classes'])}, named in classes.txt"
     yield ""
     rows = [("field", "shape", "dtype", "compression", "bytes")]
-    for field in info.fields:
-        shape = ", ".join(map(str, field.shape))
-        if field.mean_length is not None:
-            shape = f"length{', ' * bool(shape)}{shape}; mean length {field.mean_length:.1f}"
-        dtype, size = field.dtype.lstrip("|<"), format_bytes(field.num_bytes)
-        rows.append((field.name, f"({shape})", dtype, field.compression or "none", size))
+    for field in about["fields"]:
+        shape, mean = ", ".join(map(str, field["shape"])), field["mean_length"]
+        if mean is not None:
+            shape = f"length{', ' * bool(shape)}{shape}; mean length {mean:.1f}"
+        dtype, size = field["dtype"].lstrip("|<"), format_bytes(field["num_bytes"])
+        rows.append((field["name"], f"({shape})", dtype, field["compression"] or "none", size))
     yield from _columns(rows)
     yield ""
     shards = [
-        (s.file, str(s.num_samples), format_bytes(s.num_bytes), s.state) for s in info.shards
+        (one["file"], str(one["num_samples"]), format_bytes(one["num_bytes"]), one["state"])
+        for one in about["shards"]
     ]
-    head = ("shard", "samples", "bytes", "file")
-    if len(shards) > _MOST_SHARDS:
+    num_shards = len(shards)
+    if num_shards > _MOST_SHARDS:
         faults = [row for row in shards[1:-1] if row[-1] != "here"]
         shards = [shards[0], *faults[:_MOST_SHARDS], ("...", "", "", ""), shards[-1]]
-    yield from _columns([head, *shards])
-    plural = "s" * (len(info.shards) != 1)
-    yield f"{len(info.shards)} shard{plural}, {format_bytes(info.num_bytes)}"
+    yield from _columns([("shard", "samples", "bytes", "file"), *shards])
+    yield f"{num_shards} shard{'s' * (num_shards != 1)}, {format_bytes(about['num_bytes'])}"
 
 
 def _columns(rows: "Sequence[Sequence[str]]") -> "Iterator[str]":

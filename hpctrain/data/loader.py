@@ -14,19 +14,28 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.batch import Batch, padded, pinned
-from hpctrain.data.loading.batches import ReadDepth, cut_apart, prefetched
-from hpctrain.data.loading.position import Position
-from hpctrain.data.loading.steps import Cut, Skipped, StepPart, Steps, Tail, num_steps
-from hpctrain.data.order.draws import ThreadDraws
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
-from hpctrain.data.samples import Columns, Indices, Samples
-from hpctrain.data.transform import Transform, apply
+from hpctrain.data.samples import Batch, Columns, Indices, Samples, padded, pinned
+from hpctrain.data.steps import (
+    Cut,
+    ReadDepth,
+    Skipped,
+    StepPart,
+    Steps,
+    Tail,
+    cut_apart,
+    num_steps,
+    prefetched,
+)
+from hpctrain.data.transform import ThreadDraws, Transform, apply
 from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
 from hpctrain.data.workers.shm_message import portable
 
 _LOG = logging.getLogger(__name__)
+
+STATE_FORMAT = 1
+"""Of ``state_dict``, in which nothing depends on the number of ranks or on the global batch."""
 
 _CHOICES = {
     "tail": ("short", "drop", "wrap"),
@@ -136,14 +145,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: the same on every rank, whatever their number."""
-        return Position(
-            uuid=self.dataset.uuid,
-            seed=self.seed,
-            epoch=self.epoch,
-            consumed=self.consumed,
-            ordering=self._ordering,
-            skipped=tuple(self._skipped.ranges),
-        ).record()
+        return {
+            "format": STATE_FORMAT,
+            "uuid": self.dataset.uuid,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            **self._ordering.record(),
+            "skipped": [list(some) for some in self._skipped.ranges],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a loader was, with any number of ranks and any global batch.
@@ -156,10 +166,23 @@ class Loader:
         Raises:
             DataError: it is of other data, or no state of a loader.
         """
-        position = Position.of(state, self.dataset)
-        self.seed, self.epoch, self.consumed = position.seed, position.epoch, position.consumed
-        self._ordering, self._skipped = position.ordering, Skipped(position.skipped)
-        self._pass = None
+        if state.get("format", 0) != STATE_FORMAT:
+            raise DataError(
+                f"the state of a loader has format {STATE_FORMAT}, got {state.get('format')!r}; "
+                f"it was saved by another version of hpctrain, or is not of a loader"
+            )
+        try:
+            uuid = str(state["uuid"])
+            seed, epoch, consumed = (int(state[name]) for name in ("seed", "epoch", "consumed"))
+            ordering = Ordering.of(state)
+            skipped = Skipped((int(start), int(stop)) for start, stop in state["skipped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"this is not the state of a loader: {error!r}; give what state_dict() returned"
+            ) from error
+        self._check_position(uuid, epoch, consumed)
+        self.seed, self.epoch, self.consumed = seed, epoch, consumed
+        self._ordering, self._skipped, self._pass = ordering, skipped, None
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of this rank, one for each step; collective with ``comm``."""
@@ -191,8 +214,7 @@ class Loader:
 
         Not collective; until the next one is asked for.
         """
-        order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        part = Steps(order, self._cut(self.consumed - self.step_samples), 1, 1).part(0)
+        part = self.steps(self.consumed - self.step_samples).part(0)
         return part.without(self._skipped).indices
 
     def close(self) -> None:
@@ -237,22 +259,34 @@ class Loader:
             'on_corrupt="skip" needs comm: all ranks must skip the same samples',
         )
 
+    def _check_position(self, uuid: str, epoch: int, consumed: int) -> None:
+        if uuid != self.dataset.uuid:
+            raise DataError(
+                f"the state was saved with the data set {uuid}, this one is {self.dataset.uuid}; "
+                f"give the same data set, or begin without the state"
+            )
+        if epoch < 0 or not 0 <= consumed <= len(self.dataset):
+            raise DataError(
+                f"a position is an epoch and 0 to {len(self.dataset)} samples, got epoch {epoch} "
+                f"and {consumed} samples; the state was changed"
+            )
+
     def _batches(self) -> Generator[Batch | Exception]:
         """Read on from where we are; give the batch of each step, or what prevents it.
 
         What prevents all further steps is given at the next one, and is the last.
         """
-        cut = self._cut(self.consumed)
-        if not len(cut):
+        if not num_steps(len(self.dataset) - self.consumed, self.global_batch, self.tail):
             return
         try:
-            with self._reading(cut) as parts:
+            with self._reading() as parts:
                 yield from chain.from_iterable(self._draws.waited(parts))
         except Exception as error:
             yield error
 
-    def _cut(self, start: int) -> Cut:
-        return Cut(
+    def steps(self, start: int = 0, together: int = 1, num_ahead: int = 1) -> Steps:
+        """Return the steps of this rank behind the first ``start`` samples of the epoch."""
+        cut = Cut(
             num_samples=len(self.dataset),
             start=start,
             global_batch=self.global_batch,
@@ -261,9 +295,11 @@ class Loader:
             size=self.size,
             micro_shards=self.micro_shards,
         )
+        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        return Steps(order, cut, together, num_ahead)
 
-    def _reading(self, cut: Cut) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
-        """Begin to read the steps of ``cut``, several of them together."""
+    def _reading(self) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
+        """Begin to read on, several steps together."""
         depth = ReadDepth.of(
             self.dataset.sample_bytes * self.global_batch / self.size,
             threads=self.threads,
@@ -280,13 +316,12 @@ class Loader:
                 self.worker_timeout_s,
                 any_ranks=self.micro_shards is not None,
             )
-        order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        steps = Steps(order, cut, depth.together, depth.depth)
-        read = partial(self._read, steps, self._pool)
+        steps = self.steps(self.consumed, depth.together, depth.depth)
+        read = partial(self.read, steps, self._pool)
         return prefetched(read, range(len(steps)), threads=depth.threads, depth=depth.depth)
 
-    def _read(self, steps: Steps, pool: DecodePool | None, number: int) -> list[Batch | Exception]:
-        """Return the batch of each step of a part, or what prevents it. For threads."""
+    def read(self, steps: Steps, pool: DecodePool | None, number: int) -> list[Batch | Exception]:
+        """Return the batch of each step of a part, or what prevents it. Threads may call it."""
         part = steps.part(number)
         if not self.dataset.in_memory:
             with suppress(Exception):  # told at the step that cannot be read

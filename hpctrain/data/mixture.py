@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.order.order import Order, global_order
-from hpctrain.data.ragged import Ragged, Values
-from hpctrain.data.samples import Columns, Indices, Samples, file_of
+from hpctrain.data.order.order import Order, Sequential, global_order
+from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 
 PERIOD = 1 << 16
 """Length of the pattern of sources that repeats; weights are rounded to so many parts."""
@@ -87,7 +86,7 @@ class Mixture:
 
     def order(self, epoch: int) -> Order:
         """Return the order of an epoch of the mixture."""
-        return _Onward(epoch * self._length)
+        return Sequential(epoch * self._length)
 
     def take(self, indices: Indices) -> Columns:
         """Gather samples, numbered from 0 without an end.
@@ -98,14 +97,14 @@ class Mixture:
         wanted = np.asarray(indices, np.int64)
         parts: list[Columns] = []
         places: list[Indices] = []
-        for part in self._parts(wanted):
+        for source, samples, here in self._parts(wanted):
             try:
-                parts.append(part.source.take(part.samples))
+                parts.append(source.take(samples))
             except CorruptError as error:
-                bad = (error.start <= part.samples) & (part.samples < error.stop)
-                index = int(wanted[part.places[np.argmax(bad)]])
+                bad = (error.start <= samples) & (samples < error.stop)
+                index = int(wanted[here[np.argmax(bad)]])
                 raise CorruptError(str(error), index, index + 1) from error
-            places.append(part.places)
+            places.append(here)
         if not parts:
             return self.sources[0].take(wanted)
         back = np.argsort(np.concatenate(places))
@@ -113,8 +112,8 @@ class Mixture:
 
     def will_need(self, indices: Indices) -> None:
         """Tell each source which of its samples are read soon."""
-        for part in self._parts(np.asarray(indices, np.int64)):
-            part.source.will_need(part.samples)
+        for source, samples, _ in self._parts(np.asarray(indices, np.int64)):
+            source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
         """Return the source of each index, and how many samples of it came before."""
@@ -124,10 +123,11 @@ class Mixture:
 
     def file_of(self, index: int) -> str | None:
         """Return the file that holds a sample."""
-        (part,) = self._parts(np.array([index]))
-        return file_of(part.source, int(part.samples[0]))
+        ((source, samples, _),) = self._parts(np.array([index]))
+        return file_of(source, int(samples[0]))
 
-    def _parts(self, indices: Indices) -> Iterator["_Part"]:
+    def _parts(self, indices: Indices) -> Iterator[tuple[Samples, Indices, Indices]]:
+        """Yield each source, its samples that are wanted, and their places in ``indices``."""
         numbers, draws = self.locate(indices)
         for number in np.unique(numbers).tolist():
             places = np.flatnonzero(numbers == number)
@@ -139,7 +139,7 @@ class Mixture:
                 # Two sources of one size must not go through the same order.
                 order = _order(len(source), self._seed, epoch * len(self.sources) + number)
                 samples[here] = order.samples_at(positions[here])
-            yield _Part(source, samples, places)
+            yield source, samples, places
 
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
@@ -166,27 +166,7 @@ class Mixture:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class _Part(NamedTuple):
-    """What one source gives to a batch."""
-
-    source: Samples
-    samples: Indices
-    places: Indices
-
-
-class _Onward:
-    """Indices from some start on."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-
-    def samples_at(self, positions: Indices) -> Indices:
-        return positions + self._start
-
-
-@lru_cache(maxsize=64)
-def _order(n: int, seed: int, epoch: int) -> Order:
-    return global_order(n, seed, epoch)
+_order = lru_cache(maxsize=64)(global_order)
 
 
 def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:

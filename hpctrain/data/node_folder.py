@@ -6,9 +6,8 @@ import shutil
 import tempfile
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.core import config
@@ -29,8 +28,7 @@ _MEMORY_SHARE = 0.5
 """Of free memory that the user did not choose: the ranks need the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """A folder of this node, and how many bytes may be put there."""
 
     folder: Path

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
-from hpctrain.data.batch import Picked
-from hpctrain.data.format.compression import rows_per_chunk
+from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Part, gather_ragged, split
@@ -22,7 +21,7 @@ from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array
-from hpctrain.data.ragged import Values
+from hpctrain.data.samples import Picked, Values
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -131,11 +130,7 @@ class ShardedDataset:
     @property
     def sample_bytes(self) -> float:
         """Bytes of a sample, of all fields together, on average."""
-        total = 0
-        for name, field in self.fields.items():
-            rows = [shard.places[name].num_rows or 0 for shard in self.manifest.shards]
-            total += field.sample_bytes * (sum(rows) if field.ragged else len(self))
-        return total / max(1, len(self))
+        return self.manifest.sample_bytes
 
     @property
     def in_memory(self) -> bool:

@@ -1,13 +1,92 @@
-"""The protocol of what a loader reads: a data set, a part of one, a mixture of several."""
+"""Samples: what a loader reads, the values of a batch, and a batch itself."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.ragged import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Samples whose first dimension differs; the others are the same."""
+
+    values: Tensor
+    """``(total, *shape)``: the samples, one after another."""
+    offsets: Tensor
+    """``(num_samples + 1,)`` int64: sample i is ``values[offsets[i]:offsets[i + 1]]``."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Tensor]) -> Self:
+        """Lay samples one after another.
+
+        Args:
+            samples: at least one, each ``(length, *shape)``, of the same dtype and device.
+        """
+        lengths = torch.tensor([0, *map(len, samples)], dtype=torch.int64)
+        return cls(torch.cat(list(samples)), lengths.cumsum(0))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each sample, ``(num_samples,)`` int64."""
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return the view of one sample."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, got index {index}")
+        index %= len(self)
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def padded(self, fill: float = 0, length: int | None = None) -> Tensor:
+        """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
+
+        Args:
+            fill: value behind the end of a sample.
+            length: of every row; by default that of the longest sample.
+
+        Raises:
+            DataError: a sample is longer than ``length``.
+        """
+        longest = int(self.lengths.max()) if len(self) else 0
+        length = longest if length is None else length
+        if longest > length:
+            raise DataError(
+                f"samples are padded to {length}, but one has {longest}; pad to that length or "
+                f"cut the samples before"
+            )
+        shape = (len(self), length, *self.values.shape[1:])
+        rows = self.values.new_full(shape, fill)
+        if self.values.numel():
+            inside = torch.arange(length, device=self.values.device) < self.lengths[:, None]
+            rows[inside] = self.values[int(self.offsets[0]) : int(self.offsets[-1])]
+        return rows
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return the samples on a device."""
+        return type(self)(
+            self.values.to(device, non_blocking=non_blocking),
+            self.offsets.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Self:
+        """Return the samples in memory from which a GPU can copy by itself."""
+        return type(self)(self.values.pin_memory(), self.offsets.pin_memory())
+
+
+Values = Tensor | Ragged
+"""The samples of a field in a batch: ``(num_samples, *shape)``, or of different lengths."""
+
 
 Indices = NDArray[np.int64]
 Columns = dict[str, Values]
@@ -55,3 +134,75 @@ def file_of(samples: Samples, index: int) -> str | None:
     """Return the file that holds a sample; None for data that cannot tell."""
     tell = getattr(samples, "file_of", None)
     return None if tell is None else tell(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The share of one rank in a global batch: ``x, y = batch``, ``batch.x`` or ``batch["x"]``."""
+
+    fields: Mapping[str, Values]
+    """Values by name, in the order of the data set or of what the transform returned."""
+    num_samples: int
+    """Samples of this rank; 0 where a short tail does not go round."""
+    num_repeated: int = 0
+    """How many of them, the last ones, came before in this epoch: ``tail="wrap"`` alone."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""
+        moved = {
+            name: values.to(device, non_blocking=non_blocking)
+            for name, values in self.fields.items()
+        }
+        return replace(self, fields=moved)
+
+    def __iter__(self) -> Iterator[Values]:
+        """Yield the values."""
+        return iter(self.fields.values())
+
+    def __getitem__(self, name: str) -> Values:
+        """Return the values of a field."""
+        return self.fields[name]
+
+    def __getattr__(self, name: str) -> Values:
+        """Return the values of a field."""
+        # While a batch is unpickled it has no fields yet, and this must not ask for them.
+        if name != "fields" and name in self.fields:
+            return self.fields[name]
+        raise AttributeError(f"a batch has no field {name!r}")
+
+
+class Picked(Sequence[dict[str, Tensor]]):
+    """A batch whose items are its samples, as views."""
+
+    def __init__(self, fields: Mapping[str, Values], num_samples: int) -> None:
+        """Take a batch."""
+        self.fields = fields
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, or a list of several."""
+        number = range(len(self))[index]
+        if isinstance(number, range):
+            return [self[one] for one in number]
+        return {name: values[number] for name, values in self.fields.items()}
+
+
+def padded(fields: Mapping[str, Values]) -> dict[str, Values]:
+    """Fill samples up to the longest one of the batch; ``<field>_lengths`` tells their lengths."""
+    result: dict[str, Values] = {}
+    for name, values in fields.items():
+        if isinstance(values, Ragged):
+            result[name] = values.padded()
+            result[f"{name}_lengths"] = values.lengths
+        else:
+            result[name] = values
+    return result
+
+
+def pinned(fields: Mapping[str, Values]) -> dict[str, Values]:
+    """Copy values to memory from which a GPU can copy by itself."""
+    return {name: values.pin_memory() for name, values in fields.items()}

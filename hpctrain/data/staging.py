@@ -23,7 +23,7 @@ from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.turns import in_turns
+from hpctrain.data.tools.shared_work import in_turns
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -180,8 +180,7 @@ class _Copier:
         except OSError as error:
             why, crc = reason_of(error), ~shard.crc32
         if crc != shard.crc32:
-            first = sum(before.num_samples for before in manifest.shards[:index])
-            stop = first + shard.num_samples
+            first, stop = manifest.samples_of(index)
             raise CorruptError(
                 f"shard {directory / shard.file} is damaged, so it is not copied to the node: "
                 f"{why} (samples {first} to {stop - 1}); find all damage with "

@@ -1,18 +1,16 @@
 """Data sets for ``torch.utils.data.DataLoader``, with whole batches instead of single samples."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from hpctrain.core.errors import DataError
-from hpctrain.data.batch import Picked
-from hpctrain.data.loading.steps import Cut, Steps, Tail
-from hpctrain.data.order.ordering import Ordering, OrderName
-from hpctrain.data.samples import Columns, Samples
-from hpctrain.data.transform import Transform, apply
+from hpctrain.data.loader import Loader
+from hpctrain.data.order.ordering import OrderName
+from hpctrain.data.samples import Columns, Picked, Samples
+from hpctrain.data.steps import Tail
+from hpctrain.data.transform import Transform
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -54,38 +52,28 @@ class Stream(IterableDataset[Columns]):
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if self.global_batch < 1 or not 0 <= self.rank < self.size:
-            raise DataError(
-                f"a stream needs a positive global_batch and a rank in [0, size), "
-                f"got {self.global_batch} and rank {self.rank} of {self.size}"
-            )
-        self._ordering = Ordering.choose(self.order, self.dataset, self.global_batch, None)
+        self._loader = Loader(
+            self.dataset,
+            global_batch=self.global_batch,
+            rank=self.rank,
+            size=self.size,
+            order=self.order,
+            tail=self.tail,
+            transform=self.transform,
+        )
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch, the same on every rank."""
-        return len(self._cut())
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Columns]:
         """Yield the batches of this rank, in a worker of ``DataLoader`` its share of them."""
         worker = get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        cut = self._cut()
-        order = self._ordering.order(self.dataset, self.seed, self.epoch)
-        steps = Steps(order, cut, 1, stride)
-        for step in range(first, len(cut), stride):
-            if not self.dataset.in_memory:
-                with suppress(DataError):  # told by the step that cannot be read
-                    self.dataset.will_need(steps.soon(step))
-            indices = steps.part(step).indices
-            columns = self.dataset.take(indices)
-            yield apply(self.transform, columns, indices, self.epoch, self.seed)
-
-    def _cut(self) -> Cut:
-        return Cut(
-            num_samples=len(self.dataset),
-            start=0,
-            global_batch=self.global_batch,
-            tail=self.tail,
-            rank=self.rank,
-            size=self.size,
-        )
+        self._loader.seed, self._loader.epoch = self.seed, self.epoch
+        steps = self._loader.steps(num_ahead=stride)
+        for step in range(first, len(steps), stride):
+            (batch,) = self._loader.read(steps, None, step)
+            if isinstance(batch, Exception):
+                raise batch
+            yield dict(batch.fields)

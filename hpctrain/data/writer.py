@@ -14,20 +14,21 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import PART, make_folder
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.alone import WriterLock
-from hpctrain.data.format.compression import load_filters, rows_per_chunk
-from hpctrain.data.format.journal import Journal, remove_journals
+from hpctrain.data.format.columns import Samples, checked_rows, count, cut
+from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
-from hpctrain.data.format.publication import (
+from hpctrain.data.format.writer_files import (
+    Journal,
     Publication,
+    WriterLock,
     explained,
     names_shards_of,
+    remove_journals,
     remove_shards,
     split_in,
 )
-from hpctrain.data.format.rows import Samples, checked_rows, count, cut
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

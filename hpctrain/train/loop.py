@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.core.units import format_seconds
-from hpctrain.data.batch import Batch
+from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import Scores, evaluate

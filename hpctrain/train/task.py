@@ -16,10 +16,10 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.data.batch import Batch
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Batch
 from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.optimizer import DistributedOptimizer

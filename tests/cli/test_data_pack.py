@@ -17,7 +17,7 @@ from hpctrain.cli.shared_work import ToolBar, joined
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.runtime.world import current
-from tests.data.packing.conftest import read
+from tests.data.plain import read_whole
 
 app = typer.Typer()
 app.command()(pack)
@@ -51,7 +51,7 @@ def test_options_reach_the_data_set(run, tmp_path):
     assert run("a.npz", "set", *words.split()).exit_code == 0
     manifest = Manifest.read(tmp_path / "set")
     assert (manifest.split, manifest.block_size, len(manifest.shards)) == ("test", 3, 4)
-    images = np.array(read(tmp_path / "set")["images"])
+    images = np.array(read_whole(tmp_path / "set")["images"])
     assert sorted(images[:, 0]) == list(range(0, 60, 3))
     assert images[0, 0] != 0 or images[1, 0] != 3
     result = run("a.npz", "set", "--split", "test", "--shard-size", "512B", "--overwrite")
@@ -122,7 +122,7 @@ def test_ranks_share_the_work_and_all_stop_at_an_error(tmp_path):
     assert result.exit_code == 0
     made = f"set: 101 samples in {comm.size} shards, "
     assert (made in result.output) == (comm.rank == 0)
-    assert read(folder / "set")["x"] == list(range(101))
+    assert read_whole(folder / "set")["x"] == list(range(101))
     # One rank prints this error; a DataError of one rank would end all others.
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, MismatchError)

@@ -101,7 +101,7 @@ def test_reshard_and_split_tell_what_they_wrote(original, tmp_path):
         "reshard", original, tmp_path / "out", "--shard-size", "1KiB", "--compression", "none"
     )
     assert result.output.startswith(f"{tmp_path / 'out'}: 100 samples in ")
-    result = run("split", tmp_path / "out", tmp_path, "train=0.9", "test=0.1", "--by", "label")
+    result = run("split", tmp_path / "out", tmp_path, "train=0.9", "test=0.1")
     assert f"{tmp_path / 'train'}: 90 samples in " in result.output
     assert f"{tmp_path / 'test'}: 10 samples in 1 shard, " in result.output
     assert isinstance(run("split", original, tmp_path / "x", "train=0.9").exception, DataError)

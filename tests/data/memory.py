@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.layout import Field
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 
 
 class InMemory:

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import h5py
-import hdf5plugin  # noqa: F401 - registers its filters
 import numpy as np
 
 from hpctrain.data.format.layout import Field, Manifest, ShardEntry
 from hpctrain.data.writer import ShardWriter
+from tests.data.plain import read_whole
 
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 """Where files that are read a thousand times lie."""
@@ -56,23 +55,21 @@ def shard(directory: Path, index: int = 1) -> tuple[Path, ShardEntry]:
 
 def samples_in(directory: Path) -> list[dict[str, Any]]:
     """Return all samples, with plain lists for values."""
-    manifest = Manifest.read(directory)
-    samples: list[dict[str, Any]] = []
-    for shard in manifest.shards:
-        with h5py.File(directory / shard.file) as file:
-            columns = {name: file[f"data/{name}"][:] for name in manifest.fields}
-            index = {name: file[f"index/{name}"][:] for name in file.get("index", ())}
-        for row in range(shard.num_samples):
-            sample = {name: column[row] for name, column in columns.items() if name not in index}
-            for name, offsets in index.items():
-                sample[name] = columns[name][int(offsets[row]) : int(offsets[row + 1])]
-            samples.append({name: sample[name].tolist() for name in manifest.fields})
-    return samples
+    read = read_whole(directory)
+    return [
+        dict(zip(read, [value.tolist() for value in values], strict=True))
+        for values in zip(*read.values(), strict=True)
+    ]
 
 
 def numbers_in(directory: Path) -> list[int]:
     """Return the field ``number`` of all samples."""
-    return [sample["number"] for sample in samples_in(directory)]
+    return [int(number) for number in read_whole(directory)["number"]]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names of all files."""
+    return sorted(path.name for path in directory.iterdir())
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

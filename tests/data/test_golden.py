@@ -1,16 +1,26 @@
-"""What the first hpctrain wrote is read for ever.
+"""What the first hpctrain wrote is read for ever, by old tools too, and nothing of other files.
 
 ``golden/plain`` was written before there were ragged and compressed fields, ``golden/kinds`` when
 they had come; neither is ever written again.
 """
 
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import torch
 
+from hpctrain.core.atomic import crc32_of
+from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import VERSION, Manifest
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Ragged
+from hpctrain.data.tools.rewriting import Shape, reshard
+from hpctrain.data.tools.verify import verify
+from hpctrain.data.writer import write_arrays
 from tests.data.plain import read_whole
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -54,3 +64,110 @@ def test_the_reader_finds_the_samples(verify):
         assert len(kinds[name]) == len(indices)
         for sample, index in zip(kinds[name], indices, strict=True):
             assert np.array_equal(sample, KINDS[name][index])
+
+
+SECRET = np.arange(30.0)
+
+
+def by_link(file, other):
+    file["data/x"] = h5py.ExternalLink(other, "/x")
+
+
+def by_soft_link(file, other):
+    file["elsewhere"] = h5py.ExternalLink(other, "/")
+    file["data/x"] = h5py.SoftLink("/elsewhere/x")
+
+
+def by_storage(file, other):
+    with h5py.File(other) as there:
+        offset = there["x"].id.get_offset()
+    file.create_dataset("data/x", (30,), "<f8", external=[(other, offset, SECRET.nbytes)])
+
+
+def by_virtual_source(file, other):
+    layout = h5py.VirtualLayout((30,), "<f8")
+    layout[:] = h5py.VirtualSource(other, "x", (30,))
+    file.create_virtual_dataset("data/x", layout)
+
+
+WAYS = [by_link, by_soft_link, by_storage, by_virtual_source]
+
+
+@pytest.fixture
+def other(tmp_path):
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = SECRET
+    return str(tmp_path / "other.h5")
+
+
+@pytest.fixture
+def hostile(tmp_path, other, request):
+    """Give a set whose manifest agrees with its shard, but for where the values lie."""
+    directory = tmp_path / "set"
+    manifest = write_arrays(directory, {"x": SECRET}, samples_per_shard=30)
+    (shard,) = manifest.shards
+    path = directory / shard.file
+    with h5py.File(path, "r+") as file:
+        del file["data/x"]
+        request.param(file, other)
+    place = replace(shard.places["x"], offset=None)
+    size, crc = path.stat().st_size, crc32_of(path)
+    changed = replace(shard, num_bytes=size, crc32=crc, places={"x": place})
+    replace(manifest, shards=(changed,)).write(directory)
+    return directory
+
+
+@pytest.mark.parametrize("hostile", WAYS, indirect=True)
+def test_it_is_not_read(hostile):
+    with pytest.raises(CorruptError, match="values lie in the file that names them"):
+        ShardedDataset(hostile).take([0])
+
+
+@pytest.mark.parametrize("hostile", WAYS, indirect=True)
+def test_it_is_not_whole_and_no_copy_takes_it(hostile, tmp_path):
+    report = verify(hostile)
+    assert report.num_lost == 30
+    with pytest.raises(DataError, match="cannot be read: values lie in"):
+        reshard(hostile, tmp_path / "copy", Shape())
+
+
+H5DUMP = pytest.mark.requires("h5dump")
+
+
+def h5dump(*words):
+    done = subprocess.run(["h5dump", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def arrays(num_samples):
+    text = [torch.arange(n % 4) for n in range(num_samples)]
+    return {"x": np.arange(3 * num_samples).reshape(-1, 3), "text": Ragged.of(text)}
+
+
+@H5DUMP
+def test_h5dump_reads_values_lengths_checksums_and_attributes(tmp_path):
+    (shard,) = write_arrays(tmp_path, arrays(6), samples_per_shard=6, block_size=4).shards
+    path = tmp_path / shard.file
+    assert "(5,0): 15, 16, 17" in h5dump("-d", "/data/x", path)
+    assert "(0): 0, 0, 1, 0, 1, 2, 0" in h5dump("-d", "/data/text", path)
+    assert "(0): 0, 0, 1, 3, 6, 6, 7" in h5dump("-d", "/index/text", path)
+    assert "H5T_STD_U32LE" in h5dump("-d", "/crc/x", path)
+    assert "hpctrain-h5" in h5dump("-a", "/format", path)
+    assert "(0): 6" in h5dump("-a", "/n", path)
+    assert '"ragged": true' in h5dump("-a", "/fields", path).replace("\\", "")
+
+
+@H5DUMP
+@pytest.mark.parametrize("num_samples", [6, 500_000])
+def test_h5dump_opens_a_compressed_shard(tmp_path, num_samples):
+    """Short and of several chunks."""
+    rows = {"x": np.arange(num_samples)}
+    (shard,) = write_arrays(
+        tmp_path, rows, samples_per_shard=num_samples, compression="zstd"
+    ).shards
+    text = h5dump("-H", "-p", tmp_path / shard.file)
+    assert f"( {num_samples} ) / ( H5S_UNLIMITED )" in text
+    assert "CHECKSUM FLETCHER32" in text
+    assert "FILTER_ID 32015" in text
+    assert Manifest.read(tmp_path).shards == (shard,)

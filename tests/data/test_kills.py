@@ -1,11 +1,13 @@
-"""Killed at any instant, a writer leaves the old data set or the new one, whole.
+"""Killed at any instant, or without power, a writer leaves the old data set or the new one, whole.
 
 Here are a few kills of one process; ``HPCTRAIN_TEST_KILLS=200`` makes it 200. For kills of one
 rank among two see ``soak_kills.py``, which pytest runs when it is named.
 """
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -14,12 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.ragged import Ragged
-from hpctrain.data.writer import write_arrays
+from hpctrain.core.atomic import PART
+from hpctrain.data.format.layout import LOCK, MANIFEST
+from hpctrain.data.samples import Ragged
+from hpctrain.data.tools.repair import repair
+from hpctrain.data.writer import ShardWriter, write_arrays
+from tests.data.mixed_set import shard, write_mixed
 from tests.data.rewrite import NUM_SAMPLES, generation_in, samples
 
-KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "10"))
-NUM_RESUMES = max(2, KILLS // 20)
+KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
+NUM_RESUMES = max(1, KILLS // 20)
 
 pytestmark = pytest.mark.limit(60 + 2 * KILLS)
 
@@ -93,3 +99,42 @@ def test_killed_again_and_again_a_writer_that_goes_on_comes_to_the_end(folder, s
             pytest.fail("the writer did not get on")
     write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
     assert len(list(folder.iterdir())) == 2
+
+
+FIELDS = {"x": ((), "i8"), "words": ((), "i8", True)}
+
+
+def write(folder, comm, key):
+    """Write shards that are full, and one on each rank that is not."""
+    with ShardWriter(folder, FIELDS, samples_per_shard=3, comm=comm, resume_key=key) as writer:
+        for _ in range(2):
+            writer.append({"x": [comm.rank] * 4, "words": [[1], [], [2, 3], [4]]})
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_data_set_is_on_disk_when_its_manifest_is_there(disk, comm, folder, key):
+    def watch(target):
+        if target.name == MANIFEST:
+            disk.faults.extend(disk.lost(MANIFEST, LOCK, below=folder))
+        if target.name.endswith(".journal"):
+            told = json.loads(target.with_name(target.name + PART).read_text())
+            for name in (record["file"] for record in told["shards"]):
+                if disk.kept(folder / name) != (folder / name).read_bytes():
+                    disk.faults.append(f"{target} names {name}")
+
+    disk.watchers.append(watch)
+    for _ in range(2):  # a new one, then in its place
+        write(folder, comm, key)
+        assert not disk.lost()
+        comm.barrier()
+    assert not list(folder.glob("*.journal"))
+
+
+def test_a_repaired_shard_is_on_disk(tmp_path, disk):
+    write_mixed(tmp_path / "set")
+    shutil.copytree(tmp_path / "set", tmp_path / "copy")
+    shard(tmp_path / "set", 0)[0].unlink()
+    assert repair(tmp_path / "set", tmp_path / "copy").report.is_whole
+    assert not disk.lost("copy")

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
+from hpctrain.data import steps as steps_module
 from hpctrain.data.loader import Loader
-from hpctrain.data.loading.batches import ReadDepth
-from hpctrain.data.order.window import WindowShape
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.order.window import WindowOrder, WindowShape
+from hpctrain.data.samples import Ragged
+from hpctrain.data.steps import Cut, ReadDepth, Steps
 from tests.data.memory import InMemory, numbers
 
 SAMPLES = st.sampled_from([1, 2, 5, 31, 64, 97])
@@ -33,7 +34,7 @@ def epoch_of(dataset, size, **kwargs):
     return list(zip(*ranks, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     n=SAMPLES,
     size=st.integers(1, 7),
@@ -65,7 +66,7 @@ def test_an_epoch_has_every_sample_once_in_the_same_global_batches_for_any_ranks
     assert sorted(itertools.chain(*(b.number.tolist() for (b,) in alone))) == list(range(n))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     n=SAMPLES,
     shards=st.sampled_from([1, 4, 8]),
@@ -88,7 +89,7 @@ def test_micro_shards_do_not_depend_on_the_number_of_ranks(n, shards, batch, ord
         assert {loader.step_samples for loader in loaders} == {min(batch, n - step * batch)}
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), order=ORDERS)
 def test_a_tail_that_wraps_fills_every_step_and_marks_repeats(n, size, batch, order):
     ranks = [
@@ -208,3 +209,39 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
 def test_wrong_arguments_are_told(wrong, words):
     with pytest.raises(DataError, match=words):
         Loader(InMemory(31), **{"global_batch": 4, "rank": 0, "size": 2, **wrong})
+
+
+@pytest.fixture(scope="module")
+def few_asked():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(steps_module, "ASKED", 8)  # a small set has more than one lot of blocks
+    yield
+    patch.undo()
+
+
+@pytest.mark.usefixtures("few_asked")
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 1500),
+    batch=st.integers(1, 12),
+    size=st.integers(1, 4),
+    together=st.integers(1, 3),
+    data=st.data(),
+)
+def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, together, data):
+    block, window = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
+    lanes = data.draw(st.integers(1, batch))
+    order = WindowOrder(n, 1, 0, WindowShape(block=block, window=window, lanes=lanes))
+    rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
+    cut = Cut(num_samples=n, start=start, global_batch=batch, tail="short", rank=rank, size=size)
+    steps = Steps(order, cut, together, 4)
+    asked: list[int] = []
+    for number in range(len(steps)):
+        soon = steps.soon(number)
+        asked += np.unique(soon // block).tolist()
+        part = steps.part(number)
+        # What bounds memory: in a lane, at most two windows of turns are in use at a time.
+        assert len(order.turns_begun(min(n - 1, start + number * together * batch))) <= 4 * window
+        if size == 1:
+            assert {*(part.indices // block).tolist()} <= {*asked}
+    assert len(set(asked)) == len(asked)

@@ -42,7 +42,7 @@ def run(dataset, state, *, size, num_steps=None, **kwargs):
     return steps, states[0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(n=st.integers(1, 120), phases=PHASES, order=ORDERS, epoch=st.integers(0, 2))
 def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch):
     dataset, seen = InMemory(n), []
@@ -63,7 +63,7 @@ def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch)
     assert (state["epoch"], state["consumed"]) == (epoch + 1, 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 120),
     batch=st.integers(1, 40),

@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format import alone
+from hpctrain.data.format import writer_files
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
-from tests.data.packing.conftest import read
+from tests.data.plain import read_whole
 
 ROWS = np.arange(100)
 
@@ -25,10 +25,6 @@ ROWS = np.arange(100)
 CODE = """
 import time
 from pathlib import Path
-
-def rows():
-    for index in range(100):
-        yield item(index)
 
 def item(index):
     while index == 60 and not Path("go").exists():
@@ -47,11 +43,10 @@ from hpctrain.data.packing.pack import PackConfig, pack
 def start(total, done):
     return lambda num_samples: print(num_samples, flush=True)
 
-config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=eval(sys.argv[2]))
-import hpctrain.data.packing.sample_batches as samples
+config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=5)
 import hpctrain.data.packing.source as source
-samples.BATCH_SAMPLES = source.BATCH_SAMPLES = 4
-samples.NUM_EXAMINED = 10
+source.BATCH_SAMPLES = 4
+source.NUM_EXAMINED = 10
 import hpctrain.data.packing.python as python
 python.NUM_EXAMINED = 10
 pack(sys.argv[1], "set", config, start=start)
@@ -70,57 +65,39 @@ class Watcher:
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(("name", "seed"), [("rows", None), ("Items", 5)])
-def test_after_a_kill_it_goes_on_behind_the_finished_shards(tmp_path, monkeypatch, name, seed):
+def test_twice_at_once_is_refused_and_after_a_kill_it_goes_on_behind_the_finished_shards(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    module = f"slow_{name.lower()}"
-    (tmp_path / f"{module}.py").write_text(CODE)
-    source = f"{module}:{name}"
-    line = [sys.executable, "-c", PACK, source, str(seed)]
+    monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
+    monkeypatch.setattr("hpctrain.data.packing.source.NUM_EXAMINED", 10)
+    (tmp_path / "slow_items.py").write_text(CODE)
+    source, config = (
+        "slow_items:Items",
+        PackConfig(samples_per_shard=8, ragged=("row",), shuffle=5),
+    )
+    line = [sys.executable, "-c", PACK, source]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         written = 0
         while written < 32:
             written += int(process.stdout.readline())
+        for again in (config, replace(config, overwrite=True)):
+            with pytest.raises(DataError, match=f"one writer at a time, process {process.pid} "):
+                pack(source, "set", again)
         process.kill()
     assert not (tmp_path / "set/manifest.json").exists()
     (tmp_path / "go").touch()
-    config = PackConfig(samples_per_shard=8, ragged=("row",), shuffle=seed)
     watcher = Watcher()
     pack(source, "set", config, start=watcher)
     assert watcher.done >= 32
     assert watcher.written == 100 - watcher.done
+    assert not verify("set").leftovers
     pack(source, "fresh", config)
-    found, fresh = read(tmp_path / "set"), read(tmp_path / "fresh")
+    found, fresh = read_whole(tmp_path / "set"), read_whole(tmp_path / "fresh")
     assert np.array_equal(found["number"], fresh["number"])
     assert sorted(found["number"]) == list(range(100))
     assert [len(row) for row in found["row"]] == [number % 4 for number in found["number"]]
-
-
-@pytest.mark.limit(180)
-def test_the_same_packing_twice_at_once_is_refused_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "slow_twice.py").write_text(CODE)
-    monkeypatch.setattr("hpctrain.data.packing.python.NUM_EXAMINED", 10)
-    line = [sys.executable, "-c", PACK, "slow_twice:Items", "None"]
-    config = PackConfig(samples_per_shard=8, ragged=("row",))
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            written = 0
-            while written < 32:
-                written += int(first.stdout.readline())
-            for again in (config, replace(config, overwrite=True)):
-                with pytest.raises(DataError, match=f"one writer at a time, process {first.pid} "):
-                    pack("slow_twice:Items", "set", again)
-        finally:
-            (tmp_path / "go").touch()
-        first.communicate()
-        assert first.returncode == 0
-    assert sorted(read(tmp_path / "set")["number"]) == list(range(100))
-    report = verify("set")
-    assert report.is_whole
-    assert not report.leftovers
 
 
 def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
@@ -139,18 +116,18 @@ def test_a_set_that_appears_while_the_source_is_examined_is_kept(tmp_path):
 
     with pytest.raises(DataError, match=r"a directory holds one data set, .* one already"):
         pack(Meanwhile(), tmp_path / "set")
-    assert read(tmp_path / "set")["x"] == list(range(100))
+    assert read_whole(tmp_path / "set")["x"] == list(range(100))
 
 
 def test_a_directory_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(alone.fcntl, "flock", refuse)
-    monkeypatch.setattr(alone.logger, "propagate", True)
+    monkeypatch.setattr(writer_files.fcntl, "flock", refuse)
+    monkeypatch.setattr(writer_files.logger, "propagate", True)
     write_arrays(tmp_path / "set", {"x": ROWS}, samples_per_shard=50)
     assert "has no locks (Function not implemented)" in caplog.text
-    assert read(tmp_path / "set")["x"] == list(range(100))
+    assert read_whole(tmp_path / "set")["x"] == list(range(100))
 
 
 @pytest.mark.parametrize("change", ["none", "source", "option", "object"])
@@ -184,12 +161,12 @@ def test_a_data_set_is_replaced_only_when_that_is_said(tmp_path):
         pack(tmp_path / "x.npy", tmp_path / "set")
     np.save(tmp_path / "x.npy", ROWS[:3])
     pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
-    assert read(tmp_path / "set")["x"] == [0, 1, 2]
+    assert read_whole(tmp_path / "set")["x"] == [0, 1, 2]
     (tmp_path / "set/manifest.json").write_text("damaged")
     with pytest.raises(DataError, match="replace it with --overwrite"):
         pack(tmp_path / "x.npy", tmp_path / "set")
     pack(tmp_path / "x.npy", tmp_path / "set", PackConfig(overwrite=True))
-    assert read(tmp_path / "set")["x"] == [0, 1, 2]
+    assert read_whole(tmp_path / "set")["x"] == [0, 1, 2]
     assert len(list((tmp_path / "set").glob("*.h5"))) == 1
     with pytest.raises(DataError, match="already; to cut it"):
         pack(tmp_path / "set", tmp_path / "other")
@@ -247,15 +224,20 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
         pack(tmp_path / "t.csv", tmp_path / "set")
 
 
-def test_functions_of_one_module_are_not_taken_for_each_other(tmp_path, monkeypatch):
+def test_a_stream_goes_on_too_and_functions_of_one_module_are_not_taken_for_each_other(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
-    code = "def {}(): return [{{'x': {} + index}} for index in range(30)]\n"
+    monkeypatch.setattr("hpctrain.data.packing.source.BATCH_SAMPLES", 4)
+    code = "def {}(): return ({{'x': {} + index}} for index in range(30))\n"
     text = code.format("first", 0) + code.format("second", 1000)
     (tmp_path / "two_functions.py").write_text(text)
     config = PackConfig(samples_per_shard=10)
-    watcher = Watcher()
-    watcher.advance = Mock(side_effect=RuntimeError("stop"))
-    with pytest.raises(RuntimeError, match="stop"):
-        pack("two_functions:first", tmp_path / "set", config, start=watcher)
-    pack("two_functions:second", tmp_path / "set", config)
-    assert read(tmp_path / "set")["x"] == list(range(1000, 1030))
+    for name, start, kept in (("first", 0, 10), ("second", 1000, 0)):
+        stopped, watcher = Watcher(), Watcher()
+        stopped.advance = Mock(side_effect=[None, None, None, RuntimeError("stop")])
+        with pytest.raises(RuntimeError, match="stop"):
+            pack("two_functions:first", tmp_path / name, config, start=stopped)
+        pack(f"two_functions:{name}", tmp_path / name, config, start=watcher)
+        assert (watcher.done, watcher.written) == (kept, 30 - kept)
+        assert read_whole(tmp_path / name)["x"] == list(range(start, start + 30))

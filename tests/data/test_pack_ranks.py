@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.pack import PackConfig, pack
-from tests.data.packing.conftest import read
+from tests.data.plain import read_whole
 
 SIZES = pytest.mark.ranks(2, 3)
 N = 101
@@ -81,7 +81,7 @@ def test_many_ranks_pack_what_one_packs(comm, folder, source, config):
     )
     if comm.rank == 0:
         pack(source, "one", PackConfig(**config))
-        many, one = read(folder / "many"), read(folder / "one")
+        many, one = read_whole(folder / "many"), read_whole(folder / "one")
         assert many.keys() == one.keys()
         for name in one:
             assert len(many[name]) == len(one[name])
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_stops_all_and_all_go_on_later(comm, folder):
     pack("many_rows:Items", "set", config, comm=comm, start=watcher)
     assert (watcher.done > 0) == (not own)
     if comm.rank == 0:
-        assert read(folder / "set")["x"] == list(range(N))
+        assert read_whole(folder / "set")["x"] == list(range(N))
 
 
 @SIZES

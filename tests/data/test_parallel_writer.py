@@ -12,6 +12,7 @@ import pytest
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
+from tests.data.mixed_set import names_in, numbers_in
 from tests.data.plain import read_whole
 from tests.full_disk import largest_file
 
@@ -21,11 +22,7 @@ SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
 def samples(start, stop):
     numbers = np.arange(start, stop)
-    return {"number": numbers, "text": [np.full((n % 3, 2), n % 251) for n in numbers]}
-
-
-def as_bytes(rows):
-    return {**rows, "text": [text.astype("u1") for text in rows["text"]]}
+    return {"number": numbers, "text": [np.full((n % 3, 2), n % 251, "u1") for n in numbers]}
 
 
 def write(folder, comm, counts, **options):
@@ -34,16 +31,8 @@ def write(folder, comm, counts, **options):
     with ShardWriter(folder, FIELDS, samples_per_shard=4, comm=comm, **options) as writer:
         for first in range(start, start + counts[comm.rank], 3):
             stop = min(first + 3, start + counts[comm.rank])
-            writer.append(as_bytes(samples(first, stop)))
+            writer.append(samples(first, stop))
     return writer.manifest
-
-
-def numbers_in(folder):
-    return [int(number) for number in read_whole(folder)["number"]]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 COUNTS = {
@@ -67,7 +56,7 @@ def test_a_set_holds_the_samples_in_the_order_of_the_ranks(comm, folder, of_rank
         read, wanted = read_whole(folder), samples(0, sum(counts))
         assert np.array_equal(read["number"], wanted["number"])
         assert all(map(np.array_equal, read["text"], wanted["text"]))
-        assert len(names(folder)) == len(manifest.shards) + 1
+        assert len(names_in(folder)) == len(manifest.shards) + 1
 
 
 @SIZES
@@ -75,7 +64,7 @@ def test_no_samples_on_any_rank_is_an_error_on_all(comm, folder):
     with pytest.raises(DataError, match="at least one sample"):
         write(folder, comm, [0] * comm.size)
     comm.barrier()
-    assert not names(folder)
+    assert not names_in(folder)
 
 
 @pytest.fixture
@@ -84,7 +73,7 @@ def old(comm, folder):
     if comm.rank == 0:
         write_arrays(folder, {"number": np.arange(5)}, samples_per_shard=3)
     comm.barrier()
-    return names(folder)
+    return names_in(folder)
 
 
 @pytest.fixture
@@ -113,7 +102,7 @@ def nobody():
 
 def check_old(comm, folder, old):
     comm.barrier()
-    assert names(folder) == old
+    assert names_in(folder) == old
     assert numbers_in(folder) == [0, 1, 2, 3, 4]
 
 
@@ -123,7 +112,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_the_old_set_stays(comm, folder, 
 
     def fail_half_way():
         with ShardWriter(folder, FIELDS, samples_per_shard=4, comm=comm) as writer:
-            writer.append(as_bytes(samples(0, 11)))
+            writer.append(samples(0, 11))
             if comm.rank == last:
                 raise KeyError("program of one rank")
 
@@ -176,7 +165,7 @@ def test_a_directory_that_is_read_only_is_an_error_on_all(comm, readable):
     if comm.rank == 0:
         write_arrays(readable, {"number": np.arange(5)}, samples_per_shard=3)
     comm.barrier()
-    old = names(readable)
+    old = names_in(readable)
     with nobody(), pytest.raises(DataError, match="Permission denied; make room or choose"):
         write(readable, comm, [9] * comm.size)
     check_old(comm, readable, old)
@@ -186,7 +175,7 @@ def test_a_directory_that_is_read_only_is_an_error_on_all(comm, readable):
 def test_a_new_set_replaces_the_old_one(comm, folder, old):
     write(folder, comm, [9] * comm.size)
     comm.barrier()
-    assert not {*old} & {*names(folder)} - {"manifest.json"}
+    assert not {*old} & {*names_in(folder)} - {"manifest.json"}
     assert numbers_in(folder) == list(range(9 * comm.size))
 
 
@@ -205,6 +194,6 @@ def test_a_directory_that_is_not_shared_is_told(comm, tmp_path):
     mine.mkdir()
     with pytest.raises(DataError, match=r"rank 0 does not see .*; choose a directory"):
         write(mine, comm, [3] * comm.size)
-    assert not names(mine)
+    assert not names_in(mine)
     with pytest.raises(DataError, match="this rank does not see"):
         write(tmp_path / f"missing-{comm.rank}", comm, [3] * comm.size)

@@ -119,16 +119,6 @@ def test_a_set_without_room_in_memory_is_read(directory, monkeypatch):
     assert not dataset.in_memory
 
 
-def test_a_shard_truncated_while_open_is_told(directory):
-    dataset = ShardedDataset(directory)
-    dataset.take([0, 40, 99])
-    path = directory / dataset.manifest.shards[1].file
-    with path.open("r+b") as file:
-        file.truncate(4096)
-    with pytest.raises(CorruptError, match="truncated or replaced"):
-        list(Loader(dataset, global_batch=8))
-
-
 def test_what_a_map_cannot_bring_is_read_and_the_process_lives(directory):
     shard = OpenShard(directory, Manifest.read(directory), 0, io="map")
     entry = Manifest.read(directory).shards[0]

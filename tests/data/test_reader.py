@@ -3,9 +3,11 @@
 import fcntl
 import os
 import pickle
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +58,24 @@ def is_whole(read):
     return all(np.array_equal(read[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize("samples_per_shard", [100, 40, 9, 1])
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Give sets of all kinds of fields by compression and samples of a shard, written once."""
+
+    @cache
+    def write(compression, samples_per_shard):
+        directory = tmp_path_factory.mktemp("mixed") / "set"
+        write_mixed(directory, compression=compression, samples_per_shard=samples_per_shard)
+        return directory
+
+    return write
+
+
+@pytest.mark.parametrize("samples_per_shard", [100, 40, 3])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_all_ways_to_read_give_the_same(tmp_path, way, compression, samples_per_shard):
+def test_all_ways_to_read_give_the_same(tmp_path, written, way, compression, samples_per_shard):
     directory, whole = tmp_path / "set", mixed(100)
-    write_mixed(directory, compression=compression, samples_per_shard=samples_per_shard)
+    shutil.copytree(written(compression, samples_per_shard), directory)
     dataset = ShardedDataset(directory, io=way(directory))
     dice = np.random.default_rng(0)
     for indices in (
@@ -68,7 +83,7 @@ def test_all_ways_to_read_give_the_same(tmp_path, way, compression, samples_per_
         *([99, 0, 50, 50, 3], [7], [41, 40, 43], [], range(100), torch.arange(40)),
         dice.permutation(100),
     ):
-        read, order = dataset.take(indices), np.array(indices, int)
+        read, order = dataset.take(indices), np.array(list(indices), int)
         for name in ("image", "number", "label"):
             assert np.array_equal(read[name].numpy(), whole[name][order])
         for name in ("text", "boxes"):
@@ -77,12 +92,6 @@ def test_all_ways_to_read_give_the_same(tmp_path, way, compression, samples_per_
                 assert np.array_equal(sample.numpy(), whole[name][index])
     if compression is None and way(directory) == "map":
         assert dataset._handles().joined is not None
-
-
-def test_what_was_taken_can_be_changed(reading):
-    dataset = reading()
-    dataset.take([1])["number"].zero_()
-    assert dataset.take([1])["number"].tolist() == [1]
 
 
 def test_memory_of_a_batch_is_used_again_only_when_nobody_has_it(tmp_path):
@@ -231,9 +240,8 @@ def test_a_missing_manifest_is_told_on_every_rank(world, shared):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_truncated_shard_is_told_on_every_rank(world, shared, index):
-    shard = Manifest.read(shared).shards[index]
+def test_a_truncated_shard_is_told_on_every_rank(world, shared):
+    shard = Manifest.read(shared).shards[1]
     world.Barrier()
     if world.rank == 0:
         os.truncate(shared / shard.file, 100)

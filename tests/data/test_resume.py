@@ -10,6 +10,7 @@ from hpctrain.core.atomic import PART
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
+from tests.data.mixed_set import names_in
 from tests.data.plain import read_whole
 
 FIELDS = {"number": ((), "i8"), "text": Field.of((), "i4", ragged=True)}
@@ -53,16 +54,12 @@ def numbers_in(folder):
     return numbers
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.mark.parametrize(("done", "stop"), [(11, 18), (8, 8), (12, 13)])
 def test_finished_shards_are_kept_and_the_result_is_the_same(tmp_path, done, stop):
     stopped(tmp_path, 0, done)
     assert write(tmp_path, 0, stop) == done // 4 * 4
     assert numbers_in(tmp_path) == list(range(stop))
-    assert len(names(tmp_path)) == 1 + -(-stop // 4)
+    assert len(names_in(tmp_path)) == 1 + -(-stop // 4)
 
 
 def test_the_old_set_is_there_until_the_new_one_is_whole(tmp_path):
@@ -87,13 +84,13 @@ def test_what_was_written_on_other_terms_is_swept(tmp_path, other):
     stopped(tmp_path, 0, 11)
     assert write(tmp_path, 20, 25, **other) == 0
     assert numbers_in(tmp_path) == list(range(20, 25))
-    assert not [name for name in names(tmp_path) if PART in name or "journal" in name]
+    assert not [name for name in names_in(tmp_path) if PART in name or "journal" in name]
 
 
 def test_a_writer_without_a_key_sweeps(tmp_path):
     stopped(tmp_path, 0, 11)
     write_arrays(tmp_path, {"x": [1, 2]}, samples_per_shard=2)
-    assert len(names(tmp_path)) == 2
+    assert len(names_in(tmp_path)) == 2
 
 
 def test_a_published_set_is_never_gone_on_with(tmp_path):
@@ -102,10 +99,10 @@ def test_a_published_set_is_never_gone_on_with(tmp_path):
     journal = next(tmp_path.glob("*.journal"))
     text = journal.read_text()
     write(tmp_path, 0, 8)
-    old = names(tmp_path)
+    old = names_in(tmp_path)
     journal.write_text(text)
     stopped(tmp_path, 0, 3)
-    assert {*old} < {*names(tmp_path)}
+    assert {*old} < {*names_in(tmp_path)}
     assert numbers_in(tmp_path) == list(range(8))
 
 
@@ -123,7 +120,7 @@ def test_only_shards_before_a_missing_one_are_kept(tmp_path, what):
     lost.write_bytes(lost.read_bytes()[:-1]) if what == "cut" else lost.unlink()
     assert write(tmp_path, 0, 12) == 4
     assert numbers_in(tmp_path) == list(range(12))
-    assert len(names(tmp_path)) == 4
+    assert len(names_in(tmp_path)) == 4
 
 
 @SIZES
@@ -137,7 +134,7 @@ def test_ranks_go_on_each_from_its_own(comm, folder):
     comm.barrier()
     wanted = [50 * rank + number for rank in range(comm.size) for number in range(20)]
     assert numbers_in(folder) == wanted
-    assert len(names(folder)) == 1 + len(Manifest.read(folder).shards)
+    assert len(names_in(folder)) == 1 + len(Manifest.read(folder).shards)
 
 
 @SIZES
@@ -154,18 +151,18 @@ def test_a_publication_that_was_cut_short_is_gone_on_with(
         if instant == "before the manifest":
             patch.setattr(Manifest, "write", refuse)
         elif comm.rank == comm.size - 1:
-            patch.setattr("hpctrain.data.format.publication.sync", refuse)
+            patch.setattr("hpctrain.data.format.writer_files.sync", refuse)
         with pytest.raises(DataError, match="No space left"):
             write(folder, start, start + 6, comm=comm)
     comm.barrier()
-    assert MANIFEST not in names(folder)
-    assert [name for name in names(folder) if "-of-" in name]
+    assert MANIFEST not in names_in(folder)
+    assert [name for name in names_in(folder) if "-of-" in name]
     comm.barrier()
     assert write(folder, start, start + 9, comm=comm) == 6
     comm.barrier()
     wanted = [50 * rank + number for rank in range(comm.size) for number in range(9)]
     assert numbers_in(folder) == wanted
-    assert len(names(folder)) == 1 + 3 * comm.size
+    assert len(names_in(folder)) == 1 + 3 * comm.size
 
 
 def refuse(*_):
@@ -179,4 +176,4 @@ def test_another_number_of_ranks_starts_anew(comm, folder):
     if comm.rank == 0:
         assert write(folder, 0, 3) == 0
         assert numbers_in(folder) == [0, 1, 2]
-        assert len(names(folder)) == 2
+        assert len(names_in(folder)) == 2

@@ -14,8 +14,8 @@ import hpctrain
 from hpctrain.core.errors import DataError
 from hpctrain.data import staging
 from hpctrain.data.node_folder import Site
-from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Ragged
 from hpctrain.data.staging import StagedOpener, stage
 from hpctrain.data.writer import write_arrays
 from hpctrain.runtime.world import current

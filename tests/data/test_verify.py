@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import tempfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
-from hpctrain.data.format.part import combine
-from hpctrain.data.tools import blocks as shard_blocks
+from hpctrain.data.tools import shard_blocks
 from hpctrain.data.tools.faults import merged
 from hpctrain.data.tools.verify import verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed
@@ -40,14 +38,6 @@ def only_fault(directory):
     return fault
 
 
-def test_a_crc32_of_pieces_is_that_of_the_whole():
-    rng = random.Random(0)
-    for sizes in [(0, 0), (0, 5), (5, 0), (1, 1), (3, 4096), (10_000, 77_777)]:
-        first, second = map(rng.randbytes, sizes)
-        whole = combine(zlib.crc32(first), zlib.crc32(second), len(second))
-        assert whole == zlib.crc32(first + second)
-
-
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_whole_data_set_is_whole_and_verify_changes_nothing(tmp_path, compression):
     manifest = write_mixed(tmp_path, compression=compression)
@@ -59,8 +49,8 @@ def test_a_whole_data_set_is_whole_and_verify_changes_nothing(tmp_path, compress
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize(("compression", "num_flips"), [(None, 800), ("zstd", 200)])
-def test_each_of_1000_flipped_bits_is_found(compression, num_flips):
+@pytest.mark.parametrize(("compression", "num_flips"), [(None, 300), ("zstd", 60)])
+def test_each_of_many_flipped_bits_is_found(compression, num_flips):
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         directory = Path(folder)

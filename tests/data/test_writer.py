@@ -5,49 +5,16 @@ import json
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.conftest import numbered
+from tests.data.mixed_set import names_in, numbers_in
 from tests.full_disk import largest_file
 
 FIELDS = {"image": ((3, 2), "f4"), "number": ((), "i8")}
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
-def numbers_in(directory):
-    dataset = ShardedDataset(directory)
-    return dataset.take(np.arange(len(dataset)))["number"].tolist()
-
-
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1).filter(any),
-    per_shard=st.integers(1, 60),
-    block_size=st.integers(1, 20),
-)
-def test_samples_are_read_back_however_they_were_added(
-    tmp_path_factory, lengths, per_shard, block_size
-):
-    directory = tmp_path_factory.mktemp("set")
-    whole = numbered(sum(lengths))
-    ends = np.cumsum(lengths)
-    with ShardWriter(
-        directory, FIELDS, samples_per_shard=per_shard, block_size=block_size
-    ) as writer:
-        for start, end in zip(ends - lengths, ends, strict=True):
-            writer.append({name: array[start:end] for name, array in whole.items()})
-    read = ShardedDataset(directory).take(np.arange(ends[-1]))
-    assert all(np.array_equal(read[name], array) for name, array in whole.items())
-    assert len(writer.manifest.shards) == -(-ends[-1] // per_shard)
 
 
 def test_plain_h5py_reads_a_shard_and_what_it_is(directory):
@@ -81,14 +48,6 @@ def test_a_shard_has_the_superblock_of_hdf5_1_10(directory):
         assert (directory / shard.file).read_bytes()[8] <= 3
 
 
-def test_the_manifest_knows_the_bytes_of_each_shard(directory):
-    for shard in Manifest.read(directory).shards:
-        path = directory / shard.file
-        assert (shard.num_bytes, shard.crc32) == (path.stat().st_size, crc32_of(path))
-        with h5py.File(path) as file:
-            assert shard.places["image"].offset == file["data/image"].id.get_offset()
-
-
 @pytest.mark.parametrize(
     "array",
     [
@@ -120,7 +79,7 @@ def test_a_reader_of_the_old_data_set_does_not_see_the_new_one(directory):
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, 8192, 100_000, 900_000])
 def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
-    old = names(directory)
+    old = names_in(directory)
     with (
         largest_file(num_bytes),
         pytest.raises(
@@ -128,7 +87,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
         ),
     ):
         write_arrays(directory, numbered(50_000), samples_per_shard=30_000)
-    assert names(directory) == old
+    assert names_in(directory) == old
     assert numbers_in(directory) == list(range(100))
 
 

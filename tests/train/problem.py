@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hpctrain
 from hpctrain.core.errors import DataError
-from hpctrain.data.ragged import Ragged
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import write_arrays
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 53, 6, 3

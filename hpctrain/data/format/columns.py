@@ -1,4 +1,4 @@
-"""Columns of a growing shard: three ways to keep the values of a field, one shape.
+"""Samples on their way into a shard: checked, cut, and kept in columns of three kinds.
 
 A field that lies in the file as plain bytes needs its full size at once: known for samples of
 one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered
@@ -6,31 +6,135 @@ field grows chunk by chunk (``ChunkedColumn``).
 """
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.compression import filters, rows_per_chunk
+from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
 from hpctrain.data.format.layout import Field
+from hpctrain.data.samples import Ragged
+
+
+class RaggedRows(NamedTuple):
+    """Samples of a ragged field."""
+
+    values: NDArray[Any]
+    """``(num_rows, *shape)``"""
+    offsets: NDArray[np.int64]
+    """``(num_samples + 1,)``: between which of ``values`` each sample lies."""
+
+
+Rows = Mapping[str, "NDArray[Any] | RaggedRows"]
+
+Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | Rows
+"""For each field an array ``(num_samples, *shape)``; for a ragged one a list of arrays
+``(length, *shape)``, or a ``Ragged``."""
+
+
+def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
+    """Return samples in the dtypes of their fields.
+
+    Raises:
+        DataError: they do not fit the fields, or are not as many in each.
+    """
+    if samples.keys() != fields.keys():
+        raise DataError(f"samples have the fields {sorted(fields)}, got {sorted(samples)}")
+    rows: dict[str, NDArray[Any] | RaggedRows] = {}
+    for name, field in fields.items():
+        of_field: Any = samples[name]
+        if field.ragged:
+            rows[name] = _ragged(name, field, of_field)
+        else:
+            rows[name] = _array(name, field, np.asarray(of_field), "num_samples")
+    lengths = {name: _count(some) for name, some in rows.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"all fields have the same number of samples, got {lengths}")
+    return rows
+
+
+def count(rows: Rows) -> int:
+    """Return the number of samples."""
+    return _count(next(iter(rows.values())))
+
+
+def cut(rows: Rows, start: int, stop: int) -> Rows:
+    """Return the samples ``[start, stop)``, without a copy."""
+    return {
+        name: some._replace(offsets=some.offsets[start : stop + 1])
+        if isinstance(some, RaggedRows)
+        else some[start:stop]
+        for name, some in rows.items()
+    }
+
+
+def _count(some: NDArray[Any] | RaggedRows) -> int:
+    return len(some.offsets) - 1 if isinstance(some, RaggedRows) else len(some)
+
+
+def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray[Any]:
+    if array.shape[1:] != field.shape or not array.ndim:
+        raise DataError(f"field {name} has shape ({counts}, *{field.shape}), got {array.shape}")
+    if array.size and not np.can_cast(array.dtype, field.dtype, "safe"):
+        raise DataError(
+            f"field {name} holds {field.dtype}, which cannot hold every {array.dtype}; "
+            f"convert the array first"
+        )
+    return array.astype(field.dtype, copy=False)
+
+
+def _ragged(name: str, field: Field, samples: Any) -> RaggedRows:
+    if isinstance(samples, Ragged):
+        samples = RaggedRows(
+            samples.values.numpy(force=True), samples.offsets.numpy(force=True).astype(np.int64)
+        )
+    if isinstance(samples, RaggedRows):
+        values, offsets = _array(name, field, samples.values, "num_rows"), samples.offsets
+        ends = (0, *offsets, len(values))
+        if not len(offsets) or np.any(np.diff(ends) < 0):
+            raise DataError(
+                f"offsets of field {name} grow from 0 to {len(values)}, its number of rows, "
+                f"got {offsets}"
+            )
+        return RaggedRows(values, offsets)
+    if not np.iterable(samples):
+        raise DataError(
+            f"field {name} is ragged: give a list of arrays (length, *{field.shape}), "
+            f"got {type(samples).__name__}"
+        )
+    arrays = [_array(name, field, np.asarray(sample), "length") for sample in samples]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    empty = np.empty((0, *field.shape), field.dtype)
+    return RaggedRows(np.concatenate([empty, *arrays]), offsets)
+
 
 _COPY_BYTES = 4 * MIB
 
 
-class Column(Protocol):
+class Column:
     """The values of one field in one file, ``/data/<field>``."""
 
-    capacity: int | None
+    capacity: int | None = None
     """Rows that the file has room for, None for any number."""
+
+    def __init__(self, name: str, field: Field) -> None:
+        self._name, self._field = name, field
+        self._num_rows = 0
+        """In the column, but for those that wait for a whole chunk."""
+        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Add rows ``(num_rows, *shape)``, in the dtype of the field."""
+        raise NotImplementedError
 
     def move(self, file: h5py.File) -> None:
         """Go on in another file, which has no more room than is needed."""
+        self._file = file
 
     def finish(self) -> None:
         """Bring everything to the file."""
@@ -45,13 +149,12 @@ def new_column(path: Path, name: str, field: Field, block_size: int, capacity: i
     return FixedColumn(name, field, capacity)
 
 
-class FixedColumn:
+class FixedColumn(Column):
     """A contiguous dataset that has its full size from the start."""
 
     def __init__(self, name: str, field: Field, capacity: int) -> None:
-        self.capacity: int | None = capacity
-        self._name, self._field = name, field
-        self._num_rows = 0
+        super().__init__(name, field)
+        self.capacity = capacity
         self._dataset: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -70,32 +173,21 @@ class FixedColumn:
             some = slice(start, min(start + step, self._num_rows))
             self._dataset[some] = old[some]
 
-    def finish(self) -> None:
-        """Nothing is left to be done."""
 
-
-class SpooledColumn:
+class SpooledColumn(Column):
     """A contiguous dataset whose values wait in a temporary file until their number is known.
 
     The temporary file has no name, so that nothing of it is left after a kill.
     """
 
-    capacity: int | None = None
-
     def __init__(self, name: str, field: Field, directory: Path) -> None:
-        self._name, self._field = name, field
-        self._num_rows = 0
+        super().__init__(name, field)
         self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed at the end
-        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Keep rows for the end."""
         self._spool.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
         self._num_rows += len(rows)
-
-    def move(self, file: h5py.File) -> None:
-        """Nothing is in the file yet."""
-        self._file = file
 
     def finish(self) -> None:
         """Copy the temporary file to the dataset."""
@@ -112,20 +204,16 @@ class SpooledColumn:
         self._spool.close()
 
 
-class ChunkedColumn:
+class ChunkedColumn(Column):
     """A filtered dataset, to which only whole chunks are written, but for the last."""
-
-    capacity: int | None = None
 
     def __init__(self, name: str, field: Field, block_size: int) -> None:
         """Take memory for one chunk; a dataset that does not fill it gets a smaller one."""
-        self._name, self._field = name, field
+        super().__init__(name, field)
         self._step = 1 if field.ragged else block_size
         num_rows = rows_per_chunk(field, block_size)
         self._chunk = np.empty((num_rows, *field.shape), field.dtype)
         self._num_waiting = 0
-        self._num_written = 0
-        self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
         """Fill the chunk; write it when it is full."""
@@ -140,20 +228,20 @@ class ChunkedColumn:
     def move(self, file: h5py.File) -> None:
         """Copy the chunks as they are."""
         old, self._file = self._file, file
-        if self._num_written:
+        if self._num_rows:
             file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)
 
     def finish(self) -> None:
         """Write the last chunk."""
-        if self._num_waiting or not self._num_written:
+        if self._num_waiting or not self._num_rows:
             self._write()
 
     def _write(self) -> None:
-        if not self._num_written:
+        if not self._num_rows:
             self._create()
-        dataset, start = self._file[f"data/{self._name}"], self._num_written
-        self._num_written += self._num_waiting
-        dataset.resize(self._num_written, axis=0)
+        dataset, start = self._file[f"data/{self._name}"], self._num_rows
+        self._num_rows += self._num_waiting
+        dataset.resize(self._num_rows, axis=0)
         dataset[start:] = self._chunk[: self._num_waiting]
         self._num_waiting = 0
 

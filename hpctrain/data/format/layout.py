@@ -10,7 +10,7 @@ Samples of a ragged field lie one after another in ``/data/<field>``, with shape
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +25,8 @@ from hpctrain.core.errors import DataError
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
+LOCK = "writer.lock"
+"""Held by the writer that is at work in the directory."""
 CLASSES = "classes.txt"
 """The name of label 0 in the first line, and so on."""
 COMPRESSIONS = (None, "zstd")
@@ -135,7 +137,13 @@ class Manifest:
 
     def __post_init__(self) -> None:
         """Check that names are plain and places lie inside their files."""
-        check_names(self.split, self.fields)
+        if not PLAIN_NAME.fullmatch(self.split):
+            raise DataError(f"a split is a word such as train, got {self.split!r}")
+        if not self.fields:
+            raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
+        for name in self.fields:
+            if not name.isidentifier():
+                raise DataError(f"a field has the name of a Python variable, got {name!r}")
         if self.block_size < 1:
             raise DataError(f"block_size must be positive, got {self.block_size}")
         for shard in self.shards:
@@ -150,6 +158,25 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of a sample, decoded, of all fields together, on average."""
+        total = sum(
+            self.num_rows(name) * field.sample_bytes for name, field in self.fields.items()
+        )
+        return total / max(1, self.num_samples)
+
+    def num_rows(self, name: str) -> int:
+        """Return the rows of a field: samples, or of a ragged one the sum of their lengths."""
+        if not self.fields[name].ragged:
+            return self.num_samples
+        return sum(shard.places[name].num_rows or 0 for shard in self.shards)
+
+    def samples_of(self, index: int) -> tuple[int, int]:
+        """Return the samples ``[start, stop)`` of the data set that a shard holds."""
+        start = sum(shard.num_samples for shard in self.shards[:index])
+        return start, start + self.shards[index].num_samples
 
     def num_blocks(self, shard: ShardEntry) -> int:
         """Blocks of a shard; the last one may be short."""
@@ -231,7 +258,15 @@ class Manifest:
             uuid=record["uuid"],
             split=record["split"],
             block_size=record["block_size"],
-            fields=fields_of(record["fields"]),
+            fields={
+                name: Field(
+                    shape=tuple(field["shape"]),
+                    dtype=field["dtype"],
+                    ragged=field["ragged"],
+                    compression=field["filter"],
+                )
+                for name, field in record["fields"].items()
+            },
             shards=tuple(map(shard_of, record["shards"])),
             classes=tuple(map(str, record.get("classes", ()))),
         )
@@ -269,19 +304,6 @@ class Manifest:
 
 def _crc32(record: Mapping[str, Any]) -> int:
     return crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
-
-
-def fields_of(record: Mapping[str, Any]) -> dict[str, Field]:
-    """Return the fields from what JSON has of them."""
-    return {
-        name: Field(
-            shape=tuple(field["shape"]),
-            dtype=field["dtype"],
-            ragged=field["ragged"],
-            compression=field["filter"],
-        )
-        for name, field in record.items()
-    }
 
 
 def shard_of(record: dict[str, Any]) -> ShardEntry:
@@ -324,21 +346,6 @@ def _check_numbers(value: object) -> None:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
         raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
-
-
-def check_names(split: str, fields: Collection[str]) -> None:
-    """Check the names that a user chooses.
-
-    Raises:
-        DataError: a name cannot be part of a file name or be an attribute of a batch.
-    """
-    if not PLAIN_NAME.fullmatch(split):
-        raise DataError(f"a split is a word such as train, got {split!r}")
-    if not fields:
-        raise DataError('a data set needs at least one field, such as {"x": ((8, 8), "f4")}')
-    for name in fields:
-        if not name.isidentifier():
-            raise DataError(f"a field has the name of a Python variable, got {name!r}")
 
 
 def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from numpy.typing import NDArray
 
 from hpctrain import __version__
 from hpctrain.core.atomic import PART, crc32_of, sync
-from hpctrain.core.checksum import crc32
+from hpctrain.core.checksum import crc32, crc32_combine
 from hpctrain.core.units import KIB
-from hpctrain.data.format.columns import new_column
+from hpctrain.data.format.columns import RaggedRows, Rows, count, new_column
+from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
-from hpctrain.data.format.own import own_dataset
-from hpctrain.data.format.rows import RaggedRows, Rows, count
 
 
 class PartFile(io.FileIO):
@@ -213,25 +211,6 @@ def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
         }
 
 
-def raw_offset(dataset: Any, file_bytes: int) -> int | None:
-    """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
-
-    None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
-    another byte order, or no storage at all.
-    """
-    properties = dataset.id.get_create_plist()
-    offset = dataset.id.get_offset()
-    plain = (
-        properties.get_layout() == h5py.h5d.CONTIGUOUS
-        and properties.get_nfilters() == 0
-        and properties.get_external_count() == 0
-        and dataset.dtype.newbyteorder("<") == dataset.dtype
-    )
-    if not plain or offset is None or offset + dataset.nbytes > file_bytes:
-        return None
-    return int(offset)
-
-
 class BlockCrcs:
     """Checksums of one field of a shard."""
 
@@ -265,16 +244,13 @@ class BlockCrcs:
 
 _PAGE_BYTES = 4096
 _HEAD_BYTES = 64 * KIB
-_POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31
-"""The polynomial 1: crc32 keeps the coefficient of x^0 in the highest bit."""
 
 
 def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
     """Write the place of a shard into its attributes, which lie in its first bytes.
 
     The file is on disk when this returns the shard with its new crc32, for which the bytes behind
-    the attributes are not read.
+    the attributes are not read where ISA-L is here.
     """
     before = _head(path)
     with closing(PartFile(path, "r+b")) as storage:
@@ -283,42 +259,13 @@ def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> Sh
             file.attrs.modify("first_index", first_index)
         storage.check()
     sync(path)
+    if crc32_combine is None:
+        return replace(shard, crc32=crc32_of(path))
     rest_bytes = shard.num_bytes - len(before)
-    rest = shard.crc32 ^ combine(crc32(before), 0, rest_bytes)
-    return replace(shard, crc32=combine(crc32(_head(path)), rest, rest_bytes))
+    rest = shard.crc32 ^ crc32_combine(crc32(before), 0, rest_bytes)
+    return replace(shard, crc32=crc32_combine(crc32(_head(path)), rest, rest_bytes))
 
 
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_HEAD_BYTES)
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the crc32 of two runs of bytes, one after the other, from theirs.
-
-    Source: zlib's ``crc32_combine``: behind n bytes, the first crc32 is multiplied by x^(8n).
-    """
-    return _times(_shift(second_bytes), first) ^ second
-
-
-@lru_cache(maxsize=1024)
-def _shift(num_bytes: int) -> int:
-    """Return x^(8 * num_bytes), by repeated squaring."""
-    power, factor = _ONE, _ONE >> 8
-    while num_bytes:
-        if num_bytes & 1:
-            power = _times(factor, power)
-        factor = _times(factor, factor)
-        num_bytes >>= 1
-    return power
-
-
-def _times(a: int, b: int) -> int:
-    """Multiply two polynomials over GF(2), modulo that of crc32."""
-    product, bit = 0, _ONE
-    while bit:
-        if a & bit:
-            product ^= b
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-        bit >>= 1
-    return product

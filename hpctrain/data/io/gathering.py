@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hpctrain.core.units import KIB
 from hpctrain.data.io.mapped import HUGE_BYTES
 from hpctrain.data.io.values import Array
-from hpctrain.data.ragged import Ragged
+from hpctrain.data.samples import Ragged
 
 if TYPE_CHECKING:
     from hpctrain.data.io.open_shard import OpenShard

@@ -11,8 +11,8 @@ from typing import Any
 
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.io.gathering import Buffers
 from hpctrain.data.io.joined_map import JoinedMap
 from hpctrain.data.io.open_shard import OpenShard

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CorruptError
+from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.format.own import UNREADABLE
 from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.read_ahead import wait_for
 from hpctrain.data.io.shardfile import IO, ShardFile

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import MIB
-from hpctrain.data.format.compression import is_compressed, load_filters
+from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
 from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.format.own import UNREADABLE, own_dataset
 from hpctrain.data.io.chunks import CachedValues, ChunkCache
 from hpctrain.data.io.mapped import Space, is_cached
 from hpctrain.data.io.plain_blocks import PlainBlocks, from_file, from_map

@@ -35,7 +35,12 @@ class Feistel:
         self._keys = [key_of((start + index) % 2**64) for index in range(rounds)]
 
     def forward(
-        self, values: Words, limits: Words | None = None, tweaks: Words | None = None
+        self,
+        values: Words,
+        limits: Words | None = None,
+        tweaks: Words | None = None,
+        *,
+        is_back: bool = False,
     ) -> Words:
         """Map values in [0, limit) to values in [0, limit), one to one for each tweak.
 
@@ -44,18 +49,8 @@ class Feistel:
             limits: ``(count,)``, each at most ``size``, which is the default. Far below it,
                 the walk is long.
             tweaks: ``(count,)``, each chooses another bijection.
+            is_back: undo that, with the same limits and tweaks.
         """
-        return self._in_pieces(values, limits, tweaks, is_back=False)
-
-    def backward(
-        self, values: Words, limits: Words | None = None, tweaks: Words | None = None
-    ) -> Words:
-        """Undo ``forward`` with the same limits and tweaks."""
-        return self._in_pieces(values, limits, tweaks, is_back=True)
-
-    def _in_pieces(
-        self, values: Words, limits: Words | None, tweaks: Words | None, *, is_back: bool
-    ) -> Words:
         result = np.empty_like(values)
         for start in range(0, len(values), _PIECE):
             some = slice(start, start + _PIECE)

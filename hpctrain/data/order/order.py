@@ -55,11 +55,14 @@ def check_order(n: int, seed: int, epoch: int) -> None:
 
 
 class Sequential:
-    """Samples as they lie in the files."""
+    """Samples as they lie in the files, from some sample on."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
 
     def samples_at(self, positions: Indices) -> Indices:
-        """Return the positions."""
-        return positions
+        """Return the positions, counted from the start."""
+        return positions + self._start if self._start else positions
 
 
 class FisherYates:
@@ -103,13 +106,15 @@ class Shuffled:
 
     def samples_at(self, positions: Indices) -> Indices:
         """Compute the samples."""
-        return as_indices(self._network.forward(as_words(positions.ravel()))).reshape(
-            positions.shape
-        )
+        return self._mapped(positions, is_back=False)
 
     def positions_of(self, samples: Indices) -> Indices:
         """Compute the positions."""
-        return as_indices(self._network.backward(as_words(samples.ravel()))).reshape(samples.shape)
+        return self._mapped(samples, is_back=True)
+
+    def _mapped(self, values: Indices, *, is_back: bool) -> Indices:
+        mapped = self._network.forward(as_words(values.ravel()), is_back=is_back)
+        return as_indices(mapped).reshape(values.shape)
 
 
 def as_words(indices: Indices) -> Words:

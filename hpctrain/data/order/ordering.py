@@ -1,7 +1,8 @@
 """The protocol of orders of an epoch's samples."""
 
-from dataclasses import dataclass
-from typing import Literal, Self
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import GIB
@@ -25,6 +26,25 @@ class Ordering:
     name: Literal["global", "window", "sequential"]
     shape: WindowShape | None = None
     """Of a window order."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """Read what ``record`` returns, among other things.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not there.
+        """
+        name, shape = record["order"], None
+        if name == "window":
+            shape = WindowShape(**{key: int(record[key]) for key in ("block", "window", "lanes")})
+        elif name not in ("global", "sequential"):
+            raise ValueError(f"no order {name!r}")
+        return cls(name=name, shape=shape)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        sizes = asdict(self.shape) if self.shape else dict.fromkeys(("block", "window", "lanes"))
+        return {"order": self.name, **sizes}
 
     @classmethod
     def choose(

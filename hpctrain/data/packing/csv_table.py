@@ -86,7 +86,7 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Csv:
                 types = types.set(types.get_field_index(at), pa.field(at, kind))
     parts = list(map(Part, files))
     found = Csv(fields={}, files=files, columns=columns, dtypes=dtypes, parts=parts, types=types)
-    found.learn()
+    found.learn_rows()
     found.notes = tuple(_notes(found, first))
     return found
 

@@ -12,10 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing.contents import IMAGE_ENDINGS, Form, Size, decoded, form_of_images
-from hpctrain.data.packing.files import ending_of, files_below
-from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, fields_of, stacked
-from hpctrain.data.packing.source import Batch, Indexed, WantedFields, chosen
+from hpctrain.data.packing.files import (
+    IMAGE_ENDINGS,
+    Form,
+    Size,
+    decoded,
+    ending_of,
+    files_below,
+    form_of_images,
+)
+from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
+    Batch,
+    Indexed,
+    Sample,
+    WantedFields,
+    chosen,
+    fields_of,
+    stacked,
+)
 
 LABEL = "label"
 _MAX_THREADS = 8

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset, raw_offset
 from hpctrain.data.format.layout import Field
-from hpctrain.data.format.own import UNREADABLE, own_dataset
-from hpctrain.data.format.part import raw_offset
 from hpctrain.data.packing.arrays import Arrays, joined, length_of
-from hpctrain.data.packing.sample_batches import NUM_EXAMINED
 from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
     Array,
     Indexed,
     WantedFields,

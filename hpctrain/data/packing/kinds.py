@@ -11,8 +11,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.target import NAME
 from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays
-from hpctrain.data.packing.contents import IMAGE_ENDINGS
-from hpctrain.data.packing.files import check_file, ending_of, files_below
+from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
 from hpctrain.data.packing.hdf5 import open_hdf5
 from hpctrain.data.packing.python import open_python

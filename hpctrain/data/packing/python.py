@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,20 @@ from hpctrain.core import target
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import make_importable
-from hpctrain.data.packing.sample_batches import (
-    NUM_EXAMINED,
-    Sample,
-    batched,
-    fields_of,
-    picked,
-    stacked,
-)
 from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
     Array,
     Batch,
     Indexed,
+    Sample,
     Source,
     Streamed,
     WantedFields,
     chosen,
+    fields_of,
+    picked,
     raw,
+    stacked,
 )
 
 
@@ -76,11 +73,10 @@ class StreamedItems(Items, Streamed):
         """One: nobody knows where to cut it."""
         return 1
 
-    def batches(self, part: int) -> Iterator[Batch]:
+    def samples(self, part: int) -> Iterator[Sample]:
         """Go through the items."""
         assert part == 0
-        items = enumerate(_called(self.made))
-        return batched((self.sample(index, item) for index, item in items), self.fields)
+        return starmap(self.sample, enumerate(_called(self.made)))
 
 
 def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedItems:

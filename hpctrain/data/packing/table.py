@@ -14,13 +14,14 @@ from pyarrow.parquet import ParquetFile
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing.sample_batches import NUM_EXAMINED, fields_of
 from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
     Array,
     Batch,
     Streamed,
     WantedFields,
     chosen,
+    fields_of,
     raw,
     readable,
 )
@@ -93,14 +94,13 @@ class Table(Streamed):
                 f"written: --field NAME=COLUMN:{TEXT}"
             ) from None
 
-    def learn(self) -> None:
+    def learn_rows(self) -> None:
         """Learn the fields from the first rows.
 
         Raises:
             DataError: there are none, or a column holds what a data set cannot.
         """
-        parts = (batch for part in range(self.num_parts) for batch in self.batches(part))
-        first = next(parts, {})
+        first = next(chain.from_iterable(map(self.batches, range(self.num_parts))), {})
         ragged = [name for name, values in first.items() if isinstance(values, list)]
         rows = islice(zip(*first.values(), strict=True), NUM_EXAMINED)
         samples = [(self.files[0], dict(zip(first, row, strict=True))) for row in rows]
@@ -242,5 +242,5 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> Parquet:
             parts += [Part(path, group.num_rows, index) for index, group in enumerate(inside)]
     columns, dtypes = columns_of(names, wanted, files[0])
     found = Parquet(fields={}, files=files, columns=columns, dtypes=dtypes, parts=parts)
-    found.learn()
+    found.learn_rows()
     return found

@@ -9,23 +9,26 @@ from typing import Any, Self
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import GIB, MIB, format_bytes
-from hpctrain.data.packing.contents import (
+from hpctrain.data.packing.files import (
     IMAGE_ENDINGS,
     Form,
     Size,
     decoded,
+    ending_of,
     form_of_images,
     is_number,
+    unpacked,
 )
-from hpctrain.data.packing.files import ending_of, unpacked
-from hpctrain.data.packing.sample_batches import (
+from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Sample,
-    batched,
+    Streamed,
+    WantedFields,
+    chosen,
     fields_of,
     picked,
+    readable,
 )
-from hpctrain.data.packing.source import Batch, Streamed, WantedFields, chosen, readable
 
 Contents = tuple[str, dict[str, bytes]]
 """Key of a sample, and the contents of its files by ending."""
@@ -62,10 +65,10 @@ class Tar(Streamed):
     """Whether these are all that the archive shall have."""
     resize: Size | None
 
-    def batches(self, part: int) -> Iterator[Batch]:
+    def samples(self, part: int) -> Iterator[Sample]:
         """Read an archive."""
         wanted = () if self.takes_all else tuple(self.endings.values())
-        return batched(map(self.sample, samples_in(self.files[part], wanted)), self.fields)
+        return map(self.sample, samples_in(self.files[part], wanted))
 
     def sample(self, contents: Contents) -> Sample:
         """Decode the files of a sample.

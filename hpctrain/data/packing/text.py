@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.target import file_of
 from hpctrain.data.packing.arrays import Arrays, joined
 from hpctrain.data.packing.python import resolve
-from hpctrain.data.packing.sample_batches import NUM_EXAMINED, Sample, batched, fields_of
 from hpctrain.data.packing.source import (
     Array,
-    Batch,
     Indexed,
     Per,
+    Sample,
     Streamed,
     WantedFields,
     field_of,
@@ -34,10 +33,6 @@ class Texts(Streamed):
     per: Per
     length: int | None
     tokenizer: str | None
-
-    def batches(self, part: int) -> Iterator[Batch]:
-        """Read a file."""
-        return batched(self.samples(part), self.fields)
 
     def samples(self, part: int) -> Iterator[Sample]:
         """Read the samples of a file, one by one."""
@@ -105,10 +100,7 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> Indexed | Texts:
         length=wanted.length,
         tokenizer=wanted.tokenizer,
     )
-    every = chain.from_iterable(found.samples(part) for part in range(len(files)))
-    ragged = [name] if wanted.length is None else []
-    some = list(islice(every, NUM_EXAMINED))
-    found.fields, found.sample_bytes = fields_of(some, ragged, files[0])
+    found.learn([name] if wanted.length is None else [], files[0])
     found.code = tuple(map(str, file_of(wanted.tokenizer))) if wanted.tokenizer else ()
     return found
 

@@ -6,13 +6,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.comm.agreement import on_root
-from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import crc32_of, publishing, reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.alone import WriterLock
 from hpctrain.data.format.layout import (
     MANIFEST,
     Manifest,
@@ -21,10 +19,13 @@ from hpctrain.data.format.layout import (
     read_classes,
     write_classes,
 )
-from hpctrain.data.format.publication import explained
+from hpctrain.data.format.writer_files import WriterLock, explained
 from hpctrain.data.tools.faults import FaultReport
-from hpctrain.data.tools.turns import in_turns
-from hpctrain.data.tools.verify import Start, check_directory, verify
+from hpctrain.data.tools.shared_work import Start, in_turns, or_alone
+from hpctrain.data.tools.verify import check_directory, verify
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RepairOutcome:
 def repair(
     directory: Path | str,
     source: Path | str | None = None,
-    comm: Communicator | None = None,
+    comm: "Communicator | None" = None,
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
@@ -54,7 +55,7 @@ def repair(
         DataError: there is no manifest here or in the copy, the copy is of another data set, or
             the directory cannot be written; on every rank.
     """
-    directory, comm = Path(directory), comm or SerialCommunicator()
+    directory, comm = Path(directory), or_alone(comm)
     source = None if source is None else Path(source)
     manifest, deeds = on_root(comm, partial(_manifest, directory, source), DataError)
     report = verify(directory, comm, start=start)
@@ -111,7 +112,7 @@ def _sweep(directory: Path, source: Path | None, manifest: Manifest, report: Fau
 
 
 def _take(
-    directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
+    directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: "Communicator"
 ) -> list[tuple[int, str]]:
     """Take shards from another copy, each rank some; return why some could not be taken."""
     mine: list[tuple[int, str]] = []

@@ -17,9 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.order.draws import begin_generators, refused_draws
 from hpctrain.data.samples import file_of
-from hpctrain.data.transform import OnSample, PerSample, Transform, apply
+from hpctrain.data.transform import (
+    OnSample,
+    PerSample,
+    Transform,
+    apply,
+    begin_generators,
+    refused_draws,
+)
 from hpctrain.data.workers.processes import Processes
 from hpctrain.data.workers.shm_message import Inbox, ShmMessage
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hpctrain.data.order.draws import begin_generators
-from hpctrain.data.workers.notes import Notes
+from hpctrain.data.transform import begin_generators
+from hpctrain.data.workers.processes import Notes
 from hpctrain.data.workers.shm_message import Outbox, portable
 
 _Alive: TypeAlias = dict[int, tuple[int, int]]

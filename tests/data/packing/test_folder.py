@@ -10,7 +10,7 @@ from PIL import Image
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import CLASSES, read_classes
 from hpctrain.data.tools.info import info
-from hpctrain.data.tools.reshard import Shape, reshard
+from hpctrain.data.tools.rewriting import Shape, reshard
 from tests.data.packing.makers import picture
 
 
@@ -165,6 +165,6 @@ def test_classes_that_are_names_of_splits_are_noted(photos, packed):
 def test_the_names_of_classes_are_those_of_the_manifest(photos, packed, tmp_path):
     packed(photos)
     (tmp_path / "packed" / CLASSES).write_text("dog\ncat\n")  # of another packing
-    assert info(tmp_path / "packed").classes == ("cat", "dog")
+    assert info(tmp_path / "packed")["classes"] == ("cat", "dog")
     reshard(tmp_path / "packed", tmp_path / "again", Shape(samples_per_shard=1))
-    assert info(tmp_path / "again").classes == ("cat", "dog")
+    assert info(tmp_path / "again")["classes"] == ("cat", "dog")

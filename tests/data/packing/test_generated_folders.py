@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.packing.pack import PackConfig, pack
-from tests.data.packing.conftest import read
+from tests.data.plain import read_whole
 
 
 def make(root, draw):
@@ -68,7 +68,7 @@ def check(tmp_path, seeds):
             outcomes["refused"] += 1
             continue
         done = pack(root, tmp_path / "set", PackConfig(overwrite=True))
-        found = read(tmp_path / "set")
+        found = read_whole(tmp_path / "set")
         labels = [done.manifest.classes[label] for label in found["label"]]
         assert list(zip(labels, found["array"], strict=True)) == want, f"seed {seed}"
         outcomes["packed"] += 1

@@ -1,17 +1,22 @@
 """Work of a tool shared by ranks, which hear of each other's errors while they work."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.compression import load_filters
+from hpctrain.data.format.hdf5_values import load_filters
 from hpctrain.data.format.layout import Manifest
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+
+Advance = Callable[[int], None]
+"""Is told how much was done since it was last told: samples, or bytes."""
+Start = Callable[[int], Advance]
+"""Is told how much this rank has to do."""
 
 TURN_S = 2.0
 """How long a rank works until it hears of the others."""
@@ -28,10 +33,18 @@ class _Alone:
     def broadcast_object(self, value: object) -> object:
         return value
 
+    def barrier(self) -> None:
+        pass
+
 
 def or_alone(comm: "Communicator | None") -> "Communicator":
     """Return the ranks that work, or what stands for one that works alone."""
     return comm or cast("Communicator", _Alone())
+
+
+def followed(start: Start | None, total: int) -> Advance:
+    """Return what is told of progress, of ``total``; of nobody who wants to know, nothing."""
+    return start(total) if start else lambda _: None
 
 
 def in_turns(comm: "Communicator", work: Iterator[None]) -> None:
@@ -45,7 +58,8 @@ def in_turns(comm: "Communicator", work: Iterator[None]) -> None:
     is_done = False
     while True:
         with agreed(comm, DataError):
-            is_done = is_done or _turn(work)
+            end = time.monotonic() + TURN_S
+            is_done = is_done or all(time.monotonic() < end for _ in work)
         if all(comm.allgather_object(is_done)):
             return
 
@@ -67,9 +81,3 @@ def read_manifest(directory: Path, comm: "Communicator") -> Manifest:
     with agreed(comm, DataError):
         load_filters(manifest.fields)
     return manifest
-
-
-def _turn(work: Iterator[None]) -> bool:
-    """Work for some time; say whether all is done."""
-    end = time.monotonic() + TURN_S
-    return all(time.monotonic() < end for _ in work)

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format import own
+from hpctrain.data.format import hdf5_values
+from hpctrain.data.format.hdf5_values import own_dataset
 from hpctrain.data.format.layout import Manifest
 
-UNREADABLE = (*own.UNREADABLE, DataError)
+UNREADABLE = (*hdf5_values.UNREADABLE, DataError)
 """What a damaged file leads to, below and in HDF5."""
 
 PIECE_BYTES = 4 * MIB
@@ -38,7 +39,7 @@ class ShardBlocks:
         self.shard = manifest.shards[index]
         self.index = index
         self.path = directory / self.shard.file
-        self.first_sample = sum(shard.num_samples for shard in manifest.shards[:index])
+        self.first_sample = manifest.samples_of(index)[0]
         self.num_blocks = manifest.num_blocks(self.shard)
         self._hdf5: Any = None
         self.offsets = cache(self._read_offsets)
@@ -152,7 +153,7 @@ class ShardBlocks:
     def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
             self._hdf5 = h5py.File(self.path, "r", locking=False)
-        dataset = own.own_dataset(self._hdf5, path)
+        dataset = own_dataset(self._hdf5, path)
         found = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
         if found != (shape, np.dtype(dtype)):
             raise DataError(f"/{path} is not what the manifest says")

@@ -1,20 +1,169 @@
-"""The end of writing: the shards of all ranks get their names, then the manifest names them."""
+"""Files of a writer beside its shards: a lock, and a journal from which the next one can go on."""
 
-from collections.abc import Collection, Iterator
+import fcntl
+import json
+import os
+import platform
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.comm.agreement import agreed
-from hpctrain.core.atomic import reason_of, sync
+from hpctrain.core.atomic import publishing, reason_of, sync
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.journal import Journal, remove_journals
-from hpctrain.data.format.layout import SHARD_FILE, Manifest, ShardEntry, shard_file, write_classes
+from hpctrain.core.logs import logger
+from hpctrain.data.format.layout import (
+    LOCK,
+    SHARD_FILE,
+    Manifest,
+    ShardEntry,
+    shard_file,
+    shard_of,
+    shard_record,
+    write_classes,
+)
 from hpctrain.data.format.part import number
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+
+_FORMAT = 1
+_FILE = re.compile(r"-r\d{5,}\.journal(\.part)?$")
+
+
+class Journal:
+    """The finished shards of one rank, in a file that is replaced with each of them."""
+
+    def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
+        """Name the file; ``terms`` must be the same for a writer to go on with the shards."""
+        self.path = directory / f"{draft.split}-r{rank:05d}.journal"
+        self._directory = directory
+        self._terms = {
+            "format": _FORMAT,
+            "fields": draft.fields_record(),
+            "block_size": draft.block_size,
+            **terms,
+        }
+
+    def uuid(self) -> str | None:
+        """Return of which data set the journal is; None without one on the same terms."""
+        record = self._read()
+        return None if record is None else str(record["uuid"])
+
+    def recover(self, uuid: str) -> list[ShardEntry]:
+        """Return the finished shards, whose files are there, as they were before publication.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        record = self._read()
+        if record is None or record["uuid"] != uuid:
+            return []
+        kept: list[ShardEntry] = []
+        shards = [shard_of(one) for one in record["shards"]]
+        for index, shard in enumerate(shards):
+            path = self._directory / shard.file
+            if record["published_as"] and not path.exists():
+                with suppress(FileNotFoundError):
+                    (self._directory / record["published_as"][index]).rename(path)
+            if not path.exists() or path.stat().st_size != shard.num_bytes:
+                break
+            if record["published_as"]:
+                # Killed in the middle of that: the attributes may have changed, or half of them.
+                first_index = sum(before.num_samples for before in kept)
+                number(path, shard, index=index, first_index=first_index)
+            kept.append(shard)
+        return kept
+
+    def write(
+        self, uuid: str, shards: Sequence[ShardEntry], published_as: Sequence[str] = ()
+    ) -> None:
+        """Replace the journal; ``published_as`` are the names that shards are about to get.
+
+        Raises:
+            OSError: the file system refuses; the former journal is still there.
+        """
+        record = {
+            **self._terms,
+            "uuid": uuid,
+            "shards": [shard_record(shard) for shard in shards],
+            "published_as": list(published_as),
+        }
+        with publishing(self.path) as part:
+            part.write_text(json.dumps(record))
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            record = json.loads(self.path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        terms = json.loads(json.dumps(self._terms))
+        same = isinstance(record, dict) and terms.items() <= record.items()
+        return record if same else None
+
+
+def remove_journals(directory: Path, split: str, keep: Collection[str] = ()) -> None:
+    """Remove the journals of all ranks, but for some."""
+    for path in directory.glob(f"{split}-r*.journal*"):
+        if _FILE.search(path.name) and path.name not in keep:
+            with suppress(OSError):
+                path.unlink()
+
+
+class WriterLock:
+    """Held by rank 0 of a writer from its start to its end; goes with its process, also by a kill.
+
+    Where a file system has no locks, such as Lustre mounted without ``flock``, writers are not
+    kept apart, which a warning says.
+
+    Raises:
+        DataError: another writer holds it.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        # Whoever let go has removed the file, and may have done so after it was opened here.
+        while not self._take():
+            self._file.close()
+
+    def _take(self) -> bool:
+        # For reading and writing: NFS gives no exclusive lock else.
+        self._file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise DataError(
+                f"a data set has one writer at a time, {holder} writes to {self._path.parent}; "
+                f"wait for its end, or choose another directory"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "%s has no locks (%s): see to it that nobody else writes there meanwhile",
+                self._path.parent,
+                error.strerror,
+            )
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino:
+                with suppress(OSError):  # a full disk; the lock holds without the words
+                    os.ftruncate(self._file.fileno(), 0)
+                    text = f"process {os.getpid()} on {platform.node()}"
+                    os.write(self._file.fileno(), text.encode())
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let go; harmless the second time."""
+        if not self._file.closed:
+            with suppress(OSError):
+                self._path.unlink()
+            self._file.close()
 
 
 class Publication:

@@ -1,0 +1,139 @@
+"""Values in HDF5 files: filtered by zstd, as plain bytes, and never those of another file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import h5py
+
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
+from hpctrain.data.format.layout import Field
+
+CHUNK_BYTES = 2 * MIB
+"""Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""
+
+_LEVEL = 3
+_MOST_BYTES = 2**32 - 1
+
+
+def is_compressed(fields: Mapping[str, Field]) -> bool:
+    """Return whether any of these fields is."""
+    return any(field.compression for field in fields.values())
+
+
+def load_filters(fields: Mapping[str, Field]) -> None:
+    """Let HDF5 find zstd, if any of these fields needs it.
+
+    Raises:
+        DataError: the package that brings it is not installed.
+    """
+    if not is_compressed(fields):
+        return
+    try:
+        import hdf5plugin  # noqa: F401, PLC0415 - registers its filters; an extra
+    except ImportError:
+        raise DataError(
+            "fields compressed with zstd need the package hdf5plugin; "
+            'install it: pip install "hpctrain[zstd]"'
+        ) from None
+
+
+def filters() -> dict[str, Any]:
+    """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
+    import hdf5plugin  # noqa: PLC0415 - an extra
+
+    return {**hdf5plugin.Zstd(clevel=_LEVEL), "fletcher32": True}
+
+
+def rows_per_chunk(field: Field, block_size: int) -> int:
+    """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least.
+
+    Raises:
+        DataError: a chunk would be larger than HDF5 can store.
+    """
+    step = 1 if field.ragged else block_size
+    step_bytes = max(1, step * field.sample_bytes)
+    if step_bytes > _MOST_BYTES:
+        raise DataError(
+            f"a chunk of HDF5 holds less than 4 GiB, but a block of {block_size} samples needs "
+            f"{step_bytes} bytes; take a smaller block_size, or no compression"
+        )
+    return step * max(1, CHUNK_BYTES // step_bytes)
+
+
+UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
+"""What a damaged file leads to, in HDF5 and here."""
+
+_MOST_LINKS = 16
+"""Soft links that lead from one to the next."""
+
+
+def own_dataset(file: h5py.File, path: str) -> Any:
+    """Return what a path in an HDF5 file names, which is a dataset, as a rule.
+
+    A file can name other files of this machine, by links, as storage of a dataset, or as sources
+    of a virtual one; who made it could have them read. None of them is opened.
+
+    Raises:
+        KeyError: there is nothing of this name.
+        ValueError: it is in another file.
+    """
+    found = file[_resolved(file, path)]
+    if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):
+        where = "external storage" if found.external else "a virtual dataset"
+        raise ValueError(_refusal(path, where))
+    return found
+
+
+def _resolved(file: h5py.File, path: str) -> str:
+    """Follow soft links by hand: HDF5 would go on into other files."""
+    left, at, num_links = _parts(path), "/", 0
+    while left:
+        name = left.pop(0)
+        group = file[at]
+        if not isinstance(group, h5py.Group):
+            raise KeyError(f"{at} is no group, so there is no {path}")
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.SoftLink):
+            num_links += 1
+            if num_links > _MOST_LINKS:
+                raise ValueError(f"/{path.lstrip('/')} is behind more than {_MOST_LINKS} links")
+            at = "/" if link.path.startswith("/") else at
+            left = [*_parts(link.path), *left]
+        elif isinstance(link, h5py.HardLink):
+            at = f"{at.rstrip('/')}/{name}"
+        elif link is None:
+            raise KeyError(f"there is no {path}")
+        else:
+            raise ValueError(_refusal(path, "an external link"))
+    return at
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _refusal(path: str, what: str) -> str:
+    return (
+        f"values lie in the file that names them, /{path.lstrip('/')} is {what}; copy them into "
+        f"the file, or take the file that has them"
+    )
+
+
+def raw_offset(dataset: Any, file_bytes: int) -> int | None:
+    """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
+
+    None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
+    another byte order, or no storage at all.
+    """
+    properties = dataset.id.get_create_plist()
+    offset = dataset.id.get_offset()
+    plain = (
+        properties.get_layout() == h5py.h5d.CONTIGUOUS
+        and properties.get_nfilters() == 0
+        and properties.get_external_count() == 0
+        and dataset.dtype.newbyteorder("<") == dataset.dtype
+    )
+    if not plain or offset is None or offset + dataset.nbytes > file_bytes:
+        return None
+    return int(offset)

@@ -1,1 +1,0 @@
-"""The way from an order to a batch."""
