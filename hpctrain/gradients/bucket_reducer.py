@@ -19,16 +19,15 @@ from torch.nn import Parameter
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.step_header import Opening
+from hpctrain.gradients.reduction import Reduction, Slot
+from hpctrain.gradients.sparse_gradients import SparseSlot
+from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.runtime import world
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
-
-    from hpctrain.gradients.gradient_buckets import Slot
-    from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 ParameterSource = Callable[[], NamedParameters]
@@ -47,9 +46,8 @@ class Reducer:
         reduction: Reduction,
         parameters: ParameterSource,
         *,
-        passes: int,
-        note: Callable[[str], object],
-        is_exclusive: bool = False,
+        passes: int = 1,
+        is_exclusive: bool = True,
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective.
 
@@ -58,7 +56,6 @@ class Reducer:
             parameters: returns all named parameters of today; asked again in every step. Those
                 that are frozen and without a gradient take no part.
             passes: see ``passes``.
-            note: is told what this rank has done with others, once per step.
             is_exclusive: whether of several such reducers only the last one reduces a gradient.
         """
         self._reduction = reduction
@@ -66,7 +63,7 @@ class Reducer:
         self.is_on = True
         """Whether gradients are reduced; while it is off they stay as this rank made them. It
         changes between two steps, on all ranks in the same one."""
-        self._note = note
+        self._note = world.current().last_call.note
         self._parameters = parameters
         self._num_passes = passes
         self._is_reduced = False
@@ -82,7 +79,7 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
         """By parameter: what torch had hooked; a conversion may swap it for another."""
-        reduction.enter(self)
+        reduction.steps.enter(self)
         reduction.build(self._today())
         self._hook_anew()
         weakref.finalize(self, _remove, self._hooks)
@@ -96,6 +93,11 @@ class Reducer:
     def passes(self, passes: int) -> None:
         self._num_passes = passes
         self._passes_done = 0
+
+    @property
+    def steps(self) -> CheckedSteps:
+        """What is compared before a step, with the flags of the ranks."""
+        return self._reduction.steps
 
     @property
     def num_ranks(self) -> int:
@@ -114,7 +116,7 @@ class Reducer:
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``."""
-        if not self._reduction.average:
+        if not self._reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
         before = self._reduction.count.weight
         self._reduction.count.set(num_samples, nominal)
@@ -124,31 +126,34 @@ class Reducer:
                 f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
             )
 
-    @property
-    def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._reduction.raised_flags
-
-    def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits when a step is over, from the next one on."""
-        self._reduction.flags = flags
-
     @eager
-    def finish(self) -> bool:
+    def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce now what ``backward()`` has not reduced in this step. Collective.
 
         Gradients that the program has replaced or dropped since are the ranks' own: where all
         ranks have done the same they stay, else they are averaged. Returns whether there was
-        anything to do.
+        anything to do. In a step that is skipped, gradients of the step before add nothing.
         """
         if not self.is_on:
             return False
         self._check_owner()
+        if self._is_reduced or self._num_fires or self._passes_done:
+            old = []
+        else:  # no backward, so these are the gradients of the step before
+            old = [slot for slot in self._reduction.slot_of.values() if slot.holds_result]
+        for slot in old if is_skipped else ():
+            slot.parameter.grad = None
         changed = self._changed()
         by_hand = self._reduction.changed_by_hand(changed) if self._is_reduced else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            self._complete(changed, by_hand, changed_early=self._were_changed_early())
+            told = Announcement(
+                by_hand=by_hand,
+                changed_early=self._were_changed_early(),
+                replaced_sum=self._replaced_sum,
+                repeats=any(slot.has_values for slot in old),
+            )
+            self._complete(changed, told)
         return is_due
 
     @eager
@@ -163,7 +168,7 @@ class Reducer:
     @eager
     def end_step(self) -> None:
         """Count a step that was taken, and expect another."""
-        self._reduction.end_step()
+        self.steps.end()
         self.new_step()
 
     @eager
@@ -177,7 +182,7 @@ class Reducer:
             with suppress(MismatchError):
                 self._reduction.complete()
         self._reduction.drop()
-        self._reduction.step = None
+        self.steps.number = None
         self._passes_done = 0
         self._is_reduced = False
         self._forget_backward()
@@ -190,7 +195,7 @@ class Reducer:
         self._reduction.complete(changed, opening=opening)
         if changed is not None:
             self._hook_anew()
-        self._reduction.end_step()
+        self.steps.end()
 
     def hook(self) -> None:
         """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
@@ -205,7 +210,7 @@ class Reducer:
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # torch hooks no frozen parameter
             hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
-            if not self._reduction.average:
+            if not self._reduction.count.average:
                 hooks.append(parameter.register_hook(_SumHook(self, id(parameter))))
             parameter.requires_grad_(is_trained)
             self._hooks += hooks
@@ -302,7 +307,8 @@ class Reducer:
     def _on_backward_end(self) -> None:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
-            self._on_pass_end()
+            changed = None if self._takes_early else self._changed()
+            self._complete(changed, Announcement(replaced_sum=self._replaced_sum))
         else:
             grads = ((p, p.grad) for p in self._reduction.slot_of)
             self._seen = {p: (g, _writes(g)) for p, g in grads if g is not None}
@@ -358,29 +364,15 @@ class Reducer:
 
     def _find_replaced_sum(self) -> str:
         """Name a sum that was replaced: nobody can tell what part of it is whose."""
-        if not self._reduction.average:
+        if not self._reduction.count.average:
             for slot in self._reduction.slot_of.values():
                 if _is_replaced(slot):
                     return slot.name
         return ""
 
-    def _on_pass_end(self) -> None:
-        self._complete(None if self._takes_early else self._changed())
-
-    def _complete(
-        self,
-        changed: NamedParameters | None,
-        by_hand: int | None = None,
-        *,
-        changed_early: bool = False,
-    ) -> None:
+    def _complete(self, changed: NamedParameters | None, told: Announcement) -> None:
         self._learn()
-        self._reduction.complete(
-            changed,
-            by_hand=by_hand,
-            changed_early=changed_early,
-            replaced_sum=self._replaced_sum,
-        )
+        self._reduction.complete(changed, told)
         self._note("gradients")
         if changed is not None:
             self._hook_anew()
@@ -434,13 +426,12 @@ def _writes(grad: torch.Tensor) -> tuple[int, int]:
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 
 
-def _is_replaced(slot: "Slot | SparseSlot") -> bool:
+def _is_replaced(slot: Slot | SparseSlot) -> bool:
     """Say whether another tensor is where a result was, and holds something.
 
     There are zeros only after ``zero_grad(set_to_none=False)`` of a parameter that was converted.
     """
-    grad = slot.parameter.grad
-    return slot.is_result and slot.is_touched and grad is not None and bool(grad.any())
+    return slot.is_result and slot.is_touched and slot.has_values
 
 
 def _remove(hooks: "list[RemovableHandle]") -> None:

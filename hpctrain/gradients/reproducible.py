@@ -20,7 +20,6 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.gradients.buffer_states import BufferStates
-from hpctrain.gradients.distributed_methods import DistributedMethods
 from hpctrain.gradients.fixed_tree import Node, arithmetic, exact_sum, push, sum_over_ranks
 from hpctrain.gradients.micro_shards import (
     ALIGNMENT,
@@ -30,6 +29,7 @@ from hpctrain.gradients.micro_shards import (
     sample_range,
     seed_of,
 )
+from hpctrain.gradients.optimizer import DistributedMethods
 
 
 class StepValues:

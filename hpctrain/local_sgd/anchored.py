@@ -69,7 +69,7 @@ class AnchoredAveraging(Averaging):
 
         Anchors and momenta stay. What has none yet gets one where its weighted mean is.
         """
-        before = self.state() if self._loads else {"momentum": {}, "anchor": {}}
+        before = self.shared_state() if self._loads else {"momentum": {}, "anchor": {}}
         super().build(weight, scale)
         found, known = self._tensors.find(), before["anchor"]
         new = {n for n, shape, _ in self._specs if n not in known or known[n].shape != shape}
@@ -91,14 +91,14 @@ class AnchoredAveraging(Averaging):
         self._node.barrier()  # nobody moves it while others read
         return found
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def shared_state(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of anchor and momentum, by name, the same on every rank. Collective."""
         momentum = self._by_name(self._momenta) if self._momenta else {}
         return {"momentum": momentum, "anchor": self.anchor()}
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` returned, on any number of ranks. Collective."""
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``shared_state`` returned, on any number of ranks. Collective."""
         self._lay_out_for(state["anchor"])
         self._put(state["anchor"], state["momentum"])
 

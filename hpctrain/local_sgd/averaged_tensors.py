@@ -90,12 +90,12 @@ class Roster(Tensors):
         for roster in self.inner:
             roster.became_equal(names)
 
-    def names(self) -> list[str]:
+    def shared_state(self) -> list[str]:
         """Return the names of those that the ranks have agreed on."""
         return sorted(self._names)
 
-    def load_names(self, names: Collection[str]) -> None:
-        """Go on from what ``names`` returned; the ranks agree anew when they meet."""
+    def load_shared_state(self, names: Collection[str]) -> None:
+        """Go on from some names; the ranks agree anew when they meet."""
         self._names, self._told = {*names}, {}
 
     def today(self) -> NamedTensors:

@@ -142,7 +142,7 @@ class Averaging:
         self._tensors.became_equal({*replaced})
         return squared
 
-    def travelled(self) -> dict[str, Any] | None:
+    def own_state(self) -> dict[str, Any] | None:
         """Return copies of what has travelled, after a wait; None where nothing is under way."""
         for work in self._works:
             work.wait()
@@ -151,8 +151,8 @@ class Averaging:
         flats = [load.bucket.flat.clone() for load in self._loads]
         return {"names": self.names, "held": sorted(self._held), "flats": flats}
 
-    def go_on(self, state: Mapping[str, Any] | None) -> None:
-        """Take what ``travelled`` returned: a round is under way, or none is. Collective."""
+    def load_own_state(self, state: Mapping[str, Any] | None) -> None:
+        """Take what ``own_state`` returned: a round is under way, or none is. Collective."""
         self.drop()
         if state is None:
             return

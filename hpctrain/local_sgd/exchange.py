@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from hpctrain.comm.communicator import Communicator
@@ -14,11 +14,18 @@ from hpctrain.local_sgd.averaged_tensors import OptimizerState, Tensors
 from hpctrain.local_sgd.averaging import Averaging
 from hpctrain.local_sgd.replica import Replica
 from hpctrain.local_sgd.rounds import RoundOpening, Rounds, SampleSums
+from hpctrain.local_sgd.state_fields import Fields, StateFields
 from hpctrain.runtime.world import World
 
 
-class Exchange:
+class Exchange(StateFields):
     """Makes averagings over all ranks or some, and carries them out."""
+
+    _SHARED: ClassVar[Fields] = {
+        "bytes_sent": "bytes_sent",
+        "parameters": "_replica.roster",
+        "anchors": "_anchored",
+    }
 
     def __init__(
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressor
@@ -123,21 +130,11 @@ class Exchange:
         """Return the anchors of all parameters that have one, by name. Collective."""
         return {name: value for one in self._anchored for name, value in one.anchor().items()}
 
-    def state(self) -> dict[str, Any]:
-        """Return what is the same on every rank. Collective."""
-        return {
-            "bytes_sent": self.bytes_sent,
-            "parameters": self._replica.roster.names(),
-            "anchors": [averaging.state() for averaging in self._anchored],
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, with nothing under way. Collective."""
-        self.bytes_sent = state["bytes_sent"]
-        self._replica.roster.load_names(state["parameters"])
-        for averaging, anchor in zip(self._anchored, state["anchors"], strict=True):
+        for averaging in self._made:
             averaging.drop()
-            averaging.load_state(anchor)
+        super().load_shared_state(state)
 
     def _averages(self, tensors: Tensors, comm: Communicator) -> Averaging:
         made = Averaging(comm, Identity(), tensors, self._bucket_bytes)

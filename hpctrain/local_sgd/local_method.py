@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,11 +14,12 @@ from hpctrain.comm.eager import eager
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.distributed_methods import DistributedMethods
+from hpctrain.gradients.optimizer import DistributedMethods
 from hpctrain.gradients.sample_count import NUM_FLAGS
 from hpctrain.local_sgd.exchange import Exchange
 from hpctrain.local_sgd.replica import Replica
 from hpctrain.local_sgd.rounds import Rounds, SampleSums
+from hpctrain.local_sgd.state_fields import Fields, StateFields
 from hpctrain.local_sgd.switched_gradients import SwitchedGradients
 from hpctrain.runtime import world
 
@@ -29,7 +30,7 @@ _MARK = "_local_method"
 """The attribute of an optimizer that names the method which hooks it."""
 
 
-class LocalMethod:
+class LocalMethod(StateFields):
     """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
 
     The training loop stays as it is. All ranks take equally many steps. As a context manager: a
@@ -41,6 +42,21 @@ class LocalMethod:
 
     A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
     """
+
+    _SHARED: ClassVar[Fields] = {
+        "step": "rounds.step",
+        "number": "rounds.number",
+        "exchange": "_exchange",
+    }
+    _OWN: ClassVar[Fields] = {
+        "start": "rounds.start",
+        "agrees": "rounds.agrees",
+        "takes_part": "rounds.takes_part",
+        "drift": ("rounds.own_drift", "rounds.drift"),
+        "samples": "_samples",
+        "changed": "replica",
+        "wants_switch": "_wants_switch",
+    }
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, compression: Compressor | None = None
@@ -61,9 +77,7 @@ class LocalMethod:
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or Compression.none
-        self._gradients = SwitchedGradients(
-            optimizer, here.plan, compression, self._comm.size, here.last_call.note
-        )
+        self._gradients = SwitchedGradients(optimizer, here.plan, compression, self._comm.size)
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
         self.replica = Replica(self._comm, model, optimizer)
@@ -113,7 +127,8 @@ class LocalMethod:
 
         It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
         """
-        self.synchronize()
+        self._require_plain()
+        self._gradients.finish(is_skipped=True)
         self._end_step()
 
     @eager
@@ -251,34 +266,14 @@ class LocalMethod:
         self.load_shared_state(state["shared"])
         self.load_own_state(state["own"])
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank, for any number of ranks. Collective."""
-        return {**self.rounds.shared_state(), "exchange": self._exchange.state()}
-
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks. Collective."""
-        self.rounds.load_shared_state(state)
-        self.replica.all_agree()
-        for samples in self._samples:
-            samples.clear()
-        self._exchange.load_state(state["exchange"])
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own in the middle of a round. Collective."""
-        return {
-            **self.rounds.own_state(),
-            "samples": [samples.state() for samples in self._samples],
-            "changed": self.replica.changed(),
-            "wants_switch": self._wants_switch,
-        }
+        """Begin a round after a state of any number of ranks; what was on its way is dropped."""
+        super().load_shared_state(state)
+        self._start_again()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of a round, after ``load_shared_state``. Collective."""
-        self.rounds.load_own_state(state)
-        for samples, own in zip(self._samples, state["samples"], strict=True):
-            samples.load_state(own)
-        self.replica.load_changed(state["changed"])
-        self._wants_switch = state["wants_switch"]
+        super().load_own_state(state)
         self._raise()
 
     def _require_plain(self) -> None:
@@ -289,6 +284,13 @@ class LocalMethod:
             )
 
     # -- for methods -------------------------------------------------------------------------
+
+    def _start_again(self) -> None:
+        """Begin a round, all ranks with the same parameters, after a shared state was loaded."""
+        self.rounds.start_again()
+        self.replica.all_agree()
+        for samples in self._samples:
+            samples.clear()
 
     def _after_step(self) -> None:
         """Do what is due after a step."""

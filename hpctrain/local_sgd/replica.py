@@ -30,14 +30,14 @@ class Replica:
 
     def all_agree(self) -> None:
         """Note that all ranks have the same parameters."""
-        self.load_changed(())
+        self.load_own_state(())
 
-    def changed(self) -> list[list[str]]:
+    def own_state(self) -> list[list[str]]:
         """Return the names of parameters in which ranks may differ: of all, of some."""
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
-    def load_changed(self, changed: Sequence[Collection[str]]) -> None:
-        """Let ranks differ in these parameters alone, which ``changed`` returned; in none."""
+    def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
+        """Let ranks differ in these parameters alone, which ``own_state`` returned; in none."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 

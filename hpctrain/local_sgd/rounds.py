@@ -1,9 +1,9 @@
 """Steps, rounds, and what is known to all ranks: the bookkeeping of methods that agree rarely."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -60,11 +60,7 @@ class SampleSums:
         return self._sum / (self._nominal or 1.0) if self.is_counted else 1.0
 
     def add(self, num_samples: float, nominal: float) -> None:
-        """Add the samples of a step.
-
-        Raises:
-            ConfigError: the numbers cannot be.
-        """
+        """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
         check_count(num_samples, nominal)
         self._sum += num_samples
         self._nominal += nominal
@@ -74,11 +70,11 @@ class SampleSums:
         """Count anew."""
         self._sum = self._nominal = 0.0
 
-    def state(self) -> list[float]:
+    def own_state(self) -> list[float]:
         """Return the sums, and whether there are any."""
         return [self._sum, self._nominal, float(self.is_counted)]
 
-    def load_state(self, state: Sequence[float]) -> None:
+    def load_own_state(self, state: Sequence[float]) -> None:
         """Go on from a state."""
         self._sum, self._nominal, is_counted = state
         self.is_counted = bool(is_counted)
@@ -224,32 +220,12 @@ class Rounds:
         self.agrees = agrees
         self.start_here()
 
-    def start_here(self) -> None:
-        """Let the present round begin with the next step."""
-        self.start = self.step
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        return {"step": self.step, "number": self.number}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go on at the start of a round."""
-        self.step, self.number = state["step"], state["number"]
+    def start_again(self) -> None:
+        """Let a round begin in which all ranks have the same parameters, after steps elsewhere."""
         self.start = self._last_meeting = self.step
         self.agrees = True
         self.resume_clock()
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own in the middle of a round."""
-        return {
-            "start": self.start,
-            "agrees": self.agrees,
-            "takes_part": self.takes_part,
-            "drift": [self.own_drift, self.drift],
-        }
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        self.start, self.agrees = state["start"], state["agrees"]
-        self.takes_part = state["takes_part"]
-        self.own_drift, self.drift = state["drift"]
+    def start_here(self) -> None:
+        """Let the present round begin with the next step."""
+        self.start = self.step

@@ -1,7 +1,6 @@
 """``StagedSGD``: synchronous at first and at last, local to the nodes in cycles between."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.compressor import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
@@ -28,6 +28,9 @@ class StagedSGD(LocalMethod):
     one per node or unequal numbers; every rank of a node takes part in the exchange, each with
     its slice; what the ranks of a node do is a gradient average in every step.
     """
+
+    _SHARED: ClassVar[Fields] = {"cycle": ("_steps", "_delay", "_best", "_num_bad")}
+    _OWN: ClassVar[Fields] = {"under_way": "_averagings", "due": ("_due", "_waits")}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -105,30 +108,9 @@ class StagedSGD(LocalMethod):
         else:
             self._steps, self._delay = self._most_steps, self._most_delay
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        cycle = [self._steps, self._delay, self._best, self._num_bad]
-        return {**super().shared_state(), "cycle": cycle}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks; what was on its way is dropped."""
-        super().load_shared_state(state)
-        self._steps, self._delay, self._best, self._num_bad = state["cycle"]
-        for averaging in self._averagings:
-            averaging.drop()
+    def _start_again(self) -> None:
+        super()._start_again()
         self._set_phase()
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own, and what is on its way."""
-        under_way = [averaging.travelled() for averaging in self._averagings]
-        return {**super().own_state(), "under_way": under_way, "due": [self._due, self._waits]}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        super().load_own_state(state)
-        self._due, self._waits = state["due"]
-        for averaging, travelled in zip(self._averagings, state["under_way"], strict=True):
-            averaging.go_on(travelled)
 
     @property
     def _is_cycling(self) -> bool:

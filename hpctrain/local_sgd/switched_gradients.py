@@ -1,7 +1,5 @@
 """Gradients that are averaged over some ranks while that is on: synchronous phases."""
 
-from collections.abc import Callable
-
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
@@ -10,8 +8,10 @@ from hpctrain.compress.codec import Identity
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import codec_for
 from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.parameter_names import names_of, trained
-from hpctrain.gradients.reduction import Reduction, ReductionOptions
+from hpctrain.gradients.parameter_names import Grouping, names_of, trained
+from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.sample_count import SampleCount
+from hpctrain.gradients.step_check import CheckedSteps, StepCheck
 
 
 class SwitchedGradients:
@@ -23,16 +23,14 @@ class SwitchedGradients:
         plan: Plan,
         compression: Compressor,
         num_ranks: int,
-        note: Callable[[str], object],
     ) -> None:
         """Begin without any; ``over`` makes them.
 
         Between all ``num_ranks`` gradients travel compressed, inside a node they are whole.
-        ``note`` is told what this rank has done with others.
         """
         self._optimizer, self._names = optimizer, names_of(optimizer, None)
         self._plan, self._compression = plan, compression
-        self._num_ranks, self._note = num_ranks, note
+        self._num_ranks = num_ranks
         self._reducers: list[Reducer] = []
 
     @property
@@ -44,7 +42,7 @@ class SwitchedGradients:
     @property
     def raised_flags(self) -> int:
         """Bits that any rank had raised for the last step, while a reducer is on."""
-        return next((r.raised_flags for r in self._reducers if r.is_on), 0)
+        return next((r.steps.raised_flags for r in self._reducers if r.is_on), 0)
 
     def over(self, comm: Communicator) -> Reducer | None:
         """Make what averages over the ranks of ``comm``, which is on; None for a single rank.
@@ -54,11 +52,11 @@ class SwitchedGradients:
         if comm.size == 1:
             return None
         codec = codec_for(self._compression) if comm.size == self._num_ranks else Identity()
+        steps = CheckedSteps(StepCheck(comm))
         made = Reducer(
-            Reduction(comm, self._plan, codec, ReductionOptions()),
+            Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
             lambda: trained(self._optimizer, self._names),
-            passes=1,
-            note=self._note,
+            is_exclusive=False,
         )
         self._reducers.append(made)
         return made
@@ -71,12 +69,12 @@ class SwitchedGradients:
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits when a step is over."""
         for reducer in self._reducers:
-            reducer.raise_flags(flags)
+            reducer.steps.flags = flags
 
-    def finish(self) -> None:
+    def finish(self, *, is_skipped: bool = False) -> None:
         """Average now, if it is on and ``backward()`` has not done so. Collective."""
         for reducer in self._reducers:
-            reducer.finish()
+            reducer.finish(is_skipped=is_skipped)
 
     def end_step(self) -> tuple[float, int]:
         """Expect the gradients of another step.

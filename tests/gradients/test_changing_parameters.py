@@ -256,7 +256,7 @@ def test_what_a_fused_kernel_has_changed_is_averaged_too(world, hvd_nodes):
         optimizer.param_groups[0]["fused"] = True
         step(model, optimizer, 4, world.rank, world.size)
         freeze(model, optimizer)
-        assert method.replica.changed() == [["layers.0.weight", "layers.0.bias", *LAST]]
+        assert method.replica.own_state() == [["layers.0.weight", "layers.0.bias", *LAST]]
     assert len(set(world.allgather(bits(model)))) == 1
 
 
@@ -306,4 +306,4 @@ def test_what_is_frozen_travels_once_more_and_no_further(world, hvd_nodes, name)
         train(world, model, optimizer, range(17), 5, freeze)
         roster = method.replica.roster
         for one in (roster, *roster.inner):
-            assert not {"layers.2.weight", "layers.2.bias"} & {*one.names(), *one.changed()}
+            assert not {"layers.2.weight", "layers.2.bias"} & {*one.shared_state(), *one.changed()}

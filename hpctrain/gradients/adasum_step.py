@@ -1,8 +1,7 @@
-"""A distributed optimizer that combines the ranks' steps instead of their gradients."""
+"""Adasum: the ranks' own steps, combined into one."""
 
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,13 +9,10 @@ from torch import Tensor
 from hpctrain.comm.adasum import adasum_
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.compressor import Compressor
-from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.distributed_methods import DistributedMethods
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.step_header import Announcement, Opening, StepHeader
+from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
 
 
 class AdasumStep:
@@ -34,19 +30,16 @@ class AdasumStep:
         comm: Communicator,
         compressor: Compressor,
         parameters: Callable[[], NamedParameters],
-        header: StepHeader,
+        steps: CheckedSteps,
     ) -> None:
         """Compare the parameters of all ranks, of today and with their names. Collective."""
-        self.flags = 0
-        """Bits of this rank."""
-        self.raised_flags = 0
-        """Bits that any rank had in the last step; the same on every rank."""
+        self.steps = steps
+        """What is compared before a step, and the number of steps that were taken."""
         self.exposed_seconds = 0.0
         """Time that the last step needed beside that of the optimizer."""
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._header, self._member = header, header.enter(self)
-        self._num_steps = 0
+        steps.enter(self)
         self._lines = _lines_of(_stepped(parameters()))
         require_equal(comm, self._lines, "parameters")
 
@@ -60,20 +53,17 @@ class AdasumStep:
         """
         today = _stepped(self._parameters())
         lines = _lines_of(today)
-        mine = Announcement(
-            member=self._member,
-            step=self._num_steps,
-            outdated=lines != self._lines,
-            needs_all=True,
-            flags=self.flags,
-        )
-        heard: list[Opening] = []
-        start_on(self._comm, lambda: heard.append(self._header.exchange(self._comm, mine))).wait()
-        if heard[0].outdated:
+        told = Announcement(outdated=lines != self._lines, needs_all=True)
+        start_on(self._comm, self._open, self.steps.announced(told, ())).wait()
+        if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
-        self.raised_flags = heard[0].flags
         self._before = [(p, p.detach().clone()) for _, p in today]
+
+    def _open(self, mine: Announcement) -> None:
+        opening = self.steps.open(self._comm, mine)
+        self._is_outdated = opening.outdated
+        self.steps.take(opening)
 
     def stand_in(self, opening: Opening) -> None:
         """Not reached: ranks that have joined are refused by the header."""
@@ -88,7 +78,7 @@ class AdasumStep:
         for (p, before), (change, ctx) in zip(self._before, changes, strict=True):
             p.copy_(before.add_(self._compressor.decompress(change, ctx)))
         self._before = []
-        self._num_steps += 1
+        self.steps.end()
         self.exposed_seconds = time.perf_counter() - start
 
 
@@ -99,53 +89,3 @@ def _stepped(parameters: NamedParameters) -> NamedParameters:
 
 def _lines_of(parameters: NamedParameters) -> list[str]:
     return [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters]
-
-
-class AdasumMethods(DistributedMethods):
-    """What ``DistributedOptimizer`` adds to an optimizer whose steps are combined by Adasum.
-
-    Every rank takes every step: a ``GradScaler`` that skips it on one rank only is an error on
-    all.
-    """
-
-    _adasum: AdasumStep
-
-    @property
-    def communication_seconds(self) -> float:
-        """Time that the last step needed to combine the ranks' changes, in seconds."""
-        return self._adasum.exposed_seconds
-
-    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Refuse: Adasum has no weights."""
-        raise ConfigError(
-            f"sample counts weight an average; this optimizer has op=Adasum, got "
-            f"num_samples={num_samples}, nominal={nominal}"
-        )
-
-    @property
-    def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._adasum.raised_flags
-
-    def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits in ``raised_flags`` when a step is over."""
-        super().raise_flags(flags)
-        self._adasum.flags = flags
-
-    def skip_synchronize(self) -> NoReturn:
-        """Refuse: a step that is not combined would let the ranks part."""
-        raise ConfigError(
-            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
-        )
-
-
-@eager
-def begin_step(stepping: Any, *_: object) -> None:
-    """Keep the parameters: torch calls this at the start of ``step()``."""
-    stepping._adasum.begin()  # noqa: SLF001
-
-
-@eager
-def combine_steps(stepped: Any, *_: object) -> None:
-    """Combine the steps of all ranks: torch calls this at the end of ``step()``."""
-    stepped._adasum.combine()  # noqa: SLF001
