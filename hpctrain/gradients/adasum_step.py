@@ -47,14 +47,13 @@ class AdasumStep:
     def begin(self) -> None:
         """Keep the parameters as they are before this rank's own step. Collective.
 
-        Raises:
-            MismatchError: the ranks take different steps, or step different parameters; on every
-                rank.
+        Ranks that take different steps, or step different parameters, all raise ``MismatchError``.
         """
         today = _stepped(self._parameters())
         lines = _lines_of(today)
-        told = Announcement(outdated=lines != self._lines, needs_all=True)
-        start_on(self._comm, self._open, self.steps.announced(told, ())).wait()
+        told = Announcement(needs_all=True)
+        mine = self.steps.announced(told, (), outdated=lines != self._lines)
+        start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines

@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
     exchange: Reducer | AdasumStep | None = None
     if comm is not None:
-        parameters = partial(_named_of, weakref.ref(optimizer), names)
+        parameters = partial(named, weakref.ref(optimizer), names)
         compressor, steps = compression or Compression.none, _steps_over(comm)
         if op is Adasum:
             exchange = AdasumStep(comm, compressor, parameters, steps)
@@ -124,7 +124,7 @@ class DistributedMethods:
         _check_passes(passes)
         self._passes = passes
         if self._reducer:
-            self._reducer.passes = passes
+            self._reducer.set_passes(passes)
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
         """Say how many samples this rank's loss is the mean of, from the next backward on.
@@ -306,10 +306,6 @@ def _upgraded(
         optimizer.register_step_pre_hook(begin_step if combines else before_step)
         optimizer.register_step_post_hook(combine_steps if combines else after_step)
     return optimizer
-
-
-def _named_of(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> Any:
-    return named(owner(), names)
 
 
 def _check_passes(passes: int) -> None:

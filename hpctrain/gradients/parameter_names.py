@@ -1,7 +1,7 @@
 """Names and groups of an optimizer's parameters, the same on every rank."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,13 +42,9 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
     return names
 
 
-def trained(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return the parameters that get gradients today; names are of those there at the wrap."""
-    return [(name, p) for name, p in named(optimizer, names) if p.requires_grad]
-
-
-def named(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return all parameters of today with their names; see ``trained``."""
+def named(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> NamedParameters:
+    """Return all parameters of an optimizer today; names are of those there at the wrap."""
+    optimizer = owner()
     places = places_of(optimizer) if optimizer is not None else []
     return [(names.get(p) or place, p) for place, p in places]
 

@@ -6,8 +6,7 @@ All ranks have the same buckets and send them in one order, behind the message o
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from hpctrain.gradients.sparse_gradients import (
     as_sparse,
 )
 from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening, checksum_of
-
-T = TypeVar("T")
 
 
 class Slot(GradientState):
@@ -278,7 +275,7 @@ class Reduction:
         buckets = self._buckets
         while self._next_bucket < len(buckets) and not buckets[self._next_bucket].num_empty:
             if self._next_bucket == 0:
-                mine = self._announced(Announcement(new_sparse=self._filled_new_sparse))
+                mine = self._announced(Announcement(), new_sparse=self._filled_new_sparse)
                 self._works.append(self._run(self._open, mine))
             self._launch_next()
 
@@ -313,10 +310,12 @@ class Reduction:
         if opening is not None:
             self._take(opening)
         elif not self.has_sent:
-            new_sparse = self._filled_new_sparse or any(map(self._is_new_sparse, self._dense))
-            told = told or Announcement()
-            mine = replace(told, outdated=changed is not None, new_sparse=new_sparse)
-            self._clocked(self._run(self._open, self._announced(mine)).wait)
+            mine = self._announced(
+                told or Announcement(),
+                outdated=changed is not None,
+                new_sparse=self._filled_new_sparse or any(map(self._is_new_sparse, self._dense)),
+            )
+            self._clocked(self._run(self._open, mine).wait)
         is_kept = self._opening is not None and self._opening.changed_alike
         if changed is not None:
             self.build(changed, results=self._set_by_hand(changed) if is_kept else ())
@@ -405,8 +404,6 @@ class Reduction:
             slot.adopt()
         self._filled_new_sparse = False
 
-    # -- what talks to other ranks ----------------------------------------------------------
-
     def _fill(self, slot: Slot) -> None:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
@@ -444,9 +441,10 @@ class Reduction:
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
-        return self._clocked(start_on, self._comm, function, *args)
+        work: Work = self._clocked(start_on, self._comm, function, *args)
+        return work
 
-    def _clocked(self, function: Callable[..., T], *args: object) -> T:
+    def _clocked(self, function: Callable[..., Any], *args: object) -> Any:
         start = time.perf_counter()
         result = function(*args)
         self._waited_s += time.perf_counter() - start
@@ -456,17 +454,19 @@ class Reduction:
         for work in self._works:
             work.wait()
 
-    def _announced(self, told: Announcement) -> Announcement:
+    def _announced(
+        self, told: Announcement, *, new_sparse: bool, outdated: bool = False
+    ) -> Announcement:
         grads = (slot.parameter.grad for slot in self.slot_of.values())
         keeps_sums = told.by_hand is not None and not self.count.average
         return self.steps.announced(
-            replace(
-                told,
-                weight=self.count.weight,
-                is_weighted=self.count.is_set,
-                keeps_sums=keeps_sums and any(grad is not None for grad in grads),
-            ),
+            told,
             self.slot_of,
+            weight=self.count.weight,
+            is_weighted=self.count.is_set,
+            outdated=outdated,
+            new_sparse=new_sparse,
+            keeps_sums=keeps_sums and any(grad is not None for grad in grads),
         )
 
     def _open(self, mine: Announcement) -> None:

@@ -8,7 +8,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -236,12 +236,16 @@ class CheckedSteps:
         if self.number is not None:
             self.number += 1
 
-    def announced(self, told: Announcement, gradients_of: Iterable[Tensor]) -> Announcement:
-        """Return what is told, and what can be compared: the first gradients of parameters."""
+    def announced(
+        self, told: Announcement, gradients_of: Iterable[Tensor], *, outdated: bool, **facts: Any
+    ) -> Announcement:
+        """Return what is told, the facts, and what can be compared, such as first gradients."""
         step, is_first, self._is_first = self.number, self._is_first, False
-        compares = self._check_weights != "off" and step is not None and not told.outdated
+        compares = self._check_weights != "off" and step is not None and not outdated
         return replace(
             told,
+            **facts,
+            outdated=outdated,
             member=self._member,
             step=step,
             weights=self._sample.checksum(step or 0) if compares else None,

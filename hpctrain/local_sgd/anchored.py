@@ -16,11 +16,7 @@ class NodeVector:
     """A vector of zeros in node memory. What one rank writes, others read after a barrier."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over ``node``: where its ranks share no memory each holds all of it.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank.
-        """
+        """Make it. Collective over ``node``: where its ranks share no memory each holds all."""
         slices = [slice_bounds(numel, node.size, rank) for rank in range(node.size)]
         largest = max(bounds.stop - bounds.start for bounds in slices)
         peers = node.new_bucket(largest, dtype).peers
@@ -54,11 +50,8 @@ class AnchoredAveraging(Averaging):
     ) -> None:
         """Put the anchor where rank 0's tensors are. Collective.
 
-        Args:
-            averaging: as for ``Averaging``.
-            node: the ranks of this node.
-            lr: of the step of Nesterov's SGD that the anchor takes; by default to the mean.
-            momentum: of that step.
+        It takes a step of Nesterov's SGD by ``lr`` and ``momentum``, by default to the mean.
+        ``node`` has the ranks of this node, the rest is as for ``Averaging``.
         """
         self._node, self._lr, self._momentum = node, lr, momentum
         super().__init__(*averaging)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.compressor import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
-from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
 from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
@@ -38,7 +38,7 @@ class DiLoCo(LocalMethod):
     """
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace", "parts": "_parts", "sent": "_sent"}
-    _OWN: ClassVar[Fields] = {"under_way": "_fragments", "due": "_due"}
+    _OWN: ClassVar[Fields] = {"under_way": "_fragments[]", "due": "_due"}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -76,11 +76,16 @@ class DiLoCo(LocalMethod):
         Raises:
             ConfigError: an argument is not valid.
         """
-        _check(outer_lr, outer_momentum, fragments, delay, keep)
+        require(
+            (outer_lr > 0, f"outer_lr must be above 0, got {outer_lr}"),
+            (0 <= outer_momentum < 1, f"outer_momentum is in [0, 1), got {outer_momentum}"),
+            (fragments >= 1, f"fragments must be at least 1, got {fragments}"),
+            (delay >= 0, f"delay is a number of steps from 0, got {delay}"),
+            (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
+        )
         self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
         super().__init__(model, optimizer, compression=compression)
-        self._delay = delay
-        self._keep = (0.5 if delay else 0.0) if keep is None else keep
+        self._delay, self._keep = delay, (0.5 if delay else 0.0) if keep is None else keep
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
         self._fragments = [
@@ -211,18 +216,3 @@ def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
         parts[place].append(name)
         before += parameter.nbytes
     return parts
-
-
-def _check(
-    outer_lr: float, outer_momentum: float, fragments: int, delay: int, keep: float | None
-) -> None:
-    if outer_lr <= 0:
-        raise ConfigError(f"outer_lr must be above 0, got {outer_lr}")
-    if not 0 <= outer_momentum < 1:
-        raise ConfigError(f"outer_momentum is from 0 to below 1, got {outer_momentum}")
-    if fragments < 1:
-        raise ConfigError(f"fragments must be at least 1, got {fragments}")
-    if delay < 0:
-        raise ConfigError(f"delay is a number of steps from 0, got {delay}")
-    if keep is not None and not 0 <= keep < 1:
-        raise ConfigError(f"keep is from 0 to below 1, got {keep}")

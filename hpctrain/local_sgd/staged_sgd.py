@@ -7,8 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.compressor import Compressor
-from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.state_fields import Fields
 
 
@@ -30,7 +29,7 @@ class StagedSGD(LocalMethod):
     """
 
     _SHARED: ClassVar[Fields] = {"cycle": ("_steps", "_delay", "_best", "_num_bad")}
-    _OWN: ClassVar[Fields] = {"under_way": "_averagings", "due": ("_due", "_waits")}
+    _OWN: ClassVar[Fields] = {"under_way": "_averagings[]", "due": ("_due", "_waits")}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -63,7 +62,18 @@ class StagedSGD(LocalMethod):
             ConfigError: an argument is not valid.
         """
         delay = max(1, steps // 4) if delay is None else delay
-        _check(warmup_steps, cooldown_start, steps, delay, patience, threshold)
+        require(
+            (
+                0 <= warmup_steps <= cooldown_start,
+                f"warm-up ends before cool-down begins, got {warmup_steps=}, {cooldown_start=}",
+            ),
+            (
+                steps >= 1 and 0 <= delay <= steps,
+                f"steps is at least 1 and delay from 0 to steps, got {steps=}, {delay=}",
+            ),
+            (patience >= 1, f"patience is at least 1, got {patience=}"),
+            (0 <= threshold < 1, f"threshold is from 0 to below 1, got {threshold=}"),
+        )
         super().__init__(model, optimizer, compression=compression)
         self._warmup_steps, self._cooldown_start = warmup_steps, cooldown_start
         self._most_steps, self._most_delay = steps, delay
@@ -164,27 +174,3 @@ class StagedSGD(LocalMethod):
         ):
             if reducer is not None:
                 reducer.is_on = is_on
-
-
-def _check(
-    warmup_steps: int,
-    cooldown_start: int,
-    steps: int,
-    delay: int,
-    patience: int,
-    threshold: float,
-) -> None:
-    if not 0 <= warmup_steps <= cooldown_start:
-        raise ConfigError(
-            f"warm-up ends before cool-down begins, got warmup_steps={warmup_steps}, "
-            f"cooldown_start={cooldown_start}"
-        )
-    if steps < 1 or not 0 <= delay <= steps:
-        raise ConfigError(
-            f"steps is at least 1 and delay from 0 to steps, got steps={steps}, delay={delay}"
-        )
-    if patience < 1 or not 0 <= threshold < 1:
-        raise ConfigError(
-            f"patience is at least 1 and threshold from 0 to below 1, got patience={patience}, "
-            f"threshold={threshold}"
-        )

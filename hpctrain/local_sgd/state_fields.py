@@ -7,14 +7,17 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 Fields = Mapping[str, str | tuple[str, ...]]
-"""From a name in a state to an attribute, or to several in a row; dots lead into parts."""
+"""From a name in a state to an attribute, or to several in a row; dots lead into parts, and ``[]``
+is behind the name of a list of objects that have states."""
+
+_PARTS = "[]"
 
 
 class StateFields:
     """What an object goes on from: shared by all ranks, and a rank's own in mid-round.
 
-    Attributes that have such states themselves, or are lists of such objects, give and load them;
-    others are copied. A class adds to the tables of its bases.
+    Attributes that have such states themselves give and load them; others are copied. A class
+    adds to the tables of its bases.
     """
 
     _SHARED: ClassVar[Fields] = {}
@@ -43,15 +46,13 @@ def _fields(owner: object, table: str) -> dict[str, str | tuple[str, ...]]:
 
 
 def _state_of(owner: object, table: str, method: str) -> dict[str, Any]:
-    def found(value: Any) -> Any:
-        if hasattr(value, method):
-            return getattr(value, method)()
-        return [found(one) for one in value] if isinstance(value, list) else deepcopy(value)
-
     def at(path: str | tuple[str, ...]) -> Any:
         if isinstance(path, tuple):
             return [at(one) for one in path]
-        return found(attrgetter(path)(owner))
+        value = attrgetter(path.removesuffix(_PARTS))(owner)
+        if path.endswith(_PARTS):
+            return [getattr(part, method)() for part in value]
+        return getattr(value, method)() if hasattr(value, method) else deepcopy(value)
 
     return {name: at(path) for name, path in _fields(owner, table).items()}
 
@@ -60,15 +61,17 @@ def _load(owner: object, table: str, method: str, state: Mapping[str, Any]) -> N
     for name, path in _fields(owner, table).items():
         paths, values = ((path,), (state[name],)) if isinstance(path, str) else (path, state[name])
         for one, value in zip(paths, values, strict=True):
-            *parents, attribute = one.split(".")
-            _put(reduce(getattr, parents, owner), attribute, method, value)
+            _put(owner, one, method, value)
 
 
-def _put(owner: object, attribute: str, method: str, state: Any) -> None:
-    now = getattr(owner, attribute)
-    parts, states = (now, state) if isinstance(now, list) else ([now], [state])
-    if not parts or hasattr(parts[0], method):
-        for part, own in zip(parts, states, strict=True):
+def _put(owner: object, path: str, method: str, state: Any) -> None:
+    *parents, name = path.removesuffix(_PARTS).split(".")
+    holder = reduce(getattr, parents, owner)
+    now = getattr(holder, name)
+    if path.endswith(_PARTS):
+        for part, own in zip(now, state, strict=True):
             getattr(part, method)(own)
+    elif hasattr(now, method):
+        getattr(now, method)(state)
     else:
-        setattr(owner, attribute, deepcopy(state))
+        setattr(holder, name, deepcopy(state))

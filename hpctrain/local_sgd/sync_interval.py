@@ -26,11 +26,7 @@ class SyncInterval(StateFields):
     def __init__(
         self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
     ) -> None:
-        """Check the arguments; all but ``steps`` are for ``auto``.
-
-        Raises:
-            ConfigError: one of them cannot be.
-        """
+        """Check the arguments; all but ``steps`` are for ``auto``."""
         if isinstance(steps, str) and steps != "auto":
             raise ConfigError(f'steps is a number, a function or "auto", got {steps!r}')
         if isinstance(steps, int) and steps < 1:
@@ -44,11 +40,7 @@ class SyncInterval(StateFields):
         self._measured: list[list[float]] = []
 
     def steps_of(self, number: int) -> int:
-        """Return the steps of a round.
-
-        Raises:
-            ConfigError: the function of the user gives no number of steps.
-        """
+        """Return the steps of a round; ``ConfigError`` if a function gives no such number."""
         if isinstance(self._steps, int):
             return self._steps
         if isinstance(self._steps, str):

@@ -49,6 +49,7 @@ def torchs(hvd) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.conformance
 @pytest.mark.usefixtures("gloo")
 def test_every_step_is_torchs(world, hvd_nodes):
     expected = torchs(hvd_nodes)
