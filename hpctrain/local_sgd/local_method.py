@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.comm.plan.plan import Plan
 from hpctrain.compress.codec import Identity
 from hpctrain.compress.compressor import Compressor
 from hpctrain.compress.half import Compression, codec_for
@@ -83,7 +82,8 @@ class LocalMethod(StateFields):
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or Compression.none
-        self._gradients = SwitchedGradients(optimizer, here.plan, compression, self._comm.size)
+        self._plan, self._compression = here.plan, compression
+        self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
         self.replica = Replica(self._comm, model, optimizer)
@@ -118,7 +118,8 @@ class LocalMethod(StateFields):
         """
         for samples in self._samples:
             samples.add(num_samples, nominal)
-        self._gradients.set_num_samples(num_samples, nominal)
+        for reducer in self._reducers:
+            reducer.set_num_samples(num_samples, nominal)
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count in averagings from now on, or sit out.
@@ -133,8 +134,7 @@ class LocalMethod(StateFields):
 
         It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
         """
-        self._require_plain()
-        self._gradients.finish(is_skipped=True)
+        self._average_gradients(is_skipped=True)
         self._end_step()
 
     @eager
@@ -146,8 +146,7 @@ class LocalMethod(StateFields):
         Raises:
             ConfigError: the optimizer has become one that averages gradients by itself.
         """
-        self._require_plain()
-        self._gradients.finish()
+        self._average_gradients()
 
     def finish(self) -> None:
         """End the round here, so that all ranks have one model. Collective."""
@@ -175,7 +174,7 @@ class LocalMethod(StateFields):
             delattr(self._optimizer, _MARK)
         while self._hooks:
             self._hooks.pop().remove()
-        self._gradients.close()
+        self._reducers.clear()
 
     def __enter__(self) -> Self:
         if self._presence is not None:
@@ -232,7 +231,8 @@ class LocalMethod(StateFields):
     @property
     def is_synchronous(self) -> bool:
         """Whether all ranks take the present step together, by averaged gradients."""
-        return self._gradients.is_synchronous
+        alone = self._comm.size == 1
+        return alone or any(r.is_on and self._is_of_all(r) for r in self._reducers)
 
     @property
     def gradient_flags(self) -> int:
@@ -241,7 +241,7 @@ class LocalMethod(StateFields):
         Known after ``backward``, or after ``synchronize`` in its place; those of this rank alone
         where it takes a step of its own.
         """
-        return (self._gradients.raised_flags | self._flags) & ~SWITCH
+        return (self._flags_of_gradients | self._flags) & ~SWITCH
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when the ranks meet.
@@ -291,6 +291,38 @@ class LocalMethod(StateFields):
 
     # -- for methods -------------------------------------------------------------------------
 
+    def _reducer_over(self, comm: Communicator) -> Reducer | None:
+        """Make what averages gradients over some ranks while it is on, as at most one is.
+
+        Collective over them; None for a single rank. Between all ranks gradients travel
+        compressed, inside a node they are whole.
+        """
+        if comm.size == 1:
+            return None
+        is_of_all = comm.size == self._comm.size
+        codec = codec_for(self._compression) if is_of_all else Identity()
+        steps = CheckedSteps(StepCheck(comm))
+        made = Reducer(
+            Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
+            partial(named, lambda: self._optimizer, self._names),
+            is_exclusive=False,
+        )
+        self._reducers.append(made)
+        return made
+
+    def _is_of_all(self, reducer: Reducer) -> bool:
+        return reducer.reduction.num_ranks == self._comm.size
+
+    @property
+    def _flags_of_gradients(self) -> int:
+        """Bits that any rank had raised for the last step, while a reducer is on."""
+        return next((r.steps.raised_flags for r in self._reducers if r.is_on), 0)
+
+    def _average_gradients(self, *, is_skipped: bool = False) -> None:
+        self._require_plain()
+        for reducer in self._reducers:
+            reducer.finish(is_skipped=is_skipped)
+
     def _start_again(self) -> None:
         """Begin a round, all ranks with the same parameters, after a shared state was loaded."""
         self.rounds.start_again()
@@ -309,17 +341,23 @@ class LocalMethod(StateFields):
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        self._gradients.raise_flags(flags)
+        for reducer in self._reducers:
+            reducer.steps.flags = flags
 
     @eager
     def _end_step(self) -> None:
-        synchronous = self._gradients.is_synchronous
+        synchronous = self.is_synchronous
         if synchronous:  # looked at here, as the phase may end with this step
-            self.rounds.raised_flags = self._gradients.raised_flags
+            self.rounds.raised_flags = self._flags_of_gradients
         self.rounds.count_step(synchronous=synchronous)
         self.replica.roster.note_step()
-        self.communication_seconds, num_bytes = self._gradients.end_step()
-        self._exchange.bytes_sent += num_bytes
+        self.communication_seconds = 0.0
+        for reducer in self._reducers:
+            if reducer.is_on:
+                self.communication_seconds += reducer.exposed_seconds
+                if self._is_of_all(reducer):
+                    self._exchange.bytes_sent += reducer.reduction.num_bytes
+                reducer.new_step()
         start = time.perf_counter()
         self._after_step()
         if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):
@@ -335,84 +373,3 @@ def require(*rules: tuple[bool, str]) -> None:
     for holds, text in rules:
         if not holds:
             raise ConfigError(text)
-
-
-class SwitchedGradients:
-    """The reducers of a plain optimizer; at most one is on, the same on all ranks in a step."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        plan: Plan,
-        compression: Compressor,
-        num_ranks: int,
-    ) -> None:
-        """Begin without any; ``over`` makes them.
-
-        Between all ``num_ranks`` gradients travel compressed, inside a node they are whole.
-        """
-        self._optimizer, self._names = optimizer, names_of(optimizer, None)
-        self._plan, self._compression = plan, compression
-        self._num_ranks = num_ranks
-        self._reducers: list[Reducer] = []
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether all ranks of the world take the present step together."""
-        size = self._num_ranks
-        return size == 1 or any(r.is_on and r.reduction.num_ranks == size for r in self._reducers)
-
-    @property
-    def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step, while a reducer is on."""
-        return next((r.steps.raised_flags for r in self._reducers if r.is_on), 0)
-
-    def over(self, comm: Communicator) -> Reducer | None:
-        """Make what averages over the ranks of ``comm``, which is on; None for a single rank.
-
-        Collective over them.
-        """
-        if comm.size == 1:
-            return None
-        codec = codec_for(self._compression) if comm.size == self._num_ranks else Identity()
-        steps = CheckedSteps(StepCheck(comm))
-        made = Reducer(
-            Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
-            partial(named, lambda: self._optimizer, self._names),
-            is_exclusive=False,
-        )
-        self._reducers.append(made)
-        return made
-
-    def set_num_samples(self, num_samples: float, nominal: float) -> None:
-        """Weight this rank's next gradient."""
-        for reducer in self._reducers:
-            reducer.set_num_samples(num_samples, nominal)
-
-    def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits when a step is over."""
-        for reducer in self._reducers:
-            reducer.steps.flags = flags
-
-    def finish(self, *, is_skipped: bool = False) -> None:
-        """Average now, if it is on and ``backward()`` has not done so. Collective."""
-        for reducer in self._reducers:
-            reducer.finish(is_skipped=is_skipped)
-
-    def end_step(self) -> tuple[float, int]:
-        """Expect the gradients of another step.
-
-        Return for how many seconds this one waited, and the bytes given to all ranks of the world.
-        """
-        seconds, num_bytes = 0.0, 0
-        for reducer in self._reducers:
-            if reducer.is_on:
-                seconds += reducer.exposed_seconds
-                is_of_all = reducer.reduction.num_ranks == self._num_ranks
-                num_bytes += reducer.reduction.num_bytes if is_of_all else 0
-                reducer.new_step()
-        return seconds, num_bytes
-
-    def close(self) -> None:
-        """Average no more. Not collective."""
-        self._reducers.clear()

@@ -52,7 +52,7 @@ class PostLocalSGD(LocalSGD):
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]
-        self._reducer = self._gradients.over(self._comm)
+        self._reducer = self._reducer_over(self._comm)
         self._go(is_local=start == 0)
 
     @property

@@ -81,11 +81,11 @@ class StagedSGD(LocalMethod):
         self._steps, self._delay = steps, delay
         self._due, self._waits = 0, delay  # of what is under way
         self._best, self._num_bad = float("inf"), 0
-        self._everywhere = self._gradients.over(self._comm)
+        self._everywhere = self._reducer_over(self._comm)
         self._on_node = None
         self._averagings = []
         if self._topology.num_nodes > 1:
-            self._on_node = self._gradients.over(self._exchange.node)
+            self._on_node = self._reducer_over(self._exchange.node)
             self._averagings.append(self._exchange.averages_parameters())
             self._averagings.append(self._exchange.averages_buffers())
         self._set_phase()
