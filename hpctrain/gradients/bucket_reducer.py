@@ -22,7 +22,6 @@ from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction, Slot
 from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
-from hpctrain.runtime import world
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -45,14 +44,16 @@ class Reducer:
         self,
         reduction: Reduction,
         parameters: ParameterSource,
+        note: Callable[[str], object],
         *,
         passes: int = 1,
         is_exclusive: bool = True,
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective.
 
-        ``parameters`` returns all of today, by name; it is asked again in every step. Of several
-        reducers that are exclusive only the last one reduces a gradient.
+        ``parameters`` returns all of today, by name; it is asked again in every step. ``note`` is
+        told once per step what this rank has done with others. Of several reducers that are
+        exclusive only the last one reduces a gradient.
         """
         self.reduction = reduction
         """What moves the gradients."""
@@ -60,7 +61,7 @@ class Reducer:
         self.is_on = True
         """Whether gradients are reduced; while it is off they stay as this rank made them. It
         changes between two steps, on all ranks in the same one."""
-        self._note = world.current().last_call.note
+        self._note = note
         self._parameters = parameters
         self._num_passes = passes
         self._is_reduced = False

@@ -83,9 +83,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         if op is Adasum:
             exchange = AdasumStep(comm, compressor, parameters, steps)
         else:
-            plan, codec = world.current().plan, codec_for(compressor)
-            reduction = Reduction(comm, plan, codec, grouping, count, steps)
-            exchange = Reducer(reduction, parameters, passes=backward_passes_per_step)
+            here, codec = world.current(), codec_for(compressor)
+            reduction = Reduction(comm, here.plan, codec, grouping, count, steps)
+            note, passes = here.last_call.note, backward_passes_per_step
+            exchange = Reducer(reduction, parameters, note, passes=passes)
     return _upgraded(optimizer, exchange, names, backward_passes_per_step)
 
 

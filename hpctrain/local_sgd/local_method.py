@@ -82,7 +82,7 @@ class LocalMethod(StateFields):
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or Compression.none
-        self._plan, self._compression = here.plan, compression
+        self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
@@ -305,6 +305,7 @@ class LocalMethod(StateFields):
         made = Reducer(
             Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
             partial(named, lambda: self._optimizer, self._names),
+            self._note,
             is_exclusive=False,
         )
         self._reducers.append(made)
