@@ -13,7 +13,7 @@ ALLOWED = {
     "comm/node/shared_memory.py": "a chunk of the sum, by the scale it is given",
     "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
-    "gradients/gradient_buckets.py": "a gradient, by its rank's weight",
+    "gradients/reduction.py": "a gradient, by its rank's weight",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
@@ -42,4 +42,4 @@ def test_nothing_else_scales_a_gradient():
 
 def test_one_file_decides_the_factor():
     users = [p for p in (PACKAGE / "gradients").glob("*.py") if " SampleCount(" in p.read_text()]
-    assert [p.name for p in users] == ["reduction.py"]
+    assert [p.name for p in users] == ["optimizer.py"]

@@ -39,8 +39,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
         RankLostError: another rank died or left.
     """
     controller, here = controller_of(None), world.current()
-    header = here.step_headers.get(here.comm)
-    if header is not None and not calls_from_threads():
+    check = here.step_checks.get(here.comm)
+    if check is not None and not calls_from_threads():
         raise ConfigError(
             "join() beside DistributedOptimizer needs an MPI that takes calls from several "
             "threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank as many "
@@ -48,14 +48,14 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
         )
     handle = controller.start_join()
     try:
-        while header is not None and header.take_part(here.comm):
+        while check is not None and check.take_part(here.comm):
             pass  # named operations of the others go on beside it
     except CommError as error:
         controller.break_off(f"join() has failed: {error}")  # this rank can take part in no other
         raise
     last: int = handle.wait()[0]
-    if header is not None:
+    if check is not None:
         # Whoever comes last may be heard of first: the others announce themselves beside a step.
-        steppers = header.last_to_step(here.comm)
+        steppers = check.last_to_step(here.comm)
         last = last if last in steppers else max(steppers)
     return last

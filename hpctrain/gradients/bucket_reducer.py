@@ -19,16 +19,14 @@ from torch.nn import Parameter
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.step_header import Opening
+from hpctrain.gradients.reduction import Reduction, Slot
+from hpctrain.gradients.sparse_gradients import SparseSlot
+from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
-
-    from hpctrain.gradients.gradient_buckets import Slot
-    from hpctrain.gradients.sparse_gradients import SparseSlot
 
 
 ParameterSource = Callable[[], NamedParameters]
@@ -46,22 +44,19 @@ class Reducer:
         self,
         reduction: Reduction,
         parameters: ParameterSource,
-        *,
-        passes: int,
         note: Callable[[str], object],
-        is_exclusive: bool = False,
+        *,
+        passes: int = 1,
+        is_exclusive: bool = True,
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective.
 
-        Args:
-            reduction: moves the gradients.
-            parameters: returns all named parameters of today; asked again in every step. Those
-                that are frozen and without a gradient take no part.
-            passes: see ``passes``.
-            note: is told what this rank has done with others, once per step.
-            is_exclusive: whether of several such reducers only the last one reduces a gradient.
+        ``parameters`` returns all of today, by name; it is asked again in every step. ``note`` is
+        told once per step what this rank has done with others. Of several reducers that are
+        exclusive only the last one reduces a gradient.
         """
-        self._reduction = reduction
+        self.reduction = reduction
+        """What moves the gradients."""
         self._is_exclusive = is_exclusive
         self.is_on = True
         """Whether gradients are reduced; while it is off they stay as this rank made them. It
@@ -82,73 +77,66 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
         """By parameter: what torch had hooked; a conversion may swap it for another."""
-        reduction.enter(self)
+        reduction.steps.enter(self)
         reduction.build(self._today())
         self._hook_anew()
         weakref.finalize(self, _remove, self._hooks)
 
-    @property
-    def passes(self) -> int:
-        """Backward passes that are accumulated locally before one reduction."""
-        return self._num_passes
-
-    @passes.setter
-    def passes(self, passes: int) -> None:
+    def set_passes(self, passes: int) -> None:
+        """Accumulate so many backward passes locally before one reduction, from the next on."""
         self._num_passes = passes
         self._passes_done = 0
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that gradients are reduced over."""
-        return self._reduction.num_ranks
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this rank that travel in a step, sparse gradients left out."""
-        return self._reduction.num_bytes
+    def steps(self) -> CheckedSteps:
+        """What is compared before a step, with the flags of the ranks."""
+        return self.reduction.steps
 
     @property
     def exposed_seconds(self) -> float:
         """Time in which the last step waited for other ranks."""
-        return self._reduction.exposed_seconds
+        return self.reduction.exposed_seconds
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``."""
-        if not self._reduction.average:
+        if not self.reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
-        before = self._reduction.count.weight
-        self._reduction.count.set(num_samples, nominal)
-        if self._passes_done and self._reduction.count.weight != before:
+        before = self.reduction.count.weight
+        self.reduction.count.set(num_samples, nominal)
+        if self._passes_done and self.reduction.count.weight != before:
             raise ConfigError(
                 f"all {self._num_passes} backward passes of a step count alike, got "
                 f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
             )
 
-    @property
-    def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._reduction.raised_flags
-
-    def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits when a step is over, from the next one on."""
-        self._reduction.flags = flags
-
     @eager
-    def finish(self) -> bool:
+    def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce now what ``backward()`` has not reduced in this step. Collective.
 
         Gradients that the program has replaced or dropped since are the ranks' own: where all
         ranks have done the same they stay, else they are averaged. Returns whether there was
-        anything to do.
+        anything to do. In a step that is skipped, gradients of the step before add nothing.
         """
         if not self.is_on:
             return False
         self._check_owner()
+        if self._is_reduced or self._num_fires or self._passes_done:
+            old = []
+        else:  # no backward, so these are the gradients of the step before
+            old = [slot for slot in self.reduction.slot_of.values() if slot.holds_result]
+        for slot in old if is_skipped else ():
+            slot.parameter.grad = None
         changed = self._changed()
-        by_hand = self._reduction.changed_by_hand(changed) if self._is_reduced else None
+        by_hand = self.reduction.changed_by_hand(changed) if self._is_reduced else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            self._complete(changed, by_hand, changed_early=self._were_changed_early())
+            told = Announcement(
+                by_hand=by_hand,
+                changed_early=self._were_changed_early(),
+                replaced_sum=self._replaced_sum,
+                repeats=any(slot.has_values for slot in old),
+            )
+            self._complete(changed, told)
         return is_due
 
     @eager
@@ -163,7 +151,7 @@ class Reducer:
     @eager
     def end_step(self) -> None:
         """Count a step that was taken, and expect another."""
-        self._reduction.end_step()
+        self.steps.end()
         self.new_step()
 
     @eager
@@ -173,24 +161,24 @@ class Reducer:
         Collective if one has raised after some of its gradients had travelled: then every rank
         calls this, and the rest travels too, so that the ranks meet again.
         """
-        if self._graph_tasks and self._reduction.has_sent:
+        if self._graph_tasks and self.reduction.has_sent:
             with suppress(MismatchError):
-                self._reduction.complete()
-        self._reduction.drop()
-        self._reduction.step = None
+                self.reduction.complete()
+        self.reduction.drop()
+        self.steps.number = None
         self._passes_done = 0
         self._is_reduced = False
         self._forget_backward()
 
     def stand_in(self, opening: Opening) -> None:
         """Take part in a step of the others with nothing. Collective."""
-        for parameter in self._reduction.slot_of:
+        for parameter in self.reduction.slot_of:
             parameter.grad = None
         changed = self._today() if opening.outdated else None
-        self._reduction.complete(changed, opening=opening)
+        self.reduction.complete(changed, opening=opening)
         if changed is not None:
             self._hook_anew()
-        self._reduction.end_step()
+        self.steps.end()
 
     def hook(self) -> None:
         """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
@@ -205,7 +193,7 @@ class Reducer:
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # torch hooks no frozen parameter
             hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
-            if not self._reduction.average:
+            if not self.reduction.count.average:
                 hooks.append(parameter.register_hook(_SumHook(self, id(parameter))))
             parameter.requires_grad_(is_trained)
             self._hooks += hooks
@@ -240,22 +228,22 @@ class Reducer:
         if task not in self._graph_tasks:
             self._enter_graph_task(task)
         self._num_fires += 1
-        slot = self._reduction.slot_of.get(parameter)
+        slot = self.reduction.slot_of.get(parameter)
         if slot is None:  # it was frozen
             return
         slot.fires += 1
         slot.is_result = False
         if self._takes_early:
-            self._reduction.take(slot)
+            self.reduction.take(slot)
 
     def _before_sum(self, parameter_id: int) -> None:
         """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
-        slot = self._reduction.slot_by_id.get(parameter_id)
+        slot = self.reduction.slot_by_id.get(parameter_id)
         if not self.is_on or self._superseded or slot is None or not slot.is_result:
             return
         if _is_replaced(slot):
             self._replaced_sum = slot.name
-        if slot.holds_result and not self._reduction.keeps_result:
+        if slot.holds_result and not self.reduction.keeps_result:
             slot.forget_result()
         slot.is_result = False
 
@@ -294,7 +282,7 @@ class Reducer:
         """Say whether every trained parameter has got a gradient in this backward."""
         return all(
             slot.fires > self._passes_done
-            for slot in self._reduction.slot_of.values()
+            for slot in self.reduction.slot_of.values()
             if slot.parameter.requires_grad
         )
 
@@ -302,20 +290,21 @@ class Reducer:
     def _on_backward_end(self) -> None:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
-            self._on_pass_end()
+            changed = None if self._takes_early else self._changed()
+            self._complete(changed, Announcement(replaced_sum=self._replaced_sum))
         else:
-            grads = ((p, p.grad) for p in self._reduction.slot_of)
+            grads = ((p, p.grad) for p in self.reduction.slot_of)
             self._seen = {p: (g, _writes(g)) for p, g in grads if g is not None}
             self._forget_backward()
 
     def _break_off(self) -> None:
         """Forget a backward that raised: its gradients are not those of this step."""
-        if self._reduction.has_sent:
+        if self.reduction.has_sent:
             raise CommError(
                 "the last backward raised after some of its gradients had travelled, so the ranks "
                 "may differ; start again from a checkpoint, or set HPCTRAIN_OVERLAP=end"
             )
-        self._reduction.forget()
+        self.reduction.forget()
         self._passes_done = 0
         self._forget_backward()
 
@@ -339,7 +328,7 @@ class Reducer:
         """Return the parameters of today if buckets or hooks no longer fit them."""
         today = self._today()
         is_hooked = all(self._is_hooked(p) or not p.requires_grad for _, p in today)
-        return None if is_hooked and self._reduction.fits(today) else today
+        return None if is_hooked and self.reduction.fits(today) else today
 
     def _is_hooked(self, parameter: Parameter) -> bool:
         is_armed = self._hooked.get(id(parameter)) == parameter._cdata  # noqa: SLF001
@@ -349,7 +338,7 @@ class Reducer:
         """Say whether a gradient that waits for another pass is not what backward has left."""
         if not self._passes_done:
             return False
-        for parameter in self._reduction.slot_of:
+        for parameter in self.reduction.slot_of:
             grad = parameter.grad
             seen, writes = self._seen.get(parameter, (None, None))
             if grad is not None and (grad is not seen or _writes(grad) != writes):
@@ -358,29 +347,15 @@ class Reducer:
 
     def _find_replaced_sum(self) -> str:
         """Name a sum that was replaced: nobody can tell what part of it is whose."""
-        if not self._reduction.average:
-            for slot in self._reduction.slot_of.values():
+        if not self.reduction.count.average:
+            for slot in self.reduction.slot_of.values():
                 if _is_replaced(slot):
                     return slot.name
         return ""
 
-    def _on_pass_end(self) -> None:
-        self._complete(None if self._takes_early else self._changed())
-
-    def _complete(
-        self,
-        changed: NamedParameters | None,
-        by_hand: int | None = None,
-        *,
-        changed_early: bool = False,
-    ) -> None:
+    def _complete(self, changed: NamedParameters | None, told: Announcement) -> None:
         self._learn()
-        self._reduction.complete(
-            changed,
-            by_hand=by_hand,
-            changed_early=changed_early,
-            replaced_sum=self._replaced_sum,
-        )
+        self.reduction.complete(changed, told)
         self._note("gradients")
         if changed is not None:
             self._hook_anew()
@@ -393,7 +368,7 @@ class Reducer:
     def _learn(self) -> None:
         if not self._num_fires:
             return
-        slots = self._reduction.slot_of.values()
+        slots = self.reduction.slot_of.values()
         once = all(slot.fires <= self._num_passes for slot in slots)
         self._fires_once = once and (self._is_first or self._fires_once)
         self._is_first = False
@@ -434,13 +409,12 @@ def _writes(grad: torch.Tensor) -> tuple[int, int]:
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 
 
-def _is_replaced(slot: "Slot | SparseSlot") -> bool:
+def _is_replaced(slot: Slot | SparseSlot) -> bool:
     """Say whether another tensor is where a result was, and holds something.
 
     There are zeros only after ``zero_grad(set_to_none=False)`` of a parameter that was converted.
     """
-    grad = slot.parameter.grad
-    return slot.is_result and slot.is_touched and grad is not None and bool(grad.any())
+    return slot.is_result and slot.is_touched and slot.has_values
 
 
 def _remove(hooks: "list[RemovableHandle]") -> None:

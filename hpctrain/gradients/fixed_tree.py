@@ -55,20 +55,13 @@ def sum_over_ranks(
     present: Sequence[bool],
     absent: Absent,
 ) -> list[Tensor | None]:
-    """Return the value of the root: every rank gives the nodes that it holds.
+    """Return the value of the root: every rank gives the nodes that it holds, and their memory.
 
     Collective. Each rank sums a slice of the elements over the upper part of the tree, and gives
     it to all others: with ranges that are whole nodes each rank sends 2 (N-1)/N of the bytes of
     the values on N ranks, and half as much more for each further node that it holds. Beside the
-    nodes it needs memory for about 4 messages, and 2 more for each further node.
-
-    Args:
-        comm: the ranks.
-        ranges: leaves of each rank.
-        pending: whole nodes of this rank's leaves; their memory is used.
-        present: whether any leaf has a value, of each entry, the same on every rank; the result
-            is None where none has.
-        absent: what stands for a missing value.
+    nodes it needs memory for about 4 messages, and 2 more for each further node. Of each entry
+    ``present`` says whether any leaf of any rank has a value; without one the result is None.
     """
     rows = [
         [_value(node, entry, absent) if there else None for entry, there in enumerate(present)]

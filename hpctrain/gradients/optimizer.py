@@ -3,34 +3,26 @@
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, cast
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.eager import eager
 from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.adasum_optimizer import (
-    AdasumMethods,
-    AdasumStep,
-    begin_step,
-    combine_steps,
-)
+from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.distributed_methods import (
-    DistributedMethods,
-    after_step,
-    before_step,
-    check_passes,
-)
-from hpctrain.gradients.gradient_buckets import Grouping, Groups
-from hpctrain.gradients.parameter_names import named, names_of
-from hpctrain.gradients.reduction import Reduction, ReductionOptions
-from hpctrain.gradients.step_header import StepHeader
+from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of
+from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.step_check import CheckedSteps, StepCheck
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -81,62 +73,249 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
-    options = ReductionOptions(
-        average=op is Average,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        grouping=Grouping(groups),
-        check_weights=world.current().settings.check_weights,
-    )
+    grouping = Grouping(groups, sparse_as_dense=sparse_as_dense)
+    count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
-    compressor = compression or Compression.none
-    if comm is not None and op is Adasum:
-        _combine_steps(optimizer, comm, compressor, names)
-    elif comm is not None:
-        reduction = _reduction(comm, compressor, options)
-        _reduce_gradients(optimizer, reduction, names, backward_passes_per_step)
-    return _upgrade(optimizer, names, backward_passes_per_step)
+    exchange: Reducer | AdasumStep | None = None
+    if comm is not None:
+        parameters = partial(named, weakref.ref(optimizer), names)
+        compressor, steps = compression or Compression.none, _steps_over(comm)
+        if op is Adasum:
+            exchange = AdasumStep(comm, compressor, parameters, steps)
+        else:
+            here, codec = world.current(), codec_for(compressor)
+            reduction = Reduction(comm, here.plan, codec, grouping, count, steps)
+            note, passes = here.last_call.note, backward_passes_per_step
+            exchange = Reducer(reduction, parameters, note, passes=passes)
+    return _upgraded(optimizer, exchange, names, backward_passes_per_step)
 
 
-def _upgrade(optimizer: Any, names: Mapping[Tensor, str], passes: int) -> Any:
+class DistributedMethods:
+    """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
+
+    _exchange: Reducer | AdasumStep | None = None
+    """None where there is nobody to average with."""
+    _reducer: Reducer | None = None
+    """That, where gradients are averaged."""
+    _parameter_names: dict[Tensor, str]
+    """Of all parameters, the same on every rank."""
+    _passes = 1
+    _own_flags = 0  # in a world of one
+    _is_synchronizing = True
+    _was_synchronized = False
+
+    @property
+    def communication_seconds(self) -> float:
+        """Time in which the last step waited for gradients of other ranks, in seconds."""
+        return self._exchange.exposed_seconds if self._exchange else 0.0
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Passes that are added up on each rank before one reduction."""
+        return self._passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of passes that are added up, from the next backward on.
+
+        Not collective, but every rank calls it, between two steps.
+
+        Raises:
+            ConfigError: it is less than 1.
+        """
+        _check_passes(passes)
+        self._passes = passes
+        if self._reducer:
+            self._reducer.set_passes(passes)
+
+    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
+        """Say how many samples this rank's loss is the mean of, from the next backward on.
+
+        With different counts the average gradient is weighted by them, so that it is the mean
+        over all samples of the step. Not collective, but every rank calls it, or none does.
+
+        Args:
+            num_samples: of this rank in each pass of this step; 0 where it has none and skips
+                backward.
+            nominal: the usual count, the same on every rank; float16 gradients need it, since
+                they are multiplied by ``num_samples / nominal``.
+
+        Raises:
+            ConfigError: the count is not valid, changes between the passes of a step, or the
+                optimizer sums.
+        """
+        if self._reducer:
+            self._reducer.set_num_samples(num_samples, nominal)
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        return self._exchange.steps.raised_flags if self._exchange else self._own_flags
+
+    def raise_flags(self, flags: int) -> None:
+        """Let every rank see these bits in ``raised_flags`` when a step is over.
+
+        They ride in a message that is sent anyway, in every step until other flags are given.
+        Not collective; call it before ``backward``.
+
+        Args:
+            flags: bits 0 to 3, such as "somebody asked me to stop".
+
+        Raises:
+            ConfigError: there are other bits.
+        """
+        if not 0 <= flags < 1 << NUM_FLAGS:
+            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
+        self._own_flags = flags
+        if self._exchange:
+            self._exchange.steps.flags = flags
+
+    def synchronize(self) -> None:
+        """Average the gradients now, if ``backward()`` has not done so already. Collective.
+
+        Needed only by a rank that skips ``backward``: there it stands in its place, before
+        gradients are clipped and before any other collective of the step. Everywhere else it is
+        harmless, as is ``skip_synchronize``.
+        """
+        if self._reducer and not self._reducer.finish():
+            self._was_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` inside come after ``synchronize()`` without a warning.
+
+        Gradients are averaged once in any case, and what was changed since stays changed where
+        all ranks have changed it alike.
+        """
+        self._is_synchronizing = False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
+
+        Harmless at any time: no gradient is on its way when ``backward()`` has returned.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        if self._reducer:
+            self._reducer.new_step()
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks do."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if self._reducer:
+            self._reducer.hook()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Replace the state; see ``torch.optim.Optimizer.load_state_dict``.
+
+        What a backward that raised has left behind is forgotten.
+        """
+        if self._reducer:
+            self._reducer.start_again()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied: a copy would step on gradients that nobody averages."""
+        raise ConfigError(
+            "a distributed optimizer cannot be copied or pickled; keep its state_dict(), and wrap "
+            "an optimizer of the copied model"
+        )
+
+
+class AdasumMethods(DistributedMethods):
+    """What ``DistributedOptimizer`` adds to an optimizer whose steps are combined by Adasum.
+
+    Every rank takes every step: a ``GradScaler`` that skips it on one rank only is an error on
+    all.
+    """
+
+    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
+        """Refuse: Adasum has no weights."""
+        raise ConfigError(
+            f"sample counts weight an average; this optimizer has op=Adasum, got "
+            f"num_samples={num_samples}, nominal={nominal}"
+        )
+
+    def skip_synchronize(self) -> NoReturn:
+        """Refuse: a step that is not combined would let the ranks part."""
+        raise ConfigError(
+            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
+        )
+
+
+@eager
+def before_step(
+    stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Average what is not averaged yet: torch calls this at the start of ``step()``.
+
+    A closure among the arguments, which makes gradients inside, has them averaged, too.
+    """
+    if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
+        warnings.warn(
+            "optimizer.step() called without optimizer.skip_synchronize() after "
+            "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
+            "when backward() returns: leave synchronize() out",
+            stacklevel=3,
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        stepping._reducer.finish()  # noqa: SLF001
+        return args, kwargs
+
+    def averaging() -> Any:
+        loss = closure()
+        stepping._reducer.finish()  # noqa: SLF001
+        return loss
+
+    return args[:1], kwargs | {"closure": averaging}
+
+
+@eager
+def after_step(stepped: Any, *_: object) -> None:
+    """Expect the next step: torch calls this at the end of ``step()``."""
+    stepped._was_synchronized = False  # noqa: SLF001
+    stepped._reducer.end_step()  # noqa: SLF001
+
+
+@eager
+def begin_step(stepping: Any, *_: object) -> None:
+    """Keep the parameters: torch calls this at the start of ``step()``."""
+    stepping._exchange.begin()  # noqa: SLF001
+
+
+@eager
+def combine_steps(stepped: Any, *_: object) -> None:
+    """Combine the steps of all ranks: torch calls this at the end of ``step()``."""
+    stepped._exchange.combine()  # noqa: SLF001
+
+
+def _upgraded(
+    optimizer: Any, exchange: Reducer | AdasumStep | None, names: Mapping[Tensor, str], passes: int
+) -> Any:
     """Give the optimizer its methods, now that nothing can fail any more."""
-    kind = type(optimizer)
-    methods = AdasumMethods if hasattr(optimizer, "_adasum") else DistributedMethods
+    kind, combines = type(optimizer), isinstance(exchange, AdasumStep)
+    methods = AdasumMethods if combines else DistributedMethods
     optimizer.__class__ = type(kind.__name__, (methods, kind), {})
-    optimizer._parameter_names = names  # noqa: SLF001
-    optimizer._passes = passes  # noqa: SLF001
+    optimizer._parameter_names, optimizer._passes = names, passes  # noqa: SLF001
+    if exchange is not None:
+        optimizer._exchange = exchange  # noqa: SLF001
+        optimizer._reducer = None if combines else exchange  # noqa: SLF001
+        # They find it by the optimizer: functions that held it would keep both for ever.
+        optimizer.register_step_pre_hook(begin_step if combines else before_step)
+        optimizer.register_step_post_hook(combine_steps if combines else after_step)
     return optimizer
 
 
-def _reduce_gradients(
-    optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], passes: int
-) -> None:
-    owner = weakref.ref(optimizer)
-    optimizer._reducer = Reducer(  # noqa: SLF001
-        reduction,
-        lambda: named(owner(), names),
-        passes=passes,
-        note=world.current().last_call.note,
-        is_exclusive=True,
-    )
-    # They find the reducer by the optimizer: functions that held it would keep both for ever.
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
-
-
-def _combine_steps(
-    optimizer: Any, comm: Communicator, compressor: Compressor, names: Mapping[Tensor, str]
-) -> None:
-    owner = weakref.ref(optimizer)
-    optimizer._adasum = AdasumStep(  # noqa: SLF001
-        comm, compressor, lambda: named(owner(), names), _header(comm)
-    )
-    optimizer.register_step_pre_hook(begin_step)
-    optimizer.register_step_post_hook(combine_steps)
+def _check_passes(passes: int) -> None:
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
 
 
 def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) -> None:
-    check_passes(passes)
+    _check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError("this optimizer is distributed already; wrap it once")
     if op not in (Average, Sum, Adasum):
@@ -150,17 +329,13 @@ def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) ->
         raise ConfigError(f"gradient_predivide_factor must be above 0, got {predivide}")
 
 
-def _reduction(comm: Communicator, compressor: Compressor, options: ReductionOptions) -> Reduction:
-    plan, codec = world.current().plan, codec_for(compressor)
-    return Reduction(comm, plan, codec, options, _header(comm))
-
-
-def _header(comm: Communicator) -> StepHeader:
-    """Return what opens the steps over these ranks. Collective the first time."""
-    headers = world.current().step_headers
-    if comm not in headers:
-        headers[comm] = StepHeader(comm)
-    return cast("StepHeader", headers[comm])
+def _steps_over(comm: Communicator) -> CheckedSteps:
+    """Return the steps of an optimizer over these ranks. Collective for the first one."""
+    here = world.current()
+    if comm not in here.step_checks:
+        here.step_checks[comm] = StepCheck(comm)
+    check = cast("StepCheck", here.step_checks[comm])
+    return CheckedSteps(check, here.settings.check_weights)
 
 
 def _communicator(process_set: ProcessSet | None) -> Communicator | None:

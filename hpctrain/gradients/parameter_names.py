@@ -1,13 +1,15 @@
-"""Names of an optimizer's parameters, the same on every rank."""
+"""Names and groups of an optimizer's parameters, the same on every rank."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from hpctrain.comm.agreement import require_equal
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 
 NamedParameters = Sequence[tuple[str, Parameter]]
@@ -40,13 +42,9 @@ def names_of(optimizer: Optimizer, named_parameters: Iterable[Any] | None) -> di
     return names
 
 
-def trained(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return the parameters that get gradients today; names are of those there at the wrap."""
-    return [(name, p) for name, p in named(optimizer, names) if p.requires_grad]
-
-
-def named(optimizer: Optimizer | None, names: Mapping[Tensor, str]) -> NamedParameters:
-    """Return all parameters of today with their names; see ``trained``."""
+def named(owner: Callable[[], Optimizer | None], names: Mapping[Tensor, str]) -> NamedParameters:
+    """Return all parameters of an optimizer today; names are of those there at the wrap."""
+    optimizer = owner()
     places = places_of(optimizer) if optimizer is not None else []
     return [(names.get(p) or place, p) for place, p in places]
 
@@ -58,3 +56,80 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
+
+
+def require_same_parameters(
+    comm: Communicator, parameters: NamedParameters, groups: Sequence[int | None]
+) -> None:
+    """Return if all ranks have the same parameters in the same groups. Collective.
+
+    Groups are those of ``Grouping.numbers``. Else raise ``MismatchError``, on every rank.
+    """
+    lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+    if groups:
+        lines = [f"{line} group {group}" for line, group in zip(lines, groups, strict=True)]
+    require_equal(comm, lines, "parameters")
+
+
+Groups = int | Sequence[Sequence[Tensor]]
+"""How many groups of about as many parameters each, or the groups; 0 for none."""
+
+
+class Grouping:
+    """Groups of parameters; each travels as one message for each dtype in it."""
+
+    def __init__(self, groups: Groups | None = None, *, sparse_as_dense: bool = False) -> None:
+        """Check the groups: ``ConfigError`` if it is no such thing, or has a parameter twice.
+
+        Parameters of lists need not be trained; those in no list travel in ordinary buckets.
+        """
+        self.sparse_as_dense = sparse_as_dense
+        """Whether sparse gradients travel with the others; they are made sparse again."""
+        self._num_groups = 0
+        self._group_of: dict[Tensor, int] = {}
+        if groups is None:
+            return
+        if isinstance(groups, int):
+            if groups < 0:
+                raise ConfigError(f"groups is a non-negative number or lists, got {groups}")
+            self._num_groups = groups
+        else:
+            self._group_of = _numbered(groups)
+
+    def numbers(self, parameters: Sequence[Parameter]) -> list[int | None]:
+        """Return the group of each parameter, None for no group; empty without any groups.
+
+        Where only a number of groups was given, all parameters are cut into so many parts.
+        """
+        if self._group_of:
+            return [self._group_of.get(parameter) for parameter in parameters]
+        if not self._num_groups:
+            return []
+        return [i * self._num_groups // len(parameters) for i in range(len(parameters))]
+
+
+def _numbered(groups: object) -> dict[Tensor, int]:
+    group_of: dict[Tensor, int] = {}
+    for number, group in enumerate(_iterated(groups)):
+        for parameter in _iterated(group):
+            if not isinstance(parameter, Tensor):
+                raise ConfigError(
+                    f"groups consist of parameters, got {type(parameter).__name__} in group "
+                    f"{number}; give lists of the tensors themselves"
+                )
+            if parameter in group_of:
+                raise ConfigError(
+                    f"a parameter is in one group, got one of shape {tuple(parameter.shape)} in "
+                    f"groups {group_of[parameter]} and {number}; take it out of one"
+                )
+            group_of[parameter] = number
+    return group_of
+
+
+def _iterated(groups: object) -> list[Any]:
+    if isinstance(groups, Tensor | str) or not isinstance(groups, Iterable):
+        raise ConfigError(
+            f"groups is a non-negative number or a list of lists of parameters, got "
+            f"{type(groups).__name__}"
+        )
+    return list(groups)

@@ -1,59 +1,190 @@
-"""The reduction of one step: an opening message, then the buckets, in one order on every rank."""
+"""The reduction of one step: where gradients lie, and when they travel, in buckets.
+
+All ranks have the same buckets and send them in one order, behind the message of ``StepCheck``.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec
-from hpctrain.core import logs
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
-from hpctrain.core.units import KIB
-from hpctrain.gradients.gradient_buckets import (
-    GradientBucket,
-    Grouping,
-    Slot,
-    build_buckets,
-    memory_of,
-    require_same_parameters,
-)
-from hpctrain.gradients.parameter_names import NamedParameters
+from hpctrain.gradients.parameter_names import Grouping, NamedParameters, require_same_parameters
 from hpctrain.gradients.sample_count import SampleCount
-from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.gradients.step_header import (
-    Announcement,
-    Member,
-    Opening,
-    StepHeader,
-    WeightSample,
-    fingerprint,
+from hpctrain.gradients.sparse_gradients import (
+    GradientState,
+    SparseSlot,
+    agreed_sparse_dims,
+    as_sparse,
 )
-
-_FIRST_BYTES = 64 * KIB
-"""How much of each gradient is compared in the first step."""
+from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening, checksum_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReductionOptions:
-    """What a reduction does to gradients; the same on every rank."""
+class Slot(GradientState):
+    """The place of one parameter's gradient in its bucket.
 
-    average: bool = True
-    """Divide the sum by the number of ranks, weighted by samples."""
-    predivide: float = 1.0
-    """The part of the division that comes before the sum."""
-    sparse_as_dense: bool = False
-    """Let sparse gradients travel in buckets too; they are made sparse again."""
-    grouping: Grouping = Grouping(None)  # noqa: RUF009 - has no state that changes
-    """Which gradients share a bucket."""
-    check_weights: str = "off"
-    """What replicas that part lead to: ``error``, ``warn``, or ``off``: nothing is compared."""
+    ``.grad`` shares its memory and nothing else: what a program does to the ``data`` or storage
+    of that tensor leaves the place as it is.
+    """
+
+    __slots__ = (
+        "_address",
+        "_shown",
+        "_sparse_grad",
+        "bucket",
+        "is_filled",
+        "layout",
+        "mark",
+        "view",
+    )
+
+    def __init__(
+        self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
+    ) -> None:
+        super().__init__(name, parameter, None)
+        self.bucket = bucket
+        self.layout = parameter.stride()
+        self.view = view
+        self.mark = mark
+        self.is_filled = False
+        self._address = view.data_ptr()
+        self._shown = _of_its_own(view)
+        self._sparse_grad: Tensor | None = None
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Say whether the parameter still has the dtype, shape and strides of its place."""
+        return (
+            self.view.dtype == parameter.dtype
+            and self.view.shape == parameter.shape
+            and self.layout == parameter.stride()
+        )
+
+    def fill(self, weight: float, *, keeps_result: bool) -> None:
+        """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
+
+        Without a gradient that is zeros. With a weight of zero too: the mean over no samples is
+        NaN. What was reduced already is added where this rank ``keeps_result``.
+        """
+        grad = self.parameter.grad
+        self.is_filled = True
+        self.is_present = grad is not None
+        if grad is None:
+            self.view.zero_()
+            return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
+        if weight == 0.0 or (not keeps_result and self.holds_result):
+            self.view.zero_()
+        elif not grad.is_sparse and self.holds(grad):
+            if weight != 1.0:
+                self.view.mul_(weight)
+            return
+        else:
+            dense = grad.to_dense() if grad.is_sparse else grad.detach()
+            if weight == 1.0:
+                self.view.copy_(dense)
+            else:
+                torch.mul(dense, weight, out=self.view)
+        self._show()
+
+    def settle(self) -> None:
+        """After the sum: give the parameter its gradient, also if only other ranks had one."""
+        if not self.is_present and self.mark.item() > 0:
+            self._show()
+        if self.sparse_dim is not None and self.parameter.grad is not None:
+            self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
+        self.is_result = self.parameter.grad is not None
+
+    def adopt(self) -> None:
+        """Take over what is the same on all ranks already, from another place."""
+        grad = self.parameter.grad
+        self.is_present = self.is_result = grad is not None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
+        if self.sparse_dim is None:
+            self.view.copy_(grad.detach())
+            self._show()
+        else:
+            self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
+
+    def forget_result(self) -> None:
+        """Let ``.grad`` be zeros: another rank keeps the sum that was there."""
+        grad = self.parameter.grad
+        if grad is not None and grad.is_sparse:
+            self.parameter.grad = None
+        else:
+            self.view.zero_()
+
+    def holds(self, grad: Tensor) -> bool:
+        """Say whether a gradient of the parameter lies in its place, as it should."""
+        if grad.is_sparse:
+            return grad is self._sparse_grad
+        return (
+            (grad.data_ptr() == self._address or not grad.numel())
+            and grad.stride() == self.view.stride()
+            and grad.dtype == self.view.dtype
+            and not (grad.is_conj() or grad.is_neg())
+        )
+
+    def _show(self) -> None:
+        if self._shown.data_ptr() != self._address:  # a program has moved the storage
+            self._shown = _of_its_own(self.view)
+        self.parameter.grad = self._shown.detach()
+
+
+def _of_its_own(view: Tensor) -> Tensor:
+    """Return a tensor on the same memory, which has a storage of its own."""
+    if not view.numel() or not view.is_cpu:
+        return view.detach()
+    flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
+    memory = flat.view(torch.uint8).numpy()
+    return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
+
+
+def _like(parameter: Parameter, place: Tensor) -> Tensor:
+    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
+    return place.as_strided(parameter.shape, dense.stride())
+
+
+class GradientBucket:
+    """One message: its slots, and for each a mark that says whether any rank has a gradient."""
+
+    __slots__ = ("bucket", "marks", "memory", "num_empty", "slots")
+
+    def __init__(
+        self, comm: Communicator, parameters: NamedParameters, plan: BucketPlan, index: int
+    ) -> None:
+        """Make it by its plan, which numbers the parameters. Collective."""
+        self.bucket = comm.new_bucket(plan.numel, plan.dtype)
+        flat, self.slots = self.bucket.flat, list[Slot]()
+        self.marks = flat[plan.numel - len(plan.members) :]
+        for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
+            name, parameter = parameters[member]
+            place = _like(parameter, flat[offset : offset + parameter.numel()])
+            self.slots.append(Slot(name, parameter, index, place, mark))
+        self.num_empty = len(self.slots)
+        self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        """Its first address, and the one behind it."""
+
+    def write_marks(self) -> None:
+        """Say which parameters have a gradient on this rank."""
+        self.marks.fill_(1)
+        for slot in self.slots:
+            if not slot.is_present:
+                slot.mark.zero_()
 
 
 class Reduction:
@@ -64,29 +195,21 @@ class Reduction:
         comm: Communicator,
         plan: Plan,
         codec: Codec,
-        options: ReductionOptions,
-        header: StepHeader | None = None,
+        grouping: Grouping,
+        count: SampleCount,
+        steps: CheckedSteps,
     ) -> None:
-        """Take what is needed; ``enter`` and ``build`` come next. Collective without a header.
+        """Take what is needed; ``build`` comes next.
 
-        A communicator with a thread carries the buckets beside backward. The header opens the
-        steps of all optimizers over these ranks; None for one of its own.
+        A communicator with a thread carries the buckets beside backward.
         """
-        self.count = SampleCount(predivide=options.predivide)
-        self.average = options.average
-        self.flags = 0
-        """Bits of this rank in the opening message of each step."""
-        self.raised_flags = 0
-        """Bits that any rank had in the last opening message; the same on every rank."""
-        self.step: int | None = 0
-        """Steps that were taken; None after state was loaded, until the next one tells."""
+        self.count = count
+        self.steps = steps
+        """What is compared before a step, and the number of steps that were taken."""
         self.exposed_seconds = 0.0
-        self._header = header or StepHeader(comm)
-        self._member = 0
-        self._is_first = True
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self._comm, self._plan, self._codec, self._options = comm, plan, codec, options
+        self._comm, self._plan, self._codec, self._grouping = comm, plan, codec, grouping
         self._parameters: NamedParameters = ()
         self._buckets: list[GradientBucket] = []
         self._dense: list[Slot] = []
@@ -112,27 +235,19 @@ class Reduction:
 
     @property
     def keeps_result(self) -> bool:
-        """Whether this rank adds what is reduced already to a further reduction.
-
-        An average of it stays what it is; a sum counts it once, on one rank.
-        """
-        return self.average or self._comm.rank == 0
-
-    def enter(self, member: Member) -> None:
-        """Let the header know whose steps these are."""
-        self._member = self._header.enter(member)
+        """Whether this rank adds what is reduced to a further reduction: one does of a sum."""
+        return self.count.average or self._comm.rank == 0
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
-        """Lay the buckets out anew for all these parameters. Collective.
+        """Lay the buckets out for all these parameters, the same on every rank. Collective.
 
-        ``results`` are those whose gradients are the same on all ranks, beside those known: they
-        stay such. Ranks with other parameters all raise ``MismatchError``.
+        ``results`` are those whose gradients are alike on all ranks, beside those known.
         """
-        numbers = self._options.grouping.numbers([p for _, p in parameters])
+        numbers = self._grouping.numbers([p for _, p in parameters])
         require_same_parameters(self._comm, parameters, numbers)
         results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
         self._parameters = parameters
-        self._sample = WeightSample(parameters)
+        self.steps.watch(parameters)
         self._lay_out()
         for parameter in results:
             if parameter in self.slot_of:
@@ -149,7 +264,7 @@ class Reduction:
         """Put a final gradient into its place, and send the buckets that are full."""
         if isinstance(slot, SparseSlot):
             return
-        if slot.is_filled and (self._next_bucket > slot.bucket or self._factor != 1.0):
+        if slot.is_filled and (self._next_bucket > slot.bucket or self.count.factor != 1.0):
             raise CommError(
                 f"the gradient of {slot.name} came twice in one backward, and only once in the "
                 f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
@@ -157,17 +272,17 @@ class Reduction:
         self._fill(slot)
         if self._plan.overlap == "end":
             return
-        while self._next_bucket < len(self._buckets) and self._is_full(self._next_bucket):
+        buckets = self._buckets
+        while self._next_bucket < len(buckets) and not buckets[self._next_bucket].num_empty:
             if self._next_bucket == 0:
-                mine = self._announce(new_sparse=self._filled_new_sparse)
+                mine = self._announced(Announcement(), new_sparse=self._filled_new_sparse)
                 self._works.append(self._run(self._open, mine))
             self._launch_next()
 
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
-        """Return a fingerprint of what was done to reduced gradients; None for nothing.
+        """Return a checksum of what was done to reduced gradients; None for nothing.
 
-        What was put in their place becomes a copy: it may lie in the place of another. ``today``
-        is all parameters, where they are no longer those of ``build``.
+        What was put in their place becomes a copy: it may lie in the place of another.
         """
         touched = [(s.name, s.parameter) for s in self.slot_of.values() if s.is_touched]
         touched += [named for named in today or () if named[1] not in self.slot_of]
@@ -176,69 +291,46 @@ class Reduction:
             total = crc32(name.encode(), total)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().clone()
-                total = crc32(_bytes_of(parameter.grad), total)
-        return fingerprint(total) if touched else None
-
-    def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
-        """Return the parameters whose gradients the program has put there."""
-        return [
-            p
-            for _, p in today
-            if p.grad is not None and ((slot := self.slot_of.get(p)) is None or slot.is_touched)
-        ]
+                total = checksum_of(parameter.grad, total)
+        return total if touched else None
 
     def complete(
         self,
         changed: NamedParameters | None = None,
-        *,
-        by_hand: int | None = None,
-        changed_early: bool = False,
-        replaced_sum: str = "",
+        told: Announcement | None = None,
         opening: Opening | None = None,
     ) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
 
-        Ranks that have done different things without a common result all raise ``MismatchError``.
-
-        Args:
-            changed: the parameters of today where they are no longer those of ``build``: the
-                buckets are then laid out anew. All ranks give some, or none does.
-            by_hand: of ``changed_by_hand``, where gradients were reduced in this step already.
-                What all ranks have done alike stays as it is; else what is there is reduced.
-            changed_early: see ``Announcement``, as ``replaced_sum``.
-            replaced_sum: name of a sum that was replaced before backward added to it.
-            opening: how the other ranks have begun, for one that only takes part.
+        What all ranks have done alike by hand stays as it is; else what is there is reduced, or
+        all raise ``MismatchError``. ``changed`` are the parameters of today where they are no
+        longer those of ``build``; ``told`` is what the program has done to gradients; ``opening``
+        is how the others have begun, for a rank that only takes part.
         """
         if opening is not None:
             self._take(opening)
         elif not self.has_sent:
-            mine = self._announce(
+            mine = self._announced(
+                told or Announcement(),
                 outdated=changed is not None,
-                new_sparse=self._has_new_sparse(),
-                by_hand=by_hand,
-                changed_early=changed_early,
-                replaced_sum=replaced_sum,
+                new_sparse=self._filled_new_sparse or any(map(self._is_new_sparse, self._dense)),
             )
             self._clocked(self._run(self._open, mine).wait)
         is_kept = self._opening is not None and self._opening.changed_alike
         if changed is not None:
             self.build(changed, results=self._set_by_hand(changed) if is_kept else ())
-        elif is_kept:
-            self._keep_changes()
-            return
-        self._move()
-        for slot in self._dense:
-            slot.settle()
-        if self._opening is not None and self._opening.new_sparse:
-            self._learn_sparse()
+        if changed is not None or not is_kept:
+            self._move()
+            for slot in self._dense:
+                slot.settle()
+            if self._opening is not None and self._opening.new_sparse:
+                self._learn_sparse()
+        else:  # what all ranks have made of their gradients is the result
+            for changed_slot in self.slot_of.values():
+                if changed_slot.is_touched:
+                    changed_slot.adopt()
         self.exposed_seconds = self._waited_s
-        self._tell_once()
         self.forget()
-
-    def end_step(self) -> None:
-        """Count a step that was taken."""
-        if self.step is not None:
-            self.step += 1
 
     def drop(self) -> None:
         """Forget a reduction that has failed; wait for what is under way."""
@@ -261,23 +353,26 @@ class Reduction:
         for slot in self._dense:
             slot.is_filled = False
 
-    # -- where gradients lie ----------------------------------------------------------------
-
     def _lay_out(self) -> None:
-        """Make buckets for all but the sparse gradients. Collective."""
-        options = self._options
-        numbers = options.grouping.numbers([p for _, p in self._parameters])
-        apart = {} if options.sparse_as_dense else self._sparse_dims
-        dense = [i for i, (_, p) in enumerate(self._parameters) if p not in apart]
-        self._buckets = build_buckets(
-            self._comm,
-            [self._parameters[i] for i in dense],
+        """Make buckets for all but the sparse gradients, last parameter first. Collective.
+
+        Without memory enough all ranks raise ``NodeMemoryError``.
+        """
+        named = self._parameters
+        numbers = self._grouping.numbers([p for _, p in named])
+        apart = {} if self._grouping.sparse_as_dense else self._sparse_dims
+        order = [i for i in reversed(range(len(named))) if named[i][1] not in apart]
+        dense = [named[i] for i in order]
+        plans = plan_buckets(
+            [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in dense],
             None if self._plan.overlap == "end" else self._plan.bucket_bytes,
-            [numbers[i] for i in dense] if numbers else (),
+            marks_per_tensor=1,
+            groups=[numbers[i] for i in order] if numbers else (),
         )
+        self._buckets = [GradientBucket(self._comm, dense, p, i) for i, p in enumerate(plans)]
         self._dense = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._memory = [memory_of(bucket.bucket.flat) for bucket in self._buckets]
-        self._sparse = [SparseSlot(n, p, apart[p]) for n, p in self._parameters if p in apart]
+        self._memory = [bucket.memory for bucket in self._buckets]
+        self._sparse = [SparseSlot(n, p, apart[p]) for n, p in named if p in apart]
         self.slot_of = {slot.parameter: slot for slot in self._dense}
         self.slot_of |= {slot.parameter: slot for slot in self._sparse}
         self.slot_by_id = {id(parameter): slot for parameter, slot in self.slot_of.items()}
@@ -285,47 +380,36 @@ class Reduction:
             slot.sparse_dim = self._sparse_dims.get(slot.parameter)
         self._codec.forget()
         for bucket in self._buckets:
-            self._codec.prepare(bucket.bucket, bucket.parts, self._comm)
+            parts = [*(slot.view for slot in bucket.slots), bucket.marks]
+            self._codec.prepare(bucket.bucket, parts, self._comm)
 
-    def _has_new_sparse(self) -> bool:
-        """Say whether this rank has a sparse gradient that other ranks may not know of."""
-        return self._filled_new_sparse or any(map(self._is_new_sparse, self._dense))
+    def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
+        """Return the parameters whose gradients the program has put there."""
+        return [
+            p
+            for _, p in today
+            if p.grad is not None and ((slot := self.slot_of.get(p)) is None or slot.is_touched)
+        ]
 
     def _is_new_sparse(self, slot: Slot) -> bool:
+        """Say whether the gradient is a sparse one that other ranks may not know of."""
         return slot.found_sparse_dim is not None and slot.parameter not in self._sparse_dims
 
     def _learn_sparse(self) -> None:
         """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
-        found = {
-            index: slot.found_sparse_dim
-            for index, (_, p) in enumerate(self._parameters)
-            if isinstance(slot := self.slot_of[p], Slot)
-        }
-        for of_rank in self._comm.allgather_object(found):
-            for index, sparse_dim in of_rank.items():
-                if sparse_dim is not None:
-                    self._sparse_dims.setdefault(self._parameters[index][1], sparse_dim)
+        slots = [self.slot_of[p] for _, p in self._parameters]
+        self._sparse_dims = agreed_sparse_dims(self._comm, slots)
         self._lay_out()
         for slot in self.slot_of.values():
             slot.adopt()
         self._filled_new_sparse = False
-
-    # -- what talks to other ranks ----------------------------------------------------------
-
-    @property
-    def _factor(self) -> float:
-        return self.count.factor if self.average else 1.0
-
-    @property
-    def _scale(self) -> float | None:
-        return self.count.scale if self.average else None
 
     def _fill(self, slot: Slot) -> None:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
             self._check_place(slot)
             with torch.no_grad():
-                slot.fill(self._factor, keeps_result=self.keeps_result)
+                slot.fill(self.count.factor, keeps_result=self.keeps_result)
             self._filled_new_sparse |= self._is_new_sparse(slot)
 
     def _check_place(self, slot: Slot) -> None:
@@ -339,9 +423,6 @@ class Reduction:
                 f"{slot.name}.grad lies in the memory of an earlier gradient, in another place or "
                 f"order; set a clone of it"
             )
-
-    def _is_full(self, index: int) -> bool:
-        return self._buckets[index].num_empty == 0
 
     def _launch_next(self) -> None:
         index = self._next_bucket
@@ -360,66 +441,37 @@ class Reduction:
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
-        start = time.perf_counter()
-        work = start_on(self._comm, function, *args)
-        self._waited_s += time.perf_counter() - start
+        work: Work = self._clocked(start_on, self._comm, function, *args)
         return work
 
-    def _clocked(self, wait: Callable[[], object]) -> None:
+    def _clocked(self, function: Callable[..., Any], *args: object) -> Any:
         start = time.perf_counter()
-        wait()
+        result = function(*args)
         self._waited_s += time.perf_counter() - start
+        return result
 
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
 
-    def _announce(
-        self,
-        *,
-        new_sparse: bool,
-        outdated: bool = False,
-        by_hand: int | None = None,
-        changed_early: bool = False,
-        replaced_sum: str = "",
+    def _announced(
+        self, told: Announcement, *, new_sparse: bool, outdated: bool = False
     ) -> Announcement:
-        compares = self._options.check_weights != "off" and self.step is not None and not outdated
-        mine = Announcement(
-            member=self._member,
-            step=self.step,
+        grads = (slot.parameter.grad for slot in self.slot_of.values())
+        keeps_sums = told.by_hand is not None and not self.count.average
+        return self.steps.announced(
+            told,
+            self.slot_of,
             weight=self.count.weight,
             is_weighted=self.count.is_set,
             outdated=outdated,
             new_sparse=new_sparse,
-            by_hand=by_hand,
-            keeps_sums=by_hand is not None and not self.average and self._has_gradients(),
-            changed_early=changed_early,
-            replaced_sum=replaced_sum,
-            weights=fingerprint(self._sample.checksum(self.step or 0)) if compares else None,
-            first=self._first_fingerprint() if self._is_first else None,
-            is_strict=self._options.check_weights == "error",
-            flags=self.flags,
+            keeps_sums=keeps_sums and any(grad is not None for grad in grads),
         )
-        self._is_first = False
-        return mine
-
-    def _has_gradients(self) -> bool:
-        return any(slot.parameter.grad is not None for slot in self.slot_of.values())
-
-    def _first_fingerprint(self) -> int | None:
-        """Return a fingerprint of this rank's own gradients, None if there are only zeros."""
-        total, is_zero = 0, True
-        for parameter in self.slot_of:
-            grad = parameter.grad
-            if grad is not None and not grad.is_sparse:
-                start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
-                total = crc32(_bytes_of(start), total)
-                is_zero = is_zero and not start.any()
-        return None if is_zero else fingerprint(total)
 
     def _open(self, mine: Announcement) -> None:
         try:
-            opening = self._header.exchange(self._comm, mine, self._sample.by_name)
+            opening = self.steps.open(self._comm, mine)
         except BaseException:
             self._is_refused = True  # what was to follow stays here, on every rank
             raise
@@ -428,24 +480,7 @@ class Reduction:
     def _take(self, opening: Opening) -> None:
         self._opening = opening
         self.count.total_weight = opening.total_weight
-        self.raised_flags = opening.flags
-        self.step = opening.step if self.step is None else self.step
-
-    def _keep_changes(self) -> None:
-        """Let what all ranks have made of their gradients be the result."""
-        for slot in self.slot_of.values():
-            if slot.is_touched:
-                slot.adopt()
-        self.exposed_seconds = self._waited_s
-        self.forget()
-
-    def _tell_once(self) -> None:
-        if self._opening is not None and self._opening.first_alike and self._comm.rank == 0:
-            text = (
-                f"all {self._comm.size} ranks have found the same gradients in their first step: "
-                f"do they read the same samples? hvd.shard(loader) gives each rank its own part"
-            )
-            logs.warn_merged([[text]])
+        self.steps.take(opening)
 
     def _reduce(self, index: int) -> None:
         if self._is_refused:
@@ -453,17 +488,12 @@ class Reduction:
         with torch.no_grad():
             bucket = self._buckets[index]
             bucket.write_marks()
-            self._codec.allreduce_(bucket.bucket, self._comm, scale=self._scale).wait()
+            self._codec.allreduce_(bucket.bucket, self._comm, scale=self.count.scale).wait()
 
     def _gather(self, slot: SparseSlot) -> None:
         if self._is_refused:
             return
         with torch.no_grad():
-            slot.reduce(self._comm, self._factor, self._scale, keeps_result=self.keeps_result)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    """Return the elements of a tensor, in order, as bytes."""
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+            slot.reduce(
+                self._comm, self.count.factor, self.count.scale, keeps_result=self.keeps_result
+            )

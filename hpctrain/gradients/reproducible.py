@@ -19,8 +19,6 @@ from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.logs import logger
-from hpctrain.gradients.buffer_states import BufferStates
-from hpctrain.gradients.distributed_methods import DistributedMethods
 from hpctrain.gradients.fixed_tree import Node, arithmetic, exact_sum, push, sum_over_ranks
 from hpctrain.gradients.micro_shards import (
     ALIGNMENT,
@@ -30,6 +28,64 @@ from hpctrain.gradients.micro_shards import (
     sample_range,
     seed_of,
 )
+from hpctrain.gradients.optimizer import DistributedMethods
+
+
+class BufferStates:
+    """The buffers of a model at the start of a step, and what each pass makes of them.
+
+    Every pass begins with the buffers of the start of the step; after it, ``take`` returns what
+    it has changed and puts them back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep copies of all buffers: the only memory that this needs."""
+        found: dict[int, tuple[nn.Module, str, Tensor]] = {}
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                found.setdefault(id(buffer), (module, name, buffer))
+        self._places = list(found.values())
+        self._start = [buffer.detach().clone() for _, _, buffer in self._places]
+
+    def __len__(self) -> int:
+        """Return the number of buffers."""
+        return len(self._places)
+
+    def start(self, entry: int) -> Tensor:
+        """Return a buffer as it was at the start of the step."""
+        return self._start[entry]
+
+    def has_mean(self, entry: int) -> bool:
+        """Say whether a buffer can be averaged; integers and truth values cannot."""
+        start = self._start[entry]
+        return start.is_floating_point() or start.is_complex()
+
+    def take(self) -> list[Tensor | None]:
+        """Return copies of the buffers that have changed, None for the others; put all back."""
+        changed: list[Tensor | None] = []
+        for entry, ((module, name, _), start) in enumerate(
+            zip(self._places, self._start, strict=True)
+        ):
+            now = getattr(module, name).detach()
+            # By value: batch_norm changes its statistics without a new version of the tensor.
+            is_changed = not torch.equal(now, start)
+            changed.append(now.clone() if is_changed else None)
+            if is_changed:
+                self.put(entry, start)
+        return changed
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give all buffers what they held at the start of the step."""
+        for entry, start in enumerate(self._start):
+            self.put(entry, start)
+
+    def put(self, entry: int, value: Tensor) -> None:
+        """Give a buffer a value; a pass may have put another tensor into its place."""
+        module, name, buffer = self._places[entry]
+        buffer.detach().copy_(value)
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)
 
 
 class StepValues:
@@ -52,8 +108,8 @@ class StepValues:
     def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         """Take what forward and backward of a micro-shard have left, and put the buffers back.
 
-        Returns, entry by entry, memory that nobody else has: a gradient; a changed buffer that has
-        a mean; None for all else. Then the changed buffers that have none, by entry.
+        Entry by entry, in memory that nobody else has: gradients, and changed buffers that have a
+        mean; None for all else. Then the changed buffers that have none, by entry.
         """
         values: list[Tensor | None] = []
         memories: set[int] = set()
@@ -137,17 +193,11 @@ class Reproducible:
         seed: int,
         num_threads: int = 1,
     ) -> None:
-        """Check that all ranks mean the same. Collective.
+        """Check that all ranks mean the same, else all raise ``MismatchError``. Collective.
 
-        Args:
-            model: on the CPU, with the same values on every rank.
-            optimizer: a plain one of torch; its parameters get gradients.
-            comm: the ranks; all raise ``MismatchError`` if they have other arguments, parameters,
-                processors or libraries.
-            num_micro_shards: a power of two, at least the number of ranks. Another one changes
-                the result.
-            seed: of the random numbers of forward and backward.
-            num_threads: threads of torch in this process from now on.
+        The model is on the CPU, with the same values on every rank; the optimizer is a plain one.
+        ``num_micro_shards`` is a power of two, at least the number of ranks; another one changes
+        the result. The process has ``num_threads`` of torch from now on.
         """
         if isinstance(optimizer, DistributedMethods):
             raise ConfigError(
@@ -205,19 +255,11 @@ class Reproducible:
         micro-shard makes of them. So BatchNorm normalises by micro-shard, and its running
         statistics move towards the mean of the statistics of all of them.
 
-        Args:
-            batch: this rank's part of the global batch: samples ``sample_range(...)`` of it.
-                Tensors whose first dimension counts the samples, in tuples, lists and mappings.
-            loss_function: from a micro-shard, in the same containers (lists as tuples), to the
-                mean loss over its samples, a scalar.
-            num_samples: of the global batch; None where all micro-shards have equally many.
-                Otherwise each counts by its samples, and empty ones are left out.
-
-        Returns:
-            The mean loss over all samples, the same bits on every rank.
-
-        Raises:
-            MismatchError: a rank's part does not fit; on every rank.
+        ``batch`` is samples ``sample_range(...)`` of the global batch of ``num_samples``: tensors
+        whose first dimension counts them, in tuples, lists and mappings. None stands for equally
+        many in all micro-shards; else each counts by its samples, and empty ones are left out.
+        ``loss_function`` returns the mean loss over those of a micro-shard. All ranks raise
+        ``MismatchError`` where the part of one does not fit.
         """
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)

@@ -20,8 +20,10 @@ class SampleCount:
     A part of the division may be done before the sum, where a sum of 16 bits could overflow.
     """
 
-    def __init__(self, *, predivide: float = 1.0) -> None:
+    def __init__(self, *, average: bool = True, predivide: float = 1.0) -> None:
         """Count every rank alike; weights are divided by ``predivide``, and the sum multiplied."""
+        self.average = average
+        """Whether the sum is divided at all."""
         self.weight = 1.0
         self.is_set = False
         """Whether the weight follows from a number of samples."""
@@ -38,11 +40,13 @@ class SampleCount:
     @property
     def factor(self) -> float:
         """Factor of this rank's gradient, before the sum."""
-        return self.weight / self._predivide
+        return self.weight / self._predivide if self.average else 1.0
 
     @property
-    def scale(self) -> float:
-        """Factor of the sum."""
+    def scale(self) -> float | None:
+        """Factor of the sum, if any."""
+        if not self.average:
+            return None
         return self._predivide / (self.total_weight or 1.0)  # no samples: gradients are zeros
 
 

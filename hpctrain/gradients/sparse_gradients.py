@@ -1,5 +1,7 @@
 """Sparse gradients: rows of all ranks are gathered, and ``.grad`` stays sparse."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,6 +36,18 @@ class GradientState:
         if self.is_result:
             return not self.holds_result
         return self.parameter.grad is not None
+
+    @property
+    def found_sparse_dim(self) -> int | None:
+        """Sparse dimensions of the gradient as far as this rank knows; None if it is dense."""
+        grad = self.parameter.grad
+        return grad.sparse_dim() if grad is not None and grad.is_sparse else self.sparse_dim
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a gradient that is not zero everywhere."""
+        grad = self.parameter.grad
+        return grad is not None and bool(grad.any())
 
     def holds(self, grad: Tensor) -> bool:
         """Say whether a gradient of the parameter lies in its place, as it should."""
@@ -112,6 +126,16 @@ class SparseSlot(GradientState):
         if weight == 0.0:  # the mean over no samples is NaN
             return rows.indices()[:, :0], rows.values()[:0]
         return rows.indices(), rows.values() if weight == 1.0 else rows.values().mul(weight)
+
+
+def agreed_sparse_dims(comm: Communicator, slots: Sequence[GradientState]) -> dict[Tensor, int]:
+    """Return the parameters whose gradients are sparse on some rank. Collective."""
+    dims: dict[Tensor, int] = {}
+    for of_rank in comm.allgather_object([slot.found_sparse_dim for slot in slots]):
+        for slot, sparse_dim in zip(slots, of_rank, strict=True):
+            if sparse_dim is not None:
+                dims.setdefault(slot.parameter, sparse_dim)
+    return dims
 
 
 def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:

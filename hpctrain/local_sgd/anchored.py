@@ -16,11 +16,7 @@ class NodeVector:
     """A vector of zeros in node memory. What one rank writes, others read after a barrier."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over ``node``: where its ranks share no memory each holds all of it.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank.
-        """
+        """Make it. Collective over ``node``: where its ranks share no memory each holds all."""
         slices = [slice_bounds(numel, node.size, rank) for rank in range(node.size)]
         largest = max(bounds.stop - bounds.start for bounds in slices)
         peers = node.new_bucket(largest, dtype).peers
@@ -54,11 +50,8 @@ class AnchoredAveraging(Averaging):
     ) -> None:
         """Put the anchor where rank 0's tensors are. Collective.
 
-        Args:
-            averaging: as for ``Averaging``.
-            node: the ranks of this node.
-            lr: of the step of Nesterov's SGD that the anchor takes; by default to the mean.
-            momentum: of that step.
+        It takes a step of Nesterov's SGD by ``lr`` and ``momentum``, by default to the mean.
+        ``node`` has the ranks of this node, the rest is as for ``Averaging``.
         """
         self._node, self._lr, self._momentum = node, lr, momentum
         super().__init__(*averaging)
@@ -69,7 +62,7 @@ class AnchoredAveraging(Averaging):
 
         Anchors and momenta stay. What has none yet gets one where its weighted mean is.
         """
-        before = self.state() if self._loads else {"momentum": {}, "anchor": {}}
+        before = self.shared_state() if self._loads else {"momentum": {}, "anchor": {}}
         super().build(weight, scale)
         found, known = self._tensors.find(), before["anchor"]
         new = {n for n, shape, _ in self._specs if n not in known or known[n].shape != shape}
@@ -91,14 +84,14 @@ class AnchoredAveraging(Averaging):
         self._node.barrier()  # nobody moves it while others read
         return found
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def shared_state(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of anchor and momentum, by name, the same on every rank. Collective."""
         momentum = self._by_name(self._momenta) if self._momenta else {}
         return {"momentum": momentum, "anchor": self.anchor()}
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` returned, on any number of ranks. Collective."""
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``shared_state`` returned, on any number of ranks. Collective."""
         self._lay_out_for(state["anchor"])
         self._put(state["anchor"], state["momentum"])
 

@@ -90,12 +90,12 @@ class Roster(Tensors):
         for roster in self.inner:
             roster.became_equal(names)
 
-    def names(self) -> list[str]:
+    def shared_state(self) -> list[str]:
         """Return the names of those that the ranks have agreed on."""
         return sorted(self._names)
 
-    def load_names(self, names: Collection[str]) -> None:
-        """Go on from what ``names`` returned; the ranks agree anew when they meet."""
+    def load_shared_state(self, names: Collection[str]) -> None:
+        """Go on from some names; the ranks agree anew when they meet."""
         self._names, self._told = {*names}, {}
 
     def today(self) -> NamedTensors:
@@ -117,9 +117,8 @@ class Roster(Tensors):
     def agree(self, comm: Communicator) -> None:
         """Take the parameters of today. Collective.
 
-        Raises:
-            MismatchError: only some ranks train a parameter, or the optimizer steps one that the
-                model does not have; on every rank.
+        Where only some ranks train a parameter, or an optimizer has stepped one that its model
+        does not have, all raise ``MismatchError``.
         """
         self._stepped &= {*self._optimized()}
         self._told = self._due()
@@ -204,11 +203,7 @@ class OptimizerState(Tensors):
         return self._layout != self._own_layout()
 
     def agree(self, comm: Communicator) -> None:
-        """Give every rank all entries that some rank has. Collective.
-
-        Raises:
-            MismatchError: entries of one name differ in shape or dtype; on every rank.
-        """
+        """Give every rank all entries that some rank has. Collective."""
         own = self._own_layout()
         if len(set(comm.allgather_object(str(own)))) == 1:
             self._layout = own

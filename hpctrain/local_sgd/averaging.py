@@ -49,18 +49,9 @@ class Averaging:
         bucket_bytes: int,
         names: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """Lay the buckets out. Collective.
+        """Lay the buckets out, of at most ``bucket_bytes``. Collective.
 
-        Args:
-            comm: the ranks.
-            codec: what a bucket travels as.
-            tensors: what may be averaged.
-            bucket_bytes: of the largest bucket.
-            names: returns those of the tensors that are averaged here; None for all.
-
-        Raises:
-            MismatchError: the ranks do not have the same tensors; on every rank.
-            NodeMemoryError: there is not enough memory; on every rank.
+        ``names`` returns those of the tensors that are averaged here; None for all.
         """
         self._comm, self._codec = comm, codec
         self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
@@ -87,18 +78,16 @@ class Averaging:
     def build(self, weight: float, scale: float) -> None:  # noqa: ARG002 - for what has an anchor
         """Let the ranks agree on the tensors of today, and lay the buckets out. Collective.
 
-        Raises:
-            MismatchError: the ranks do not have the same tensors; on every rank.
+        Ranks with other tensors all raise ``MismatchError``, without memory ``NodeMemoryError``.
         """
         self._tensors.agree(self._comm)
         self._lay_out(self._today())
 
     @torch.no_grad()
     def start(self, weight: float, scale: float) -> None:
-        """Let copies of the tensors travel.
+        """Let copies travel; ``scale`` is one over the sum of all ranks' weights.
 
-        A ``weight`` of 0 leaves this rank's tensors out, whatever they hold; ``scale`` is one over
-        the sum of all ranks' weights.
+        A ``weight`` of 0 leaves this rank's tensors out, whatever they hold.
         """
         found = self._tensors.find()
         self._held = {*self._tensors.held()}
@@ -116,10 +105,7 @@ class Averaging:
         """Replace the tensors that are still there; return their squared distance from the mean.
 
         The part ``keep`` of what they hold now stays, 0 to 1; what is not trained takes over the
-        mean as it is.
-
-        Raises:
-            NotFiniteError: the mean is not finite, so some rank's tensors are not; on every rank.
+        mean as it is. Where the mean is not finite, all ranks raise ``NotFiniteError``.
         """
         self.drop()
         found, squared = self._tensors.find(), 0.0
@@ -142,7 +128,7 @@ class Averaging:
         self._tensors.became_equal({*replaced})
         return squared
 
-    def travelled(self) -> dict[str, Any] | None:
+    def own_state(self) -> dict[str, Any] | None:
         """Return copies of what has travelled, after a wait; None where nothing is under way."""
         for work in self._works:
             work.wait()
@@ -151,8 +137,8 @@ class Averaging:
         flats = [load.bucket.flat.clone() for load in self._loads]
         return {"names": self.names, "held": sorted(self._held), "flats": flats}
 
-    def go_on(self, state: Mapping[str, Any] | None) -> None:
-        """Take what ``travelled`` returned: a round is under way, or none is. Collective."""
+    def load_own_state(self, state: Mapping[str, Any] | None) -> None:
+        """Take what ``own_state`` returned: a round is under way, or none is. Collective."""
         self.drop()
         if state is None:
             return

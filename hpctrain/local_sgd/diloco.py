@@ -1,9 +1,9 @@
 """``DiLoCo``: ranks train alone for long, then one outer step is taken for all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
-from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
+from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 
@@ -35,6 +36,9 @@ class DiLoCo(LocalMethod):
     Source: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; fragments and delay: Douillard et
     al. 2025, arXiv:2501.18512. Buffers that have a mean are averaged at the end of a round.
     """
+
+    _SHARED: ClassVar[Fields] = {"pace": "_pace", "parts": "_parts", "sent": "_sent"}
+    _OWN: ClassVar[Fields] = {"under_way": "_fragments[]", "due": "_due"}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -72,11 +76,16 @@ class DiLoCo(LocalMethod):
         Raises:
             ConfigError: an argument is not valid.
         """
-        _check(outer_lr, outer_momentum, fragments, delay, keep)
+        require(
+            (outer_lr > 0, f"outer_lr must be above 0, got {outer_lr}"),
+            (0 <= outer_momentum < 1, f"outer_momentum is in [0, 1), got {outer_momentum}"),
+            (fragments >= 1, f"fragments must be at least 1, got {fragments}"),
+            (delay >= 0, f"delay is a number of steps from 0, got {delay}"),
+            (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
+        )
         self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
         super().__init__(model, optimizer, compression=compression)
-        self._delay = delay
-        self._keep = (0.5 if delay else 0.0) if keep is None else keep
+        self._delay, self._keep = delay, (0.5 if delay else 0.0) if keep is None else keep
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
         self._fragments = [
@@ -113,40 +122,9 @@ class DiLoCo(LocalMethod):
         with replica.holding(outer | replica.means(others)):
             yield
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank: the outer model and its momentum too."""
-        return {
-            **super().shared_state(),
-            "pace": self._pace.state_dict(),
-            "parts": [list(part) for part in self._parts],
-            "sent": list(self._sent),
-        }
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks.
-
-        What was on its way is dropped: the replicas have it too.
-        """
-        super().load_shared_state(state)
-        self._pace.load_state_dict(state["pace"])
-        self._parts[:] = [list(part) for part in state["parts"]]
-        self._sent = list(state["sent"])
-        self.rounds.agrees = False
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own, and what is on its way."""
-        return {
-            **super().own_state(),
-            "under_way": [fragment.travelled() for fragment in self._fragments],
-            "due": list(self._due),
-        }
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        super().load_own_state(state)
-        self._due = list(state["due"])
-        for fragment, travelled in zip(self._fragments, state["under_way"], strict=True):
-            fragment.go_on(travelled)
+    def _start_again(self) -> None:
+        super()._start_again()
+        self.rounds.agrees = False  # replicas begin where they were, beside the outer model
 
     @property
     def _steps(self) -> int:
@@ -238,18 +216,3 @@ def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
         parts[place].append(name)
         before += parameter.nbytes
     return parts
-
-
-def _check(
-    outer_lr: float, outer_momentum: float, fragments: int, delay: int, keep: float | None
-) -> None:
-    if outer_lr <= 0:
-        raise ConfigError(f"outer_lr must be above 0, got {outer_lr}")
-    if not 0 <= outer_momentum < 1:
-        raise ConfigError(f"outer_momentum is from 0 to below 1, got {outer_momentum}")
-    if fragments < 1:
-        raise ConfigError(f"fragments must be at least 1, got {fragments}")
-    if delay < 0:
-        raise ConfigError(f"delay is a number of steps from 0, got {delay}")
-    if keep is not None and not 0 <= keep < 1:
-        raise ConfigError(f"keep is from 0 to below 1, got {keep}")

@@ -47,7 +47,7 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_steps = node_steps
         node = self._exchange.node
         if node_steps == 1:
-            self._gradients.over(node)
+            self._reducer_over(node)
             return
         self._node_rounds = Rounds(node)
         self._samples.append(SampleSums())

@@ -3,23 +3,28 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.collectives.parameters import broadcast_parameters
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.codec import Compressor
-from hpctrain.compress.half import Compression
+from hpctrain.compress.codec import Compressor, Identity
+from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.distributed_methods import DistributedMethods
-from hpctrain.gradients.sample_count import NUM_FLAGS
-from hpctrain.local_sgd.exchange import Exchange
-from hpctrain.local_sgd.replica import Replica
+from hpctrain.gradients.bucket_reducer import Reducer
+from hpctrain.gradients.optimizer import DistributedMethods
+from hpctrain.gradients.parameter_names import Grouping, named, names_of
+from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.step_check import CheckedSteps, StepCheck
+from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Rounds, SampleSums
-from hpctrain.local_sgd.switched_gradients import SwitchedGradients
+from hpctrain.local_sgd.state_fields import Fields, StateFields
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)
@@ -29,7 +34,7 @@ _MARK = "_local_method"
 """The attribute of an optimizer that names the method which hooks it."""
 
 
-class LocalMethod:
+class LocalMethod(StateFields):
     """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
 
     The training loop stays as it is. All ranks take equally many steps. As a context manager: a
@@ -41,6 +46,21 @@ class LocalMethod:
 
     A method says in its docstring what it does, and does it in ``_after_step`` and ``_end_round``.
     """
+
+    _SHARED: ClassVar[Fields] = {
+        "step": "rounds.step",
+        "number": "rounds.number",
+        "exchange": "_exchange",
+    }
+    _OWN: ClassVar[Fields] = {
+        "start": "rounds.start",
+        "agrees": "rounds.agrees",
+        "takes_part": "rounds.takes_part",
+        "drift": ("rounds.own_drift", "rounds.drift"),
+        "samples": "_samples[]",
+        "changed": "replica",
+        "wants_switch": "_wants_switch",
+    }
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, compression: Compressor | None = None
@@ -61,9 +81,8 @@ class LocalMethod:
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
         compression = compression or Compression.none
-        self._gradients = SwitchedGradients(
-            optimizer, here.plan, compression, self._comm.size, here.last_call.note
-        )
+        self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
+        self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)
         """Counts steps and rounds."""
         self.replica = Replica(self._comm, model, optimizer)
@@ -98,7 +117,8 @@ class LocalMethod:
         """
         for samples in self._samples:
             samples.add(num_samples, nominal)
-        self._gradients.set_num_samples(num_samples, nominal)
+        for reducer in self._reducers:
+            reducer.set_num_samples(num_samples, nominal)
 
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count in averagings from now on, or sit out.
@@ -113,7 +133,7 @@ class LocalMethod:
 
         It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
         """
-        self.synchronize()
+        self._average_gradients(is_skipped=True)
         self._end_step()
 
     @eager
@@ -125,8 +145,7 @@ class LocalMethod:
         Raises:
             ConfigError: the optimizer has become one that averages gradients by itself.
         """
-        self._require_plain()
-        self._gradients.finish()
+        self._average_gradients()
 
     def finish(self) -> None:
         """End the round here, so that all ranks have one model. Collective."""
@@ -154,7 +173,7 @@ class LocalMethod:
             delattr(self._optimizer, _MARK)
         while self._hooks:
             self._hooks.pop().remove()
-        self._gradients.close()
+        self._reducers.clear()
 
     def __enter__(self) -> Self:
         if self._presence is not None:
@@ -211,7 +230,8 @@ class LocalMethod:
     @property
     def is_synchronous(self) -> bool:
         """Whether all ranks take the present step together, by averaged gradients."""
-        return self._gradients.is_synchronous
+        alone = self._comm.size == 1
+        return alone or any(r.is_on and self._is_of_all(r) for r in self._reducers)
 
     @property
     def gradient_flags(self) -> int:
@@ -220,7 +240,7 @@ class LocalMethod:
         Known after ``backward``, or after ``synchronize`` in its place; those of this rank alone
         where it takes a step of its own.
         """
-        return (self._gradients.raised_flags | self._flags) & ~SWITCH
+        return (self._flags_of_gradients | self._flags) & ~SWITCH
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when the ranks meet.
@@ -251,34 +271,14 @@ class LocalMethod:
         self.load_shared_state(state["shared"])
         self.load_own_state(state["own"])
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank, for any number of ranks. Collective."""
-        return {**self.rounds.shared_state(), "exchange": self._exchange.state()}
-
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks. Collective."""
-        self.rounds.load_shared_state(state)
-        self.replica.all_agree()
-        for samples in self._samples:
-            samples.clear()
-        self._exchange.load_state(state["exchange"])
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own in the middle of a round. Collective."""
-        return {
-            **self.rounds.own_state(),
-            "samples": [samples.state() for samples in self._samples],
-            "changed": self.replica.changed(),
-            "wants_switch": self._wants_switch,
-        }
+        """Begin a round after a state of any number of ranks; what was on its way is dropped."""
+        super().load_shared_state(state)
+        self._start_again()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of a round, after ``load_shared_state``. Collective."""
-        self.rounds.load_own_state(state)
-        for samples, own in zip(self._samples, state["samples"], strict=True):
-            samples.load_state(own)
-        self.replica.load_changed(state["changed"])
-        self._wants_switch = state["wants_switch"]
+        super().load_own_state(state)
         self._raise()
 
     def _require_plain(self) -> None:
@@ -289,6 +289,46 @@ class LocalMethod:
             )
 
     # -- for methods -------------------------------------------------------------------------
+
+    def _reducer_over(self, comm: Communicator) -> Reducer | None:
+        """Make what averages gradients over some ranks while it is on, as at most one is.
+
+        Collective over them; None for a single rank. Between all ranks gradients travel
+        compressed, inside a node they are whole.
+        """
+        if comm.size == 1:
+            return None
+        is_of_all = comm.size == self._comm.size
+        codec = codec_for(self._compression) if is_of_all else Identity()
+        steps = CheckedSteps(StepCheck(comm))
+        made = Reducer(
+            Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
+            partial(named, lambda: self._optimizer, self._names),
+            self._note,
+            is_exclusive=False,
+        )
+        self._reducers.append(made)
+        return made
+
+    def _is_of_all(self, reducer: Reducer) -> bool:
+        return reducer.reduction.num_ranks == self._comm.size
+
+    @property
+    def _flags_of_gradients(self) -> int:
+        """Bits that any rank had raised for the last step, while a reducer is on."""
+        return next((r.steps.raised_flags for r in self._reducers if r.is_on), 0)
+
+    def _average_gradients(self, *, is_skipped: bool = False) -> None:
+        self._require_plain()
+        for reducer in self._reducers:
+            reducer.finish(is_skipped=is_skipped)
+
+    def _start_again(self) -> None:
+        """Begin a round, all ranks with the same parameters, after a shared state was loaded."""
+        self.rounds.start_again()
+        self.replica.all_agree()
+        for samples in self._samples:
+            samples.clear()
 
     def _after_step(self) -> None:
         """Do what is due after a step."""
@@ -301,17 +341,23 @@ class LocalMethod:
     def _raise(self) -> None:
         flags = self._flags | (SWITCH if self._wants_switch else 0)
         self.rounds.flags = flags
-        self._gradients.raise_flags(flags)
+        for reducer in self._reducers:
+            reducer.steps.flags = flags
 
     @eager
     def _end_step(self) -> None:
-        synchronous = self._gradients.is_synchronous
+        synchronous = self.is_synchronous
         if synchronous:  # looked at here, as the phase may end with this step
-            self.rounds.raised_flags = self._gradients.raised_flags
+            self.rounds.raised_flags = self._flags_of_gradients
         self.rounds.count_step(synchronous=synchronous)
         self.replica.roster.note_step()
-        self.communication_seconds, num_bytes = self._gradients.end_step()
-        self._exchange.bytes_sent += num_bytes
+        self.communication_seconds = 0.0
+        for reducer in self._reducers:
+            if reducer.is_on:
+                self.communication_seconds += reducer.exposed_seconds
+                if self._is_of_all(reducer):
+                    self._exchange.bytes_sent += reducer.reduction.num_bytes
+                reducer.new_step()
         start = time.perf_counter()
         self._after_step()
         if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):
@@ -320,3 +366,10 @@ class LocalMethod:
         self.rounds.waited_s += seconds
         self.communication_seconds += seconds
         self.rounds.resume_clock()
+
+
+def require(*rules: tuple[bool, str]) -> None:
+    """Raise ``ConfigError`` with the text of the first rule that does not hold."""
+    for holds, text in rules:
+        if not holds:
+            raise ConfigError(text)

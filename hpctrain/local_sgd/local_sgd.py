@@ -1,7 +1,6 @@
 """``LocalSGD``: every rank takes H steps of its own, then all take the mean of what they found."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -9,6 +8,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 STATES = ("local", "average", "reset")
@@ -30,6 +30,8 @@ class LocalSGD(LocalMethod):
     Source: Stich 2019, arXiv:1805.09767, Algorithm 1; with the last iterate, not a weighted mean
     of all.
     """
+
+    _SHARED: ClassVar[Fields] = {"pace": "_pace"}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -78,15 +80,6 @@ class LocalSGD(LocalMethod):
     def facts(self) -> dict[str, Any]:
         """Figures for people and records; see ``LocalMethod``."""
         return {**super().facts, "steps": self._pace.steps_of(self.rounds.number)}
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        return {**super().shared_state(), "pace": self._pace.state_dict()}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks."""
-        super().load_shared_state(state)
-        self._pace.load_state_dict(state["pace"])
 
     def _after_step(self) -> None:
         if self.rounds.step_in_round >= self._pace.steps_of(self.rounds.number):

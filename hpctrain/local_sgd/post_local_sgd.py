@@ -1,8 +1,7 @@
 """``PostLocalSGD``: synchronous while the learning rate is high, local after it has dropped."""
 
-from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import SWITCH
 from hpctrain.local_sgd.local_sgd import LocalSGD
+from hpctrain.local_sgd.state_fields import Fields
 from hpctrain.local_sgd.sync_interval import Steps
 
 DROP = 0.5
@@ -22,6 +22,8 @@ class PostLocalSGD(LocalSGD):
     Source: Lin et al. 2020, arXiv:1808.07217, which switches at the first drop of the learning
     rate. torch's ``PostLocalSGDOptimizer`` with ``PeriodicModelAverager`` takes the same steps.
     """
+
+    _SHARED: ClassVar[Fields] = {"is_local": "_is_local", "highest": "_highest"}
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class PostLocalSGD(LocalSGD):
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]
-        self._reducer = self._gradients.over(self._comm)
+        self._reducer = self._reducer_over(self._comm)
         self._go(is_local=start == 0)
 
     @property
@@ -58,15 +60,9 @@ class PostLocalSGD(LocalSGD):
         """Figures for people and records; see ``LocalMethod``."""
         return {**super().facts, "phase": "local" if self._is_local else "synchronous"}
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        return {**super().shared_state(), "is_local": self._is_local, "highest": self._highest}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks."""
-        super().load_shared_state(state)
-        self._highest = list(state["highest"])
-        self._go(is_local=state["is_local"])
+    def _start_again(self) -> None:
+        super()._start_again()
+        self._go(is_local=self._is_local)
 
     def _after_step(self) -> None:
         if self._is_local:
@@ -92,7 +88,7 @@ class PostLocalSGD(LocalSGD):
             return self.rounds.step >= self._start
         seen = self._wants_switch
         if self._reducer is not None:
-            seen = bool(self._reducer.raised_flags & SWITCH)
+            seen = bool(self._reducer.steps.raised_flags & SWITCH)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         pairs = zip_longest(rates, self._highest[: len(rates)], fillvalue=0.0)  # more groups came
         self._highest = [max(pair) for pair in pairs]

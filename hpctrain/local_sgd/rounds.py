@@ -1,15 +1,17 @@
 """Steps, rounds, and what is known to all ranks: the bookkeeping of methods that agree rarely."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import MismatchError
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, check_count, flags_of
+
+_NUM_SUMS = 9
+"""Of what ranks report when they meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +30,6 @@ class RoundOpening:
     """Mean time over ranks that the averaging before has cost, waiting for others included."""
 
 
-class RoundReport(NamedTuple):
-    """What one rank says when ranks meet; or the sum over all of them."""
-
-    weight: float
-    has_count: float
-    """Whether the weight is a number of samples."""
-    takes_part: float
-    outdated: float
-    step: float
-    step_squared: float
-    step_s: float
-    """Duration of a step in this round, without averaging."""
-    round_s: float
-    """What the averaging before has cost this rank, in seconds."""
-    drift: float
-    """Squared distance of this replica from the mean, in the last averaging."""
-
-
 class SampleSums:
     """How much a replica counts: by its samples since the last averaging, if they are counted."""
 
@@ -60,11 +44,7 @@ class SampleSums:
         return self._sum / (self._nominal or 1.0) if self.is_counted else 1.0
 
     def add(self, num_samples: float, nominal: float) -> None:
-        """Add the samples of a step.
-
-        Raises:
-            ConfigError: the numbers cannot be.
-        """
+        """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
         check_count(num_samples, nominal)
         self._sum += num_samples
         self._nominal += nominal
@@ -74,11 +54,11 @@ class SampleSums:
         """Count anew."""
         self._sum = self._nominal = 0.0
 
-    def state(self) -> list[float]:
+    def own_state(self) -> list[float]:
         """Return the sums, and whether there are any."""
         return [self._sum, self._nominal, float(self.is_counted)]
 
-    def load_state(self, state: Sequence[float]) -> None:
+    def load_own_state(self, state: Sequence[float]) -> None:
         """Go on from a state."""
         self._sum, self._nominal, is_counted = state
         self.is_counted = bool(is_counted)
@@ -123,7 +103,7 @@ class Rounds:
         self.agrees = True
         """Whether all ranks have the same parameters."""
         self._comm = comm
-        self._message = comm.new_bucket(len(RoundReport._fields) + NUM_FLAGS, torch.float64)
+        self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1
         self._num_timed, self._timed_s = 0, 0.0
         self.resume_clock()
@@ -161,60 +141,56 @@ class Rounds:
 
         This rank's replica counts by ``samples``; None where none is averaged. Its tensors are
         ``outdated`` where they have changed since buckets were laid out.
-
-        Raises:
-            MismatchError: the ranks are not at the same step, or some count samples and some do
-                not; on every rank.
         """
-        weight = samples.weight * self.takes_part if samples else 0.0
+        takes_part = bool(samples and self.takes_part)
+        weight = samples.weight if samples and takes_part else 0.0
         total = self._sum_of(
-            RoundReport(
-                weight=weight,
-                has_count=float(bool(samples and samples.is_counted and self.takes_part)),
-                takes_part=float(bool(samples and self.takes_part)),
-                outdated=float(outdated),
-                step=float(self.step),
-                step_squared=float(self.step) ** 2,
-                step_s=self._timed_s / max(self._num_timed, 1),
-                round_s=self.waited_s,
-                drift=self.own_drift if self.takes_part else 0.0,
-            )
+            weight=weight,
+            has_count=bool(samples and samples.is_counted and takes_part),
+            takes_part=takes_part,
+            outdated=outdated,
+            step=self.step,
+            step_squared=self.step**2,
+            step_s=self._timed_s / max(self._num_timed, 1),
+            round_s=self.waited_s,
+            drift=self.own_drift if self.takes_part else 0.0,
         )
         size = self._comm.size
         self.has_met, self.must_meet, self._last_meeting = True, False, self.step
-        self.drift = (total.drift / size) ** 0.5
+        self.drift = (total["drift"] / size) ** 0.5
         self._num_timed, self._timed_s = 0, 0.0
         if samples:
-            self.waited_s, self.round_s = 0.0, total.round_s / size
-        step_s = total.step_s / size
+            self.waited_s, self.round_s = 0.0, total["round_s"] / size
+        step_s = total["step_s"] / size
         if self.within_s < float("inf") and step_s > 0:
             self._steps_between = max(1, int(self.within_s / step_s))
         return RoundOpening(
             weight=weight,
-            total_weight=total.weight,
-            outdated=total.outdated > 0,
+            total_weight=total["weight"],
+            outdated=total["outdated"] > 0,
             step_s=step_s,
             round_s=self.round_s,
         )
 
-    def _sum_of(self, own: RoundReport) -> RoundReport:
-        """Return the sum of all ranks' reports, and let flags be known. Collective."""
+    def _sum_of(self, **own: float) -> dict[str, float]:
+        """Return the sums of what ranks report, and let flags be known. Collective."""
         flat = self._message.flat
-        flat.copy_(torch.tensor((*own, *bits_of(self.flags)), dtype=torch.float64))
+        flat.copy_(torch.tensor((*own.values(), *bits_of(self.flags)), dtype=torch.float64))
         self._comm.allreduce_(self._message).wait()
-        values = flat.tolist()
-        total, size = RoundReport(*values[: len(own)]), self._comm.size
+        values, size = flat.tolist(), self._comm.size
+        total = dict(zip(own, values, strict=False))
         self.raised_flags = flags_of(values[len(own) :])
-        if total.step_squared * size != total.step**2:
+        if total["step_squared"] * size != total["step"] ** 2:
             raise MismatchError(
                 f"a round ends on all ranks after the same step, they have taken "
-                f"{total.step / size:g} on average and this one {own.step:g}; call skip_step() "
-                f"on a rank that does not take a step"
+                f"{total['step'] / size:g} on average and this one {own['step']:g}; call "
+                f"skip_step() on a rank that does not take a step"
             )
-        if total.has_count not in (0, total.takes_part):
+        if total["has_count"] not in (0, total["takes_part"]):
             raise MismatchError(
-                f"set_num_samples must be called by all ranks or by none, {total.has_count:.0f} "
-                f"of {total.takes_part:.0f} have called it; call it on every rank"
+                f"set_num_samples must be called by all ranks or by none, "
+                f"{total['has_count']:.0f} of {total['takes_part']:.0f} have called it; call it "
+                f"on every rank"
             )
         return total
 
@@ -224,32 +200,12 @@ class Rounds:
         self.agrees = agrees
         self.start_here()
 
-    def start_here(self) -> None:
-        """Let the present round begin with the next step."""
-        self.start = self.step
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        return {"step": self.step, "number": self.number}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go on at the start of a round."""
-        self.step, self.number = state["step"], state["number"]
+    def start_again(self) -> None:
+        """Let a round begin in which all ranks have the same parameters, after steps elsewhere."""
         self.start = self._last_meeting = self.step
         self.agrees = True
         self.resume_clock()
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own in the middle of a round."""
-        return {
-            "start": self.start,
-            "agrees": self.agrees,
-            "takes_part": self.takes_part,
-            "drift": [self.own_drift, self.drift],
-        }
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        self.start, self.agrees = state["start"], state["agrees"]
-        self.takes_part = state["takes_part"]
-        self.own_drift, self.drift = state["drift"]
+    def start_here(self) -> None:
+        """Let the present round begin with the next step."""
+        self.start = self.step

@@ -1,15 +1,14 @@
 """``StagedSGD``: synchronous at first and at last, local to the nodes in cycles between."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.codec import Compressor
-from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_method import LocalMethod, require
+from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
@@ -28,6 +27,9 @@ class StagedSGD(LocalMethod):
     one per node or unequal numbers; every rank of a node takes part in the exchange, each with
     its slice; what the ranks of a node do is a gradient average in every step.
     """
+
+    _SHARED: ClassVar[Fields] = {"cycle": ("_steps", "_delay", "_best", "_num_bad")}
+    _OWN: ClassVar[Fields] = {"under_way": "_averagings[]", "due": ("_due", "_waits")}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -60,7 +62,18 @@ class StagedSGD(LocalMethod):
             ConfigError: an argument is not valid.
         """
         delay = max(1, steps // 4) if delay is None else delay
-        _check(warmup_steps, cooldown_start, steps, delay, patience, threshold)
+        require(
+            (
+                0 <= warmup_steps <= cooldown_start,
+                f"warm-up ends before cool-down begins, got {warmup_steps=}, {cooldown_start=}",
+            ),
+            (
+                steps >= 1 and 0 <= delay <= steps,
+                f"steps is at least 1 and delay from 0 to steps, got {steps=}, {delay=}",
+            ),
+            (patience >= 1, f"patience is at least 1, got {patience=}"),
+            (0 <= threshold < 1, f"threshold is from 0 to below 1, got {threshold=}"),
+        )
         super().__init__(model, optimizer, compression=compression)
         self._warmup_steps, self._cooldown_start = warmup_steps, cooldown_start
         self._most_steps, self._most_delay = steps, delay
@@ -68,11 +81,11 @@ class StagedSGD(LocalMethod):
         self._steps, self._delay = steps, delay
         self._due, self._waits = 0, delay  # of what is under way
         self._best, self._num_bad = float("inf"), 0
-        self._everywhere = self._gradients.over(self._comm)
+        self._everywhere = self._reducer_over(self._comm)
         self._on_node = None
         self._averagings = []
         if self._topology.num_nodes > 1:
-            self._on_node = self._gradients.over(self._exchange.node)
+            self._on_node = self._reducer_over(self._exchange.node)
             self._averagings.append(self._exchange.averages_parameters())
             self._averagings.append(self._exchange.averages_buffers())
         self._set_phase()
@@ -105,30 +118,9 @@ class StagedSGD(LocalMethod):
         else:
             self._steps, self._delay = self._most_steps, self._most_delay
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank."""
-        cycle = [self._steps, self._delay, self._best, self._num_bad]
-        return {**super().shared_state(), "cycle": cycle}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Begin a round after a state of any number of ranks; what was on its way is dropped."""
-        super().load_shared_state(state)
-        self._steps, self._delay, self._best, self._num_bad = state["cycle"]
-        for averaging in self._averagings:
-            averaging.drop()
+    def _start_again(self) -> None:
+        super()._start_again()
         self._set_phase()
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what is this rank's own, and what is on its way."""
-        under_way = [averaging.travelled() for averaging in self._averagings]
-        return {**super().own_state(), "under_way": under_way, "due": [self._due, self._waits]}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of a round."""
-        super().load_own_state(state)
-        self._due, self._waits = state["due"]
-        for averaging, travelled in zip(self._averagings, state["under_way"], strict=True):
-            averaging.go_on(travelled)
 
     @property
     def _is_cycling(self) -> bool:
@@ -182,27 +174,3 @@ class StagedSGD(LocalMethod):
         ):
             if reducer is not None:
                 reducer.is_on = is_on
-
-
-def _check(
-    warmup_steps: int,
-    cooldown_start: int,
-    steps: int,
-    delay: int,
-    patience: int,
-    threshold: float,
-) -> None:
-    if not 0 <= warmup_steps <= cooldown_start:
-        raise ConfigError(
-            f"warm-up ends before cool-down begins, got warmup_steps={warmup_steps}, "
-            f"cooldown_start={cooldown_start}"
-        )
-    if steps < 1 or not 0 <= delay <= steps:
-        raise ConfigError(
-            f"steps is at least 1 and delay from 0 to steps, got steps={steps}, delay={delay}"
-        )
-    if patience < 1 or not 0 <= threshold < 1:
-        raise ConfigError(
-            f"patience is at least 1 and threshold from 0 to below 1, got patience={patience}, "
-            f"threshold={threshold}"
-        )

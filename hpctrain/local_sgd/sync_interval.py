@@ -1,10 +1,11 @@
 """Steps of a round: a number, a schedule, or what the machine affords."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.state_fields import Fields, StateFields
 
 Steps = int | str | Callable[[int], int]
 """A number, ``"auto"``, or a function from the number of a round, counted from 0."""
@@ -13,21 +14,19 @@ TRIAL_ROUNDS = 3
 """Rounds of the smallest number of steps before ``auto`` decides; the first is not measured."""
 
 
-class SyncInterval:
+class SyncInterval(StateFields):
     """The number of steps of each round, the same on every rank.
 
     ``auto`` measures the first rounds and takes the smallest number with which averaging costs at
     most ``share`` of the time. It decides once: a later part of the run has the same rounds.
     """
 
+    _SHARED: ClassVar[Fields] = {"chosen": "_chosen", "measured": "_measured"}
+
     def __init__(
         self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
     ) -> None:
-        """Check the arguments; all but ``steps`` are for ``auto``.
-
-        Raises:
-            ConfigError: one of them cannot be.
-        """
+        """Check the arguments; all but ``steps`` are for ``auto``."""
         if isinstance(steps, str) and steps != "auto":
             raise ConfigError(f'steps is a number, a function or "auto", got {steps!r}')
         if isinstance(steps, int) and steps < 1:
@@ -38,14 +37,10 @@ class SyncInterval:
             raise ConfigError(f"least is from 1 to most, got least={least}, most={most}")
         self._steps, self._share, self._least, self._most = steps, share, least, most
         self._chosen: int | None = None
-        self._measured: list[tuple[float, float]] = []
+        self._measured: list[list[float]] = []
 
     def steps_of(self, number: int) -> int:
-        """Return the steps of a round.
-
-        Raises:
-            ConfigError: the function of the user gives no number of steps.
-        """
+        """Return the steps of a round; ``ConfigError`` if a function gives no such number."""
         if isinstance(self._steps, int):
             return self._steps
         if isinstance(self._steps, str):
@@ -59,7 +54,7 @@ class SyncInterval:
         """Take a measurement that all ranks agree on: of a step alone, and of an averaging."""
         if self._steps != "auto" or self._chosen is not None:
             return
-        self._measured.append((step_s, round_s))
+        self._measured.append([step_s, round_s])
         if len(self._measured) == TRIAL_ROUNDS:
             measured = self._measured[1:]
             step_s = min(step for step, _ in measured)
@@ -72,12 +67,3 @@ class SyncInterval:
             return self._most
         steps = math.ceil(round_s * (1 - self._share) / (self._share * step_s))
         return min(max(steps, self._least), self._most)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what ``auto`` has measured and decided."""
-        return {"chosen": self._chosen, "measured": [list(pair) for pair in self._measured]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._chosen = state["chosen"]
-        self._measured = [(step, seconds) for step, seconds in state["measured"]]

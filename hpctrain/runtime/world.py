@@ -77,7 +77,7 @@ class World:
     """The timeline that this rank records, if any."""
     last_call: LastCall
     """What this rank has communicated last."""
-    step_headers: MutableMapping[Communicator, OpenedSteps]
+    step_checks: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"
     """Takes leave where the program ends MPI itself; None in a world of one."""
@@ -217,7 +217,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
-        step_headers=WeakKeyDictionary(),
+        step_checks=WeakKeyDictionary(),
         before_finalize=_leave_before_finalize() if ranks else None,
     )
     logs.setup(

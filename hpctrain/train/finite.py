@@ -10,7 +10,7 @@ import torch
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
-from hpctrain.gradients.buffer_states import BufferStates
+from hpctrain.gradients.reproducible import BufferStates
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics

@@ -1,4 +1,4 @@
-"""A world for each test: on one node, and on nodes of two ranks."""
+"""Worlds of one and of several nodes, each kept for as many tests of a file as it can be."""
 
 from collections.abc import Generator
 from types import ModuleType
@@ -8,26 +8,76 @@ import pytest
 import hpctrain
 
 
-@pytest.fixture(params=("thread", "inline", "end"))
-def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let gradients travel in each way in turn, in many small buckets."""
-    monkeypatch.setenv("HPCTRAIN_OVERLAP", request.param)
-    monkeypatch.setenv("HPCTRAIN_BUCKET_BYTES", "4 KiB")
+class Worlds:
+    """The world that is up, and what it was made with."""
+
+    made: tuple[int | None, str] | None = None
+
+    def enter(self, per_node: int | None, overlap: str = "") -> None:
+        """Make a world, if the one that is up is not like it. Collective."""
+        if self.made == (per_node, overlap) and hpctrain.is_initialized():
+            return
+        self.leave()
+        with pytest.MonkeyPatch.context() as patch:
+            if overlap:  # then in many small buckets
+                patch.setenv("HPCTRAIN_OVERLAP", overlap)
+                patch.setenv("HPCTRAIN_BUCKET_BYTES", "4 KiB")
+            hpctrain.init(ranks_per_node=per_node)
+        self.made = (per_node, overlap)
+
+    def leave(self) -> None:
+        """End the world. Collective."""
+        hpctrain.shutdown()
+        self.made = None
 
 
-@pytest.fixture(params=(None, 2), ids=("one node", "nodes of two"))
-def hvd(request: pytest.FixtureRequest) -> Generator[ModuleType]:
-    """Initialise the world."""
-    if "overlap" in request.fixturenames:
-        request.getfixturevalue("overlap")
-    hpctrain.init(ranks_per_node=request.param)
+@pytest.fixture(scope="module")
+def worlds() -> Generator[Worlds]:
+    """Keep worlds within a file."""
+    made = Worlds()
+    yield made
+    made.leave()
+
+
+@pytest.fixture(scope="module", params=("thread", "inline", "end"))
+def overlap(request: pytest.FixtureRequest) -> str:
+    """Let gradients travel in each way in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=(None, 2), ids=("one node", "nodes of two"))
+def per_node(request: pytest.FixtureRequest) -> int | None:
+    """Have one node, and nodes of two ranks."""
+    return request.param
+
+
+def in_world(
+    request: pytest.FixtureRequest, worlds: Worlds, *like: int | str | None
+) -> Generator[ModuleType]:
+    is_last = "last" in request.fixturenames
+    if is_last:
+        worlds.leave()
+    worlds.enter(*like)
     yield hpctrain
-    hpctrain.shutdown()
+    if is_last:
+        worlds.leave()
 
 
 @pytest.fixture
-def hvd_nodes(world) -> Generator[ModuleType]:
-    """Initialise a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
-    hpctrain.init(ranks_per_node=1 if world.size == 2 else 2)
-    yield hpctrain
-    hpctrain.shutdown()
+def hvd(
+    request: pytest.FixtureRequest, worlds: Worlds, per_node: int | None
+) -> Generator[ModuleType]:
+    """Be in a world."""
+    overlap = "overlap" in request.fixturenames and request.getfixturevalue("overlap")
+    yield from in_world(request, worlds, per_node, overlap or "")
+
+
+@pytest.fixture
+def hvd_nodes(request: pytest.FixtureRequest, world, worlds: Worlds) -> Generator[ModuleType]:
+    """Be in a world of nodes of 1 and 1, 2 and 1, or 2 and 2 ranks."""
+    yield from in_world(request, worlds, 1 if world.size == 2 else 2)
+
+
+@pytest.fixture
+def last() -> None:
+    """Have a world for this test alone, which breaks it or has settings of its own."""

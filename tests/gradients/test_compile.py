@@ -13,7 +13,7 @@ pytestmark = ONE_NODE
 
 @pytest.mark.ranks(2)
 @pytest.mark.limit(180)
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.conformance)])
 def test_a_compiled_step_is_the_plain_one(hvd, local):
     torch.compiler.reset()
     models = [nn.Linear(4, 3).double() for _ in range(2)]

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.gradients.training import (
     EVERY_SIZE,
     MANY,
+    ONE_NODE,
     OVERLAPS,
     assert_close,
     backward,
@@ -16,57 +17,27 @@ from tests.gradients.training import (
     expected_gradients,
     global_batch,
     gradients,
+    largest_difference,
     make_model,
     part_of,
+    train_alone,
+    train_together,
 )
 
 
 @EVERY_SIZE
 @OVERLAPS
-@pytest.mark.parametrize(
-    ("owner", "set_to_none", "passes"),
-    [("optimizer", True, 1), ("optimizer", False, 2), ("model", True, 2), ("model", False, 1)],
-)
-def test_gradients_are_averaged_when_backward_returns(hvd, owner, set_to_none, passes):
-    model = make_model()
-    optimizer = distributed(hvd, model, backward_passes_per_step=passes)
-    for step in range(4):
-        (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        batches = range(passes * step, passes * (step + 1))
-        for batch in batches:
-            backward(hvd, model, batch)
-        each = zip(*map(expected_gradients, batches), strict=True)
-        assert_close(gradients(model), [sum(parts) for parts in each])
-
-
-class Branches(nn.Module):
-    """Uses one of two layers, and never the third."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.left, self.right, self.never = (nn.Linear(64, 10).double() for _ in range(3))
-
-    def forward(self, images, *, left):
-        return self.left(images) if left else self.right(images)
-
-
-@MANY
-@OVERLAPS
-def test_parameters_without_gradient_add_zeros_or_stay_none(hvd):
-    model, alone = Branches(), Branches()
-    optimizer = distributed(hvd, model)
-    optimizer.zero_grad()
-    images, labels = global_batch(0)
-    for rank in range(hvd.size()):
-        x, y = part_of((images, labels), rank, hvd.size())
-        (cross_entropy(alone(x, left=rank == 0), y) / hvd.size()).backward()
-    for _ in range(3):
-        model.zero_grad()
-        x, y = part_of((images, labels), hvd.rank(), hvd.size())
-        cross_entropy(model(x, left=hvd.rank() == 0), y).backward()
-        assert_close(gradients(model), gradients(alone))
-        assert model.never.weight.grad is None
+def test_gradients_are_averaged_when_backward_returns(hvd):
+    for by_model, set_to_none, passes in ((0, 1, 1), (0, 0, 2), (1, 1, 2), (1, 0, 1)):
+        model = make_model()
+        optimizer = distributed(hvd, model, backward_passes_per_step=passes)
+        for step in range(3):
+            (model if by_model else optimizer).zero_grad(set_to_none=bool(set_to_none))
+            batches = range(passes * step, passes * (step + 1))
+            for batch in batches:
+                backward(hvd, model, batch)
+            each = zip(*map(expected_gradients, batches), strict=True)
+            assert_close(gradients(model), [sum(parts) for parts in each])
 
 
 @MANY
@@ -119,3 +90,90 @@ def test_averages_in_float16_do_not_overflow_where_the_average_does_not(hvd):
     model(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
     assert model.weight.grad.item() == 40000
     assert kept
+
+
+# -- gradients that travel in another form --
+
+
+@EVERY_SIZE
+@ONE_NODE
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_compressed_gradients_are_averages_to_their_precision(hvd, name):
+    part = part_of(global_batch(0, torch.float32), hvd.rank(), hvd.size())
+    model = make_model(torch.float32)
+    optimizer = distributed(hvd, model, compression=getattr(hvd.Compression, name))
+    cross_entropy(model(part[0]), part[1]).backward()
+    precision = {"none": 1e-5, "fp16": 2**-10, "bf16": 2**-7}[name] if hvd.size() > 1 else 1e-5
+    for grad, exact in zip(gradients(model), expected_gradients(), strict=True):
+        assert grad.dtype is torch.float32
+        atol = precision * float(exact.abs().max())
+        torch.testing.assert_close(grad, exact.float(), rtol=precision, atol=atol)
+        assert torch.equal(hvd.broadcast(grad, 0), grad)
+    optimizer.step()
+
+
+class Doubled:
+    """A compressor as Horovod's users write it: a class, never made an object."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.float() * 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return (tensor / 2).to(ctx)
+
+
+@MANY
+@ONE_NODE
+def test_a_compressor_of_somebody_else_is_used_tensor_by_tensor(hvd):
+    model = make_model()
+    optimizer = distributed(hvd, model, compression=Doubled)
+    backward(hvd, model)
+    for grad, exact in zip(gradients(model), expected_gradients(), strict=True):
+        torch.testing.assert_close(grad, exact, rtol=1e-5, atol=1e-7)
+    optimizer.step()
+
+
+@MANY
+@ONE_NODE
+def test_gradients_beyond_float16_stay_finite_in_a_node_with_and_without_predivision(hvd):
+    model = nn.Linear(1, 1, bias=False)
+    fp16 = hvd.Compression.fp16
+    for factor in (1.0, 2.0):
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, compression=fp16, gradient_predivide_factor=factor
+        )
+        model.zero_grad()
+        model(torch.full((1, 1), 80000.0 if hvd.rank() else 0.0)).sum().backward()
+        share = (hvd.size() - 1) / hvd.size()
+        assert model.weight.grad.item() == pytest.approx(80000.0 * share, rel=1e-3)
+        del optimizer
+
+
+# -- whole trainings --
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_one_rank_is_the_plain_loop_bit_for_bit(hvd, dtype):
+    together, alone = train_together(hvd, 20, dtype), train_alone(20, dtype)
+    assert all(map(torch.equal, together.parameters(), alone.parameters()))
+
+
+@MANY
+@OVERLAPS
+def test_ranks_train_as_one_process(hvd):
+    assert largest_difference(train_together(hvd, 30), train_alone(30)) < 1e-12
+    together, alone = train_together(hvd, 10, torch.float32), train_alone(10, torch.float32)
+    assert largest_difference(together, alone) < 1e-5
+
+
+@MANY
+@OVERLAPS
+def test_two_runs_and_all_ranks_have_the_same_bits(world, hvd):
+    first, second = (train_together(hvd, 8, torch.float32) for _ in range(2))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    weights = torch.cat([p.detach().view(-1) for p in first.parameters()]).numpy().tobytes()
+    assert len(set(world.allgather(weights))) == 1

@@ -8,7 +8,7 @@ from torch import nn
 
 from hpctrain.core.errors import MismatchError
 from hpctrain.negotiation.negotiator import Negotiator
-from tests.gradients.training import MANY, OVERLAPS
+from tests.gradients.training import LAST, MANY, OVERLAPS
 
 
 def batches_of(rank: int, unit: float = 1.0) -> list[torch.Tensor]:
@@ -80,6 +80,7 @@ def test_the_last_rank_is_the_one_that_took_the_last_step_whoever_is_heard_of_la
 
 
 @MANY
+@LAST
 def test_steps_of_adasum_are_refused_once_a_rank_has_joined(hvd):
     model, optimizer = trained(hvd, op=hvd.Adasum)
     model(torch.ones(1, 3).double()).sum().backward()

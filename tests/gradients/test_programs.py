@@ -7,7 +7,7 @@ from tests.gradients.program_oracle import Oracle
 from tests.gradients.program_table import PRELUDE, Statement, draw_program
 from tests.gradients.programs import check, foretell
 
-NUM_PROGRAMS = 30
+NUM_PROGRAMS = 15
 """On each number of ranks; ``make soak`` carries out 500."""
 
 

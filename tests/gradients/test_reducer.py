@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.runtime.world import current
 from tests.gradients.training import (
+    LAST,
     MANY,
     ONE_NODE,
     OVERLAPS,
@@ -167,6 +168,7 @@ def test_a_wrap_that_failed_can_be_tried_again(hvd):
 
 
 @MANY
+@LAST
 def test_a_bucket_of_a_world_that_was_shut_down_is_refused(hvd):
     assert current().plan.node_memory != "none"
     model = make_model()

@@ -8,7 +8,7 @@ from hpctrain.core.errors import ReplicaError
 from hpctrain.runtime.world import current
 from tests.gradients.training import sgd
 
-ONE_NODE = pytest.mark.parametrize("hvd", [None], indirect=True, ids=["one node"])
+ONE_NODE = pytest.mark.parametrize("per_node", [None], indirect=True, ids=["one node"])
 pytestmark = [ONE_NODE, pytest.mark.ranks(2, 3)]
 
 

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 MANY = pytest.mark.ranks(2, 3, 4)
 OVERLAPS = pytest.mark.usefixtures("overlap")
-ONE_NODE = pytest.mark.parametrize("hvd", [None], indirect=True, ids=["one node"])
+LAST = pytest.mark.usefixtures("last")
+ONE_NODE = pytest.mark.parametrize("per_node", [None], indirect=True, ids=["one node"])
 
 GLOBAL_BATCH = 60  # divisible by 1, 2, 3 and 4
 

@@ -65,14 +65,14 @@ def test_what_is_kept_and_what_arrives_later(world):
     own = torch.full((100,), float(world.rank))
     averaging = Averaging(current().comm, Identity(), Tensors(lambda: [("own", own)]), 1 << 20)
     averaging.start(1.0, 1.0 / world.size)
-    travelled = averaging.travelled()
+    travelled = averaging.own_state()
     own.fill_(10.0)
     averaging.finish(keep=0.25)
     mean = (world.size - 1) / 2
     torch.testing.assert_close(own, torch.full((100,), 2.5 + 0.75 * mean))
-    assert averaging.travelled() is None
+    assert averaging.own_state() is None
     own.fill_(20.0)
-    averaging.go_on(travelled)
+    averaging.load_own_state(travelled)
     averaging.finish()
     torch.testing.assert_close(own, torch.full((100,), mean))
 

@@ -39,18 +39,12 @@ def alone(optimizer_of, num_steps: int) -> torch.Tensor:
 
 
 @SIZES
-def test_one_step_by_the_mean_is_synchronous_sgd(hvd_nodes):
-    found = run(hvd_nodes, 20, steps=1, outer_lr=1.0, outer_momentum=0.0)
-    torch.testing.assert_close(found, alone(plain_sgd, 20), rtol=0, atol=1e-14)
-
-
-@SIZES
-def test_outer_momentum_of_single_steps_is_nesterovs_sgd(hvd_nodes):
-    found = run(hvd_nodes, 20, steps=1, outer_lr=1.0, outer_momentum=0.9)
-    nesterov = alone(
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True), 20
-    )
-    torch.testing.assert_close(found, nesterov, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("mu", [0.0, 0.9])
+def test_an_outer_step_after_each_inner_one_is_synchronous_sgd_or_nesterovs(hvd_nodes, mu):
+    found = run(hvd_nodes, 12, steps=1, outer_lr=1.0, outer_momentum=mu)
+    options = {"momentum": mu, "nesterov": True} if mu else {}
+    plain = alone(lambda m: torch.optim.SGD(m.parameters(), lr=0.05, **options), 12)
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-13)
 
 
 @SIZES
@@ -119,23 +113,43 @@ class Streaming:
 
 @MANY
 @pytest.mark.parametrize(
-    ("fragments", "delay", "keep"),
-    [(1, 0, 0.0), (1, 4, 0.5), (3, 0, 0.25), (3, 3, 0.5), (2, 6, 0.0)],
+    ("fragments", "delay", "keep", "num_steps"),
+    [
+        (1, 0, 0.0, 12),
+        (1, 0, 0.5, 13),
+        (1, 4, 0.5, 22),
+        (2, 6, 0.0, 13),
+        (3, 0, 0.25, 22),
+        (3, 2, 0.5, 12),
+        (3, 3, 0.5, 22),
+    ],
 )
-def test_fragments_and_delays_are_those_of_the_paper(world, hvd_nodes, fragments, delay, keep):
+def test_fragments_and_delays_are_those_of_the_paper_to_the_end(
+    world, hvd_nodes, fragments, delay, keep, num_steps
+):
+    """The end takes no outer step that nothing has earned: what was sent last has its own."""
     model = make_model()
     optimizer = plain_sgd(model)
     options = {"fragments": fragments, "delay": delay, "keep": keep}
     method = hvd_nodes.DiLoCo(model, optimizer, 6, **options)
-    train(hvd_nodes, model, optimizer, method, 0, 22)
+    train(hvd_nodes, model, optimizer, method, 0, num_steps)
     parts = divided(list(make_model().named_parameters()), fragments)
-    expected = Streaming(world.size, 6, parts, delay, keep).train(22)
-    torch.testing.assert_close(
-        weights_of(model), weights_of(expected.models[world.rank]), rtol=0, atol=1e-13
-    )
-    with method.averaged():
+    expected = Streaming(world.size, 6, parts, delay, keep).train(num_steps)
+
+    def is_outer():
         outer = torch.cat([expected.outer[n].reshape(-1) for n, _ in model.named_parameters()])
         torch.testing.assert_close(weights_of(model), outer, rtol=0, atol=1e-13)
+
+    own = weights_of(expected.models[world.rank])
+    torch.testing.assert_close(weights_of(model), own, rtol=0, atol=1e-13)
+    with method.averaged():
+        is_outer()
+    expected.end(num_steps)
+    method.finish()
+    is_outer()
+    after = weights_of(model).clone()
+    method.finish()
+    assert torch.equal(after, weights_of(model))
     method.close()
 
 
@@ -190,33 +204,3 @@ def test_parameters_are_divided_in_order_and_about_evenly(num_parts):
     assert [name for part in parts for name in part] == [name for name, _ in named]
     assert len(parts) == num_parts
     assert all(parts)
-
-
-@MANY
-@pytest.mark.parametrize("num_steps", [12, 13])
-@pytest.mark.parametrize(
-    ("fragments", "delay", "keep"),
-    [(1, 0, 0.0), (1, 0, 0.5), (2, 0, 0.0), (1, 2, 0.5), (3, 2, 0.5)],
-)
-def test_the_end_takes_no_outer_step_that_nothing_has_earned(
-    world, hvd_nodes, fragments, delay, keep, num_steps
-):
-    """What was sent in the last step has its outer step already, or on its way."""
-    model = make_model()
-    optimizer = plain_sgd(model)
-    options = {"fragments": fragments, "delay": delay, "keep": keep}
-    method = hvd_nodes.DiLoCo(model, optimizer, 6, **options)
-    train(hvd_nodes, model, optimizer, method, 0, num_steps)
-    parts = divided(list(make_model().named_parameters()), fragments)
-    expected = Streaming(world.size, 6, parts, delay, keep).train(num_steps).end(num_steps)
-    method.finish()
-    torch.testing.assert_close(
-        weights_of(model),
-        torch.cat([expected.outer[n].reshape(-1) for n, _ in model.named_parameters()]),
-        rtol=0,
-        atol=1e-13,
-    )
-    after = weights_of(model).clone()
-    method.finish()
-    assert torch.equal(after, weights_of(model))
-    method.close()

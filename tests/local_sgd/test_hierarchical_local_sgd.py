@@ -32,27 +32,6 @@ def test_nodes_agree_often_and_all_ranks_rarely(world, hvd_nodes, node_steps):
                 assert on_all == world.size
 
 
-@pytest.mark.ranks(4)
-def test_a_synchronous_node_is_one_rank_with_a_larger_batch(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with hvd_nodes.HierarchicalLocalSGD(model, optimizer, 3) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 9)
-        sent = method.facts["bytes_sent"]
-    hvd_nodes.shutdown()
-    hvd_nodes.init(range(2)) if world.rank < 2 else None
-    weights = None
-    if world.rank < 2:
-        other = make_model()
-        optimizer = sgd(other)
-        with hvd_nodes.LocalSGD(other, optimizer, 3) as method:
-            train(hvd_nodes, other, optimizer, method, 0, 9)
-            assert method.facts["bytes_sent"] == sent
-        weights = weights_of(other)
-    weights = world.bcast(weights)
-    assert float((weights - weights_of(model)).abs().max()) < 1e-12
-
-
 def pushed(hvd, steps: int):
     """Make a method for one weight, and what moves it by this rank's number in every step."""
     model = nn.Linear(1, 1, bias=False).double()

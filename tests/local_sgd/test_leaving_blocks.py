@@ -9,6 +9,7 @@ from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import num_kinds, train, weights_of
 
 MANY = pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.usefixtures("last")
 
 
 @MANY

@@ -17,7 +17,7 @@ def gap(model: nn.Module, other: nn.Module) -> float:
 
 
 @SIZES
-@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_on_a_quadratic_with_one_hessian_any_number_of_steps_is_mini_batch_sgd(hvd_nodes, steps):
     """Gradients are affine in the parameters, so the mean of runs is the run by mean gradients."""
     hvd, lr, num_steps = hvd_nodes, 0.1, 15
@@ -45,8 +45,8 @@ def test_one_step_with_averaged_momentum_is_synchronous_sgd(hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
     with hvd_nodes.LocalSGD(model, optimizer, 1, state="average") as method:
-        train(hvd_nodes, model, optimizer, method, 0, 30)
-    assert gap(model, train_alone(30)) < 1e-12
+        train(hvd_nodes, model, optimizer, method, 0, 12)
+    assert gap(model, train_alone(12)) < 1e-12
 
 
 @pytest.mark.ranks(1)
@@ -130,7 +130,7 @@ def test_half_precision_sends_half_the_bytes_and_loses_little(hvd_nodes):
         optimizer = sgd(model)
         compression = getattr(hvd_nodes.Compression, name)
         with hvd_nodes.LocalSGD(model, optimizer, 4, compression=compression) as method:
-            train(hvd_nodes, model, optimizer, method, 0, 40)
+            train(hvd_nodes, model, optimizer, method, 0, 20)
             found[name] = method.facts["bytes_sent"], weights_of(model)
     sent, weights = found["none"]
     for name, most in (("bf16", 4e-3), ("fp16", 5e-4)):
@@ -158,19 +158,18 @@ def test_the_last_steps_of_a_block_that_fails_are_not_averaged(world, hvd_nodes)
 
 
 @SIZES
-@pytest.mark.parametrize("steps", [1, 8])
-def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes, steps):
+def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes):
     """K ranks need a K-th of the steps.
 
     With steps a/t on x^2/2 and gradients of variance 1, T K E[x^2] -> a^2 / (2 a - 1).
     """
-    num_steps, dim, a = 256, 8000, 2.0
+    num_steps, dim, a = 128, 4000, 2.0
     model = nn.Linear(dim, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: a / (step + 2 * a))
     noise = torch.Generator().manual_seed(world.rank)
-    with hvd_nodes.LocalSGD(model, optimizer, steps):
+    with hvd_nodes.LocalSGD(model, optimizer, 8):
         for _ in range(num_steps):
             gradient = torch.randn(1, dim, generator=noise, dtype=torch.float64)
             model.weight.grad = model.weight.detach() + gradient

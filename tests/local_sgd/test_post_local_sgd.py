@@ -49,6 +49,7 @@ def torchs(hvd) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.conformance
 @pytest.mark.usefixtures("gloo")
 def test_every_step_is_torchs(world, hvd_nodes):
     expected = torchs(hvd_nodes)
@@ -91,3 +92,19 @@ def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
         optimizer.param_groups[1]["lr"] = 0.05
         train(hvd_nodes, model, optimizer, method, 4, 6)
         assert method.facts["phase"] == "local"
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_skips_a_synchronous_step_adds_nothing_to_its_gradients(world, hvd_nodes):
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9)
+    for step in range(2):
+        if step == 1 and world.rank == 0:
+            method.skip_step()
+            continue
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+    assert model.weight.grad.item() == pytest.approx(1 - 1 / world.size)
+    method.close()

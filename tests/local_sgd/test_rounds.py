@@ -103,12 +103,12 @@ def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
     with hvd_nodes.LocalSGD(model, optimizer, 1000) as method:
         method.rounds.within_s = 0.05
         met = []
-        for step in range(40):
+        for step in range(20):
             time.sleep(0.01)
             train(hvd_nodes, model, optimizer, method, step, step + 1)
             met.append(method.has_met)
     assert met[0]  # nothing is known of the time of a step yet
-    assert 3 <= sum(met) <= 30
+    assert 2 <= sum(met) <= 16
 
 
 @MANY

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from tests.gradients.training import global_batch, make_model, part_of, sgd, train_alone
+from tests.gradients.training import make_model, sgd, train_alone
 from tests.local_sgd.local_methods import Normed, adam, num_kinds, replica_of, train, weights_of
 
 NODES = pytest.mark.ranks(2, 3, 4)
@@ -55,45 +54,6 @@ def test_without_a_cycle_it_is_synchronous_training(hvd_nodes):
     with staged(hvd_nodes, model, optimizer, warmup_steps=20, cooldown_start=20) as method:
         train(hvd_nodes, model, optimizer, method, 0, 20)
     assert float((weights_of(model) - weights_of(train_alone(20))).abs().max()) < 1e-12
-
-
-class Cycling:
-    """Two nodes of one rank in one process, by the formula of the paper."""
-
-    def __init__(self, steps: int, delay: int) -> None:
-        self.steps, self.delay = steps, delay
-        self.models = [make_model(), make_model()]
-
-    def train(self, num_steps: int) -> list[nn.Module]:
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in self.models]
-        arriving: dict[int, list[torch.Tensor]] = {}
-        for step in range(1, num_steps + 1):
-            for rank, (model, optimizer) in enumerate(zip(self.models, optimizers, strict=True)):
-                images, labels = part_of(global_batch(step - 1), rank, 2)
-                optimizer.zero_grad()
-                cross_entropy(model(images), labels).backward()
-                optimizer.step()
-            pairs = list(zip(*(model.parameters() for model in self.models), strict=True))
-            with torch.no_grad():
-                for pair, total in zip(pairs, arriving.pop(step, []), strict=False):
-                    for own in pair:
-                        own.copy_((2 * self.delay * own + total) / (2 * self.delay + 2))
-                if step % self.steps == 0:
-                    arriving[step + self.delay] = [one + other for one, other in pairs]
-        return self.models
-
-
-@pytest.mark.ranks(2)
-def test_what_arrives_late_counts_as_in_the_paper(world, hvd_nodes):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    method = staged(
-        hvd_nodes, model, optimizer, warmup_steps=0, cooldown_start=100, steps=4, delay=3
-    )
-    train(hvd_nodes, model, optimizer, method, 0, 18)
-    expected = Cycling(4, 3).train(18)[world.rank]
-    assert float((weights_of(model) - weights_of(expected)).abs().max()) < 1e-13
-    method.close()
 
 
 @NODES

@@ -43,7 +43,7 @@ def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
     pace = SyncInterval("auto")
     pace.learn(1e-3, 100.0)
     again = SyncInterval("auto")
-    again.load_state_dict(pace.state_dict())
+    again.load_shared_state(pace.shared_state())
     for one in (pace, again):
         one.learn(1e-3, 1e-3)
         one.learn(1e-3, 1e-3)

@@ -1,4 +1,4 @@
-"""The opening message of a reduction: what each rank is about to do, compared before it is done.
+"""What is compared between ranks at the start of each step, before its gradients travel.
 
 Ranks that take different steps, reduce other optimizers or hold other weights find out here, on
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
@@ -6,9 +6,9 @@ all ranks at once, in one small all-reduce that is sent anyway. Flags and sample
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,20 +20,37 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import MismatchError
+from hpctrain.core.units import KIB
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
 
-FINGERPRINT_BITS = 20
-"""Squares of fingerprints of 8192 ranks add up exactly in float64."""
-_MASK = (1 << FINGERPRINT_BITS) - 1
+_MASK = (1 << 20) - 1
+"""Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
+_FIRST_BYTES = 64 * KIB
+"""How much of each gradient is compared in the first step."""
+_COMPARED = ("member", "step", "by_hand", "weights", "first")
+"""Numbers of which the message tells whether all ranks that have one have the same."""
+_COUNTED = (
+    "is_weighted",
+    "outdated",
+    "new_sparse",
+    "keeps_sums",
+    "changed_early",
+    "replaced_sum",
+    "repeats",
+    "needs_all",
+    "is_strict",
+)
+"""Facts of which the message tells on how many ranks they are true."""
+_NUM_WORDS = 2 + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Announcement:
     """What a rank says before it reduces."""
 
-    member: int
-    """Which optimizer of this communicator, see ``StepHeader.enter``."""
-    step: int | None
+    member: int = 0
+    """Which optimizer of this communicator, see ``StepCheck.enter``."""
+    step: int | None = None
     """Steps taken so far; None after state was loaded: the number of the others holds."""
     weight: float = 1.0
     """How much this rank's gradient counts."""
@@ -44,19 +61,21 @@ class Announcement:
     new_sparse: bool = False
     """Whether there is a sparse gradient where none was so far."""
     by_hand: int | None = None
-    """Fingerprint of reduced gradients that the program has replaced or dropped; None for none."""
+    """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
     keeps_sums: bool = False
     """With ``by_hand`` and a sum: whether something is left of it, or was put in its place."""
     changed_early: bool = False
     """Whether gradients were changed between a pass that was not the last and ``step()``."""
     replaced_sum: str = ""
     """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
+    repeats: bool = False
+    """Whether gradients of the step before are there, and no backward has added to them."""
     needs_all: bool = False
     """Whether no rank may have joined."""
     weights: int | None = None
-    """Fingerprint of a sample of the weights; None where they are not compared."""
+    """Checksum of a sample of the weights; None where they are not compared."""
     first: int | None = None
-    """Fingerprint of the first gradients; None later, and where there are none but zeros."""
+    """Checksum of the first gradients; None later, and where there are none but zeros."""
     is_strict: bool = True
     """Whether weights that have parted are an error."""
     flags: int = 0
@@ -92,12 +111,12 @@ class Member(Protocol):
         """Take part in the step that begins so with nothing. Collective."""
 
 
-class StepHeader:
-    """The opening messages of all optimizers that share a communicator."""
+class StepCheck:
+    """Opens the steps of all optimizers that share a communicator."""
 
     def __init__(self, comm: Communicator) -> None:
         """Make the message. Collective."""
-        self._message = comm.new_bucket(len(_words(None)), torch.float64)
+        self._message = comm.new_bucket(_NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
@@ -133,6 +152,12 @@ class StepHeader:
             self._weights_differ(comm, opening, sample)
         elif opening.weights_compared:
             self._were_equal.add(opening.member)
+        if opening.first_alike and comm.rank == 0:
+            text = (
+                f"all {comm.size} ranks have found the same gradients in their first step: do "
+                f"they read the same samples? hvd.shard(loader) gives each rank its own part"
+            )
+            logs.warn_merged([[text]])
         return opening
 
     def take_part(self, comm: Communicator) -> bool:
@@ -183,39 +208,77 @@ class StepHeader:
             logs.warn_merged([[text]])
 
 
-def fingerprint(checksum: int) -> int:
-    """Return as many bits of a checksum as the message can compare."""
-    return checksum & _MASK
+class CheckedSteps:
+    """The steps of one optimizer: what this rank says before each, and what it hears."""
+
+    def __init__(self, check: StepCheck, check_weights: str = "off") -> None:
+        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``."""
+        self.number: int | None = 0
+        """Steps that were taken; None after state was loaded, until the next one tells."""
+        self.flags = 0
+        """Bits of this rank."""
+        self.raised_flags = 0
+        """Bits that any rank had in the last message; the same on every rank."""
+        self._sample = WeightSample(())
+        self._check, self._check_weights = check, check_weights
+        self._member, self._is_first = 0, True
+
+    def enter(self, member: Member) -> None:
+        """Let the check know whose steps these are."""
+        self._member = self._check.enter(member)
+
+    def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Compare samples of these parameters from here on."""
+        self._sample = WeightSample(parameters)
+
+    def end(self) -> None:
+        """Count a step that was taken."""
+        if self.number is not None:
+            self.number += 1
+
+    def announced(
+        self, told: Announcement, gradients_of: Iterable[Tensor], *, outdated: bool, **facts: Any
+    ) -> Announcement:
+        """Return what is told, the facts, and what can be compared, such as first gradients."""
+        step, is_first, self._is_first = self.number, self._is_first, False
+        compares = self._check_weights != "off" and step is not None and not outdated
+        return replace(
+            told,
+            **facts,
+            outdated=outdated,
+            member=self._member,
+            step=step,
+            weights=self._sample.checksum(step or 0) if compares else None,
+            first=_checksum_of_first(gradients_of) if is_first else None,
+            is_strict=self._check_weights == "error",
+            flags=self.flags,
+        )
+
+    def open(self, comm: Communicator, mine: Announcement) -> Opening:
+        """Return what all ranks say together, on the communicator's thread. Collective."""
+        return self._check.exchange(comm, mine, self._sample.by_name)
+
+    def take(self, opening: Opening) -> None:
+        """Take over what all ranks have in common."""
+        self.raised_flags = opening.flags
+        self.number = opening.step if self.number is None else self.number
 
 
 def _words(mine: Announcement | None) -> list[float]:
     """Return what one rank adds to the message."""
     if mine is None:
-        return [1.0, *[0.0] * (5 * 3 + 9 + NUM_FLAGS)]
-    step = None if mine.step is None else fingerprint(mine.step)
-    return [
-        0.0,
-        *_comparable(mine.member),
-        *_comparable(step),
-        *_comparable(mine.by_hand),
-        *_comparable(mine.weights),
-        *_comparable(mine.first),
-        mine.weight,
-        mine.is_weighted,
-        mine.outdated,
-        mine.new_sparse,
-        mine.keeps_sums,
-        mine.changed_early,
-        bool(mine.replaced_sum),
-        mine.needs_all,
-        mine.is_strict,
-        *bits_of(mine.flags),
-    ]
+        return [1.0, *[0.0] * (_NUM_WORDS - 1)]
+    compared = [word for name in _COMPARED for word in _comparable(getattr(mine, name))]
+    counted = [bool(getattr(mine, name)) for name in _COUNTED]
+    return [0.0, mine.weight, *compared, *counted, *bits_of(mine.flags)]
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
     """Return what is added up to know whether a value is the same on all ranks that have one."""
-    return (0, 0, 0) if value is None else (1, value, value * value)
+    if value is None:
+        return 0, 0, 0
+    value &= _MASK
+    return 1, value, value * value
 
 
 def _all_equal(sums: Sequence[float]) -> bool:
@@ -224,88 +287,75 @@ def _all_equal(sums: Sequence[float]) -> bool:
     return count * squares == total * total
 
 
-def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
-    """Return what all ranks have said, and what is wrong with it, if anything."""
-    num_active = size - int(sums[0])
-    member, step, by_hand, weights, first = (sums[i : i + 3] for i in range(1, 16, 3))
-    weight, num_weighted, num_outdated, num_sparse, num_sums, *rest, num_strict = sums[16:25]
-    changed_alike = by_hand[0] == num_active > 0 and _all_equal(by_hand)
-    fault = (
-        _order_fault(member, step)
-        or _count_fault(int(num_weighted), int(num_outdated), num_active, size)
-        or _change_fault(differs=bool(num_sums) and not changed_alike, early=rest[0], sums=rest[1])
-    )
-    if not fault and rest[2] and num_active < size:
-        fault = (
-            "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at once"
-        )
-    joined_weight = 0 if num_weighted else size - num_active
-    opening = Opening(
-        num_active=num_active,
-        member=_common(member),
-        step=_common(step),
-        total_weight=weight + joined_weight,
-        outdated=num_outdated > 0,
-        new_sparse=num_sparse > 0,
-        changed_alike=changed_alike,
-        weights_compared=weights[0] > 1,
-        weights_differ=not _all_equal(weights),
-        is_strict=num_strict > 0,
-        first_alike=first[0] == size > 1 and _all_equal(first),
-        flags=flags_of(sums[25:]),
-    )
-    return opening, fault
-
-
-def _order_fault(member: Sequence[float], step: Sequence[float]) -> str:
-    if not _all_equal(member):
-        return "the optimizers of a backward must be reached in the same order on every rank"
-    if not _all_equal(step):
-        return (
-            "ranks must take the same steps: backward() and step() equally often, and one "
-            "without samples step() alone; change .grad on all ranks or on none"
-        )
-    return ""
-
-
-def _count_fault(num_weighted: int, num_outdated: int, num_active: int, size: int) -> str:
-    if num_weighted not in (0, num_active):
-        return (
-            f"set_num_samples must be called by all ranks or by none, {num_weighted} of "
-            f"{size} have called it; call it on every rank, in every step"
-        )
-    if num_outdated not in (0, num_active):
-        return (
-            f"parameters must change on all ranks in the same step, they have changed on "
-            f"{num_outdated} of {size}: added, frozen, another dtype or layout"
-        )
-    return ""
-
-
-def _change_fault(*, differs: bool, early: float, sums: float) -> str:
-    """Say what is wrong with gradients that were changed by hand."""
-    if differs:
-        return (
-            "with op=Sum, gradients that are changed between backward() and step() must become "
-            "the same on every rank, and they differ; change the loss instead, or call "
-            "optimizer.zero_grad() and set all gradients anew"
-        )
-    if early:
-        return (
-            "backward_passes_per_step averages gradients after the last pass, and they were "
-            "changed after an earlier one; where passes are left over, call "
-            "optimizer.synchronize() before you clip or change gradients"
-        )
-    if sums:
-        return (
-            "with op=Sum, backward() adds to what was reduced, and that was replaced; call step() "
-            "or optimizer.zero_grad() in between"
-        )
-    return ""
-
-
 def _common(sums: Sequence[float]) -> int:
     return int(sums[1] // sums[0]) if sums[0] else 0
+
+
+def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
+    """Return what all ranks have said, and what is wrong with it, if anything."""
+    num_active, behind = size - int(sums[0]), 2 + 3 * len(_COMPARED)
+    of = {name: sums[2 + 3 * i : 5 + 3 * i] for i, name in enumerate(_COMPARED)}
+    num = dict(zip(_COUNTED, map(int, sums[behind:]), strict=False))
+    opening = Opening(
+        num_active=num_active,
+        member=_common(of["member"]),
+        step=_common(of["step"]),
+        total_weight=sums[1] + (0 if num["is_weighted"] else size - num_active),
+        outdated=num["outdated"] > 0,
+        new_sparse=num["new_sparse"] > 0,
+        changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
+        weights_compared=of["weights"][0] > 1,
+        weights_differ=not _all_equal(of["weights"]),
+        is_strict=num["is_strict"] > 0,
+        first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
+        flags=flags_of(sums[behind + len(_COUNTED) :]),
+    )
+    return opening, _broken(of, num, opening, size)
+
+
+def _broken(
+    of: Mapping[str, Sequence[float]], num: Mapping[str, int], opening: Opening, size: int
+) -> str:
+    """Return the first rule of those for all ranks that they have broken; empty for none."""
+    some = range(1, opening.num_active)
+    is_broken = {
+        "member": not _all_equal(of["member"]),
+        "step": not _all_equal(of["step"]),
+        "repeats": num["repeats"] in some,
+        "is_weighted": num["is_weighted"] in some,
+        "outdated": num["outdated"] in some,
+        "keeps_sums": num["keeps_sums"] > 0 and not opening.changed_alike,
+        "changed_early": num["changed_early"] > 0,
+        "replaced_sum": num["replaced_sum"] > 0,
+        "needs_all": num["needs_all"] > 0 and opening.num_active < size,
+    }
+    rule = next((rule for rule, broken in is_broken.items() if broken), None)
+    return _RULES[rule].format(num=num.get(rule), size=size) if rule else ""
+
+
+_RULES = {
+    "member": "the optimizers of a backward must be reached in the same order on every rank",
+    "step": "ranks must take the same steps: backward() and step() equally often, and one without "
+    "samples step() alone; change .grad on all ranks or on none",
+    "repeats": "a step without backward() must not take the gradients of the step before, which "
+    "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
+    "where one has no samples",
+    "is_weighted": "set_num_samples must be called by all ranks or by none, {num} of {size} have "
+    "called it; call it on every rank, in every step",
+    "outdated": "parameters must change on all ranks in the same step, they have changed on {num} "
+    "of {size}: added, frozen, another dtype or layout",
+    "keeps_sums": "with op=Sum, gradients that are changed between backward() and step() must "
+    "become the same on every rank, and they differ; change the loss instead, or call "
+    "optimizer.zero_grad() and set all gradients anew",
+    "changed_early": "backward_passes_per_step averages gradients after the last pass, and they "
+    "were changed after an earlier one; where passes are left over, call optimizer.synchronize() "
+    "before you clip or change gradients",
+    "replaced_sum": "with op=Sum, backward() adds to what was reduced, and that was replaced; "
+    "call step() or optimizer.zero_grad() in between",
+    "needs_all": "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at "
+    "once",
+}
+"""What all ranks must do alike, the first one first."""
 
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
@@ -323,8 +373,28 @@ def _describe(one: Announcement | None) -> str:
     notes = [f"step {one.step} of optimizer {one.member}"]
     notes += ["samples set"] * one.is_weighted + ["parameters changed"] * one.outdated
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
+    notes += ["gradients of the step before"] * one.repeats
     notes += [f"{one.replaced_sum}.grad replaced"] * bool(one.replaced_sum)
     return ", ".join(notes)
+
+
+def checksum_of(tensor: Tensor, total: int = 0) -> int:
+    """Go on with a checksum by the elements of a tensor, in order."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+
+
+def _checksum_of_first(parameters: Iterable[Tensor]) -> int | None:
+    """Return a checksum of this rank's own gradients, None if there are only zeros."""
+    total, is_zero = 0, True
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse:
+            start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
+            total = checksum_of(start, total)
+            is_zero = is_zero and not start.any()
+    return None if is_zero else total
 
 
 _NUM_PARAMETERS = 64

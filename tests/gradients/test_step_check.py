@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from hpctrain.core.errors import ConfigError, MismatchError
-from tests.gradients.training import MANY, ONE_NODE, distributed, make_model
+from tests.gradients.training import (
+    LAST,
+    MANY,
+    ONE_NODE,
+    OVERLAPS,
+    distributed,
+    largest_difference,
+    make_model,
+)
 
 pytestmark = ONE_NODE
 
@@ -59,6 +67,37 @@ def test_a_replica_that_parts_is_named_at_the_next_step(hvd, change, told):
 
 
 @MANY
+@OVERLAPS
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_one_more_step_on_old_gradients_is_an_error_that_names_rank_and_step(hvd, op):
+    model = make_model()
+    optimizer = distributed(hvd, model, op=getattr(hvd, op))
+    for _ in range(2):
+        step(hvd, model, optimizer)
+    told = "rank 1: step 2 of optimizer [0-9]+, gradients of the step before"
+    with pytest.raises(MismatchError, match=f"must not take the gradients.*{told}"):
+        optimizer.step() if hvd.rank() == 1 else step(hvd, model, optimizer)
+
+
+@MANY
+def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
+    model, alone = make_model(), make_model()
+    optimizer = distributed(hvd, model)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    step(hvd, model, optimizer, value=0.3)
+    optimizer.step()
+    step(hvd, alone, plain, value=0.3)
+    plain.step()
+    assert largest_difference(model, alone) < 1e-12
+    optimizer.zero_grad(set_to_none=False)
+    if hvd.rank():
+        model(torch.ones(2, 64).double()).sum().backward()
+    optimizer.step()
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
+
+
+@MANY
 def test_weights_that_never_were_the_same_are_told_and_then_an_error(hvd, caplog):
     model = make_model()
     with torch.no_grad():
@@ -95,6 +134,7 @@ def setting(request, monkeypatch):
 
 
 @MANY
+@LAST
 @pytest.mark.parametrize("setting", ["warn", "off"], indirect=True)
 def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
     model = make_model()
