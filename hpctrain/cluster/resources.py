@@ -1,4 +1,4 @@
-"""What this process, its job and its container may use: cores, memory, network cards."""
+"""Resources of this process, its job and its container: cores, memory, network cards."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is compared between ranks at the start of each step, before its gradients travel.
+"""The comparison between ranks at the start of each step, before its gradients travel.
 
 Ranks that take different steps, reduce other optimizers or hold other weights find out here, on
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
@@ -27,7 +27,7 @@ _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
 _FIRST_BYTES = 64 * KIB
 """How much of each gradient is compared in the first step."""
-_COMPARED = ("member", "step", "by_hand", "weights", "first")
+_COMPARED = ("member", "step", "num_skipped", "by_hand", "weights", "first")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
     "is_weighted",
@@ -52,6 +52,8 @@ class Announcement:
     """Which optimizer of this communicator, see ``StepCheck.enter``."""
     step: int | None = None
     """Steps taken so far; None after state was loaded: the number of the others holds."""
+    num_skipped: int = 0
+    """Steps whose gradients were averaged, and which this rank has not taken."""
     weight: float = 1.0
     """How much this rank's gradient counts."""
     is_weighted: bool = False
@@ -215,6 +217,8 @@ class CheckedSteps:
         """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``."""
         self.number: int | None = 0
         """Steps that were taken; None after state was loaded, until the next one tells."""
+        self.num_skipped = 0
+        """Steps of all ranks together that this one has not taken."""
         self.flags = 0
         """Bits of this rank."""
         self.raised_flags = 0
@@ -248,6 +252,7 @@ class CheckedSteps:
             outdated=outdated,
             member=self._member,
             step=step,
+            num_skipped=self.num_skipped,
             weights=self._sample.checksum(step or 0) if compares else None,
             first=_checksum_of_first(gradients_of) if is_first else None,
             is_strict=self._check_weights == "error",
@@ -321,6 +326,7 @@ def _broken(
     is_broken = {
         "member": not _all_equal(of["member"]),
         "step": not _all_equal(of["step"]),
+        "num_skipped": not _all_equal(of["num_skipped"]),
         "repeats": num["repeats"] in some,
         "is_weighted": num["is_weighted"] in some,
         "outdated": num["outdated"] in some,
@@ -333,10 +339,15 @@ def _broken(
     return _RULES[rule].format(num=num.get(rule), size=size) if rule else ""
 
 
+SKIPPED = (
+    "skip_step() in a step of averaged gradients must be called by all ranks or by none: one "
+    "without samples calls optimizer.zero_grad() and optimizer.step(), as it needs the average too"
+)
 _RULES = {
     "member": "the optimizers of a backward must be reached in the same order on every rank",
     "step": "ranks must take the same steps: backward() and step() equally often, and one without "
     "samples step() alone; change .grad on all ranks or on none",
+    "num_skipped": SKIPPED,
     "repeats": "a step without backward() must not take the gradients of the step before, which "
     "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
     "where one has no samples",
@@ -371,6 +382,7 @@ def _describe(one: Announcement | None) -> str:
     if one is None:
         return "joined"
     notes = [f"step {one.step} of optimizer {one.member}"]
+    notes += [f"{one.num_skipped} steps skipped"] * bool(one.num_skipped)
     notes += ["samples set"] * one.is_weighted + ["parameters changed"] * one.outdated
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
     notes += ["gradients of the step before"] * one.repeats

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.collectives.parameters import broadcast_parameters
+from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
 from hpctrain.compress.codec import Compressor, Identity
@@ -21,7 +22,7 @@ from hpctrain.gradients.optimizer import DistributedMethods
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
-from hpctrain.gradients.step_check import CheckedSteps, StepCheck
+from hpctrain.gradients.step_check import SKIPPED, CheckedSteps, StepCheck
 from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Rounds, SampleSums
 from hpctrain.local_sgd.state_fields import Fields, StateFields
@@ -131,9 +132,13 @@ class LocalMethod(StateFields):
     def skip_step(self) -> None:
         """Count a step that this rank does not take: no data, or ``inf`` in its gradients.
 
-        It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out.
+        It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step
+        of averaged gradients is skipped by all their ranks, or by none: ``MismatchError`` on all
+        at the next one, or at the end.
         """
         self._average_gradients(is_skipped=True)
+        for reducer in self._reducers:
+            reducer.steps.num_skipped += reducer.is_on
         self._end_step()
 
     @eager
@@ -150,6 +155,9 @@ class LocalMethod(StateFields):
     def finish(self) -> None:
         """End the round here, so that all ranks have one model. Collective."""
         if self.rounds.agrees:
+            together = [r.steps for r in self._reducers if self._is_of_all(r)]
+            skipped = [f"{steps.num_skipped} skipped" for steps in together]
+            require_equal(self._comm, skipped, "steps", SKIPPED)
             self.replica.average_buffers()  # of synchronous steps
         else:
             self._end_round()

@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as ho
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.core.errors import MismatchError
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import num_kinds, train, weights_of
 
@@ -95,7 +96,8 @@ def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
 
 
 @pytest.mark.ranks(2, 3)
-def test_who_skips_a_synchronous_step_adds_nothing_to_its_gradients(world, hvd_nodes):
+@pytest.mark.parametrize("ends", ["next", "end"])
+def test_who_alone_skips_a_synchronous_step_adds_nothing_and_is_told(world, hvd_nodes, ends):
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9)
@@ -107,4 +109,19 @@ def test_who_skips_a_synchronous_step_adds_nothing_to_its_gradients(world, hvd_n
         model.weight.sum().backward()
         optimizer.step()
     assert model.weight.grad.item() == pytest.approx(1 - 1 / world.size)
+    with pytest.raises(MismatchError, match=r"skip_step\(\) in a step of averaged gradients"):
+        model.weight.sum().backward() if ends == "next" else method.finish()
     method.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_ranks_may_skip_a_synchronous_step(world, hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    with hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9) as method:
+        train(hvd_nodes, model, optimizer, method, 0, 2)
+        before = weights_of(model).clone()
+        method.skip_step()
+        assert weights_of(model).equal(before)
+        train(hvd_nodes, model, optimizer, method, 3, 5)
+    assert num_kinds(world, weights_of(model)) == 1
