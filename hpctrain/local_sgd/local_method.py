@@ -133,12 +133,12 @@ class LocalMethod(StateFields):
         """Count a step that this rank does not take: no data, or ``inf`` in its gradients.
 
         It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step
-        of averaged gradients is skipped by all their ranks, or by none: ``MismatchError`` on all
+        of gradients that all ranks average is skipped by all or by none: ``MismatchError`` on all
         at the next one, or at the end.
         """
         self._average_gradients(is_skipped=True)
-        for reducer in self._reducers:
-            reducer.steps.num_skipped += reducer.is_on
+        for reducer in self._reducers:  # of a node, replicas meet at the end of the round
+            reducer.steps.num_skipped += reducer.is_on and self._is_of_all(reducer)
         self._end_step()
 
     @eager
