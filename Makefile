@@ -7,6 +7,8 @@ BIN := .venv/bin
 REPORTS := build/reports
 SIZES := 1 2 3 4
 MPICH_SIZES := 2
+# What talks to MPI, and whole runs; make conformance runs all tests below MPICH.
+MPICH_TESTS := $(addprefix tests/,comm collectives negotiation runtime horovod train)
 LAUNCH_LIMIT_S := 1500
 # Ranks write to a terminal of mpirun, so pytest cannot see whether this one is real.
 COLOR := $(if $(MAKE_TERMOUT),yes,no)
@@ -75,7 +77,7 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 
 # --- tests --------------------------------------------------------------------------------------
 
-# $(call suite,NAME,RANKS,PYTHON): one launch of the tests. Its exit code goes to the closing
+# $(call suite,NAME,RANKS,PYTHON,TESTS): one launch of the tests. Its exit code goes to the closing
 # table, so that a failure keeps no other launch from running. The tests of one rank need no
 # launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
 # keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
@@ -89,8 +91,8 @@ define suite
 @code=0; PYTHONDONTWRITEBYTECODE= $(if $(filter 1,$(2)),$(SIDE_BY_SIDE)) \
   timeout -k 10 $(LAUNCH_LIMIT_S) \
   $(if $(filter 1,$(2)),,$(3) -m hpctrain launch -n $(2) --) \
-  $(3) -m pytest -q $(if $(filter 1,$(2)),-n 3 --dist worksteal) --color=$(COLOR) \
-  --ignore tests/test_size.py \
+  $(3) -m pytest -q $(if $(filter 1,$(2)),-n 4 --dist worksteal) --color=$(COLOR) \
+  --ignore tests/test_size.py $(4) \
   --report $(REPORTS)/$(1).json > >(tee $(REPORTS)/$(1).log) 2>&1 || code=$$?; \
   echo $$code > $(REPORTS)/$(1).rc
 
@@ -115,7 +117,7 @@ $(MPICH): mpich-%:
 	@mkdir -p $(REPORTS)
 	@$(MAKE) --no-print-directory .venv-mpich \
 	  || { echo "MPICH could not be installed" | tee $(REPORTS)/$@.skipped; exit 1; }
-	$(call suite,$@,$*,$(CURDIR)/.venv-mpich/bin/python)
+	$(call suite,$@,$*,$(CURDIR)/.venv-mpich/bin/python,$(MPICH_TESTS))
 
 test-%: .venv/stamp ## run the tests of one size: make test-3
 	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
@@ -131,6 +133,8 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	  --color=$(COLOR) || code=$$?; \
 	  for size in 2 4; do hpctrain launch -n $$size -- \
 	    python -m pytest -q -m conformance --color=$(COLOR) || code=$$?; done; \
+	  .venv-mpich/bin/python -m hpctrain launch -n 2 -- \
+	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
 
 # --- everything else ----------------------------------------------------------------------------
