@@ -110,8 +110,9 @@ def _refusal(data: object, optimizer: object) -> str | None:
         return f"{kind} is divided among the ranks already; leave shard() out"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
-            f"shard() tells a DistributedOptimizer what a batch counts, got "
-            f"{type(optimizer).__name__}; wrap it first"
+            f"shard() tells a DistributedOptimizer, or what hvd.LocalSGD() and its like return, "
+            f"what a batch counts, got {type(optimizer).__name__}; wrap it first, or give "
+            f"shard(loader, method) inside `with hvd.LocalSGD(model, optimizer, ...) as method`"
         )
     if isinstance(data, DataLoader):
         return _refusal_of_loader(data)

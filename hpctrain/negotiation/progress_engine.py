@@ -102,7 +102,7 @@ class ProgressEngine:
                 kind = handle.request.kind
                 handle.name = f"{kind.value}.noname.{next(self._unnamed[kind]) % NUM_UNNAMED}"
             self._held.append(handle)
-            if len(self._held) == 1:
+            if len(self._held) == 1 or handle.name not in self._under_way:
                 self._let_go()
 
     def _let_go_some(self) -> None:

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.plan.planning import StoredPlan
-from hpctrain.core.errors import CheckpointError, NotFiniteError, ReplicaError
+from hpctrain.core.errors import CheckpointError, ConfigError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
@@ -31,6 +31,10 @@ KILLED = "killed"
 
 FAILED = "an error of all ranks"
 """How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
+
+
+FINISHED = "its last epoch"
+"""How a part has ended after which nothing was left to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +58,8 @@ class Attempt:
         if not parts:
             return cls(job=job, restarts=restarts)
         last = records[-1]
-        known = {"stopped": last.get("reason", KILLED), "failed": FAILED}
+        stopped = last.get("reason", KILLED)
+        known = {"stopped": stopped, "failed": FAILED, "finished": FINISHED}
         ended_by = known.get(last["event"], KILLED)
         return cls(part=parts[-1] + 1, ended_by=ended_by, job=job, restarts=restarts)
 
@@ -171,6 +176,12 @@ class RunInDirectory:
             return
         ranks, comm = len(loaded.private), self._comm
         own = loaded.private.get(comm.rank) if ranks == comm.size else None
+        if loaded.step > self._task.num_steps:
+            raise ConfigError(
+                f"the run has taken {loaded.step} steps, and train.epochs = "
+                f"{self._task.config.train.epochs} ends it after {self._task.num_steps}; give "
+                f"more epochs, or choose another output_dir"
+            )
         self._state.restore(loaded.state, own)
         self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
         if ranks != comm.size:

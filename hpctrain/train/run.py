@@ -132,7 +132,7 @@ class _Run:
         # Again: the job before may have begun the run, or ended it, by now.
         config, continues, changes = self._plan_part()
         last = on_root(self._comm, lambda: finished(directory) if continues else None)
-        if last is not None:
+        if last is not None and not changes:
             console.print(
                 f"the run in {directory.path} is finished, there is nothing to go on with"
             )

@@ -123,6 +123,7 @@ def test_a_full_disk_takes_what_it_can(comm, folder, write, caplog):
     with caplog.at_level(logging.WARNING, "hpctrain"), largest_file(limit):
         staged = stage(source, comm, folder / "node")
     assert staged is source
+    comm.barrier()  # the last one to leave removes the folder
     assert shards_in(folder / "node") == []
     every(staged, source)
     said = said_by(comm, caplog)

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
 from hpctrain.negotiation.request import Average, Kind, Max, Request
-from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, joined
+from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, broadcast, joined
 
 
 @SIZES
@@ -44,6 +44,26 @@ def test_without_names_the_order_of_the_calls_counts_and_nobody_waits_to_submit(
     joined(controller)
     total = sum(range(size))
     assert [h.wait()[0].item() for h in handles] == [total + size * n for n in range(1500)]
+
+
+@SIZES
+def test_many_without_names_of_two_kinds_need_no_common_order(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    sums, copies = [], []
+
+    def submit_sums():
+        for number in range(1100):
+            sums.append(controller.submit(allreduce(None, torch.tensor([rank + number]))))
+
+    def submit_copies():
+        for number in range(1100):
+            copies.append(controller.submit(broadcast(torch.tensor([rank + number]))))
+
+    for submit in (submit_sums, submit_copies) if rank else (submit_copies, submit_sums):
+        submit()
+    total = sum(range(size))
+    assert [h.wait()[0].item() for h in sums] == [total + size * n for n in range(1100)]
+    assert [h.wait()[0].item() for h in copies] == list(range(1100))
 
 
 @SIZES

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
 DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
-STOP_S = 5.0
+STOP_S = 30.0
 """Time in which a launch that cannot work is over, from the start of its last rank."""
 
 LATE_S = 0.3

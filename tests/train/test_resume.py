@@ -146,13 +146,19 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
             run(after, {}, How(resume=True, force=True))
         assert lease.is_held(looks=True)  # nobody is forced out by a command that is refused
         lease.release()
-        assert run(after, {}, How(resume=True, changed=True)) == 0
+        for config in (after, before):  # the second one goes on with a run that has ended
+            assert run(config, {}, How(resume=True, changed=True)) == 0
+        with pytest.raises(MismatchError, match=r"has taken (\d+) steps, and train.epochs = 1 ends"):
+            run(after, {}, How(resume=True, changed=True))
     finally:
         lease.release()
         hpctrain.shutdown()
     told = capsys.readouterr().out
     assert "changed: train.epochs was 3, is 1" in told
     assert "there is no checkpoint yet: the run begins again" in told
+    assert "changed: train.epochs was 1, is 3" in told
+    assert "part 2 of the run: the part before was stopped by its last epoch" in told
+    assert max(record["epoch"] for record in read(directory.metrics) if "epoch" in record) == 3
 
 
 def drawn() -> list[float]:
