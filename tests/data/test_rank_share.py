@@ -244,7 +244,7 @@ def test_what_cannot_or_need_not_be_divided_is_refused_on_every_rank(world, why)
 @RANKS
 def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
     plain = torch.optim.SGD([torch.ones(1)], lr=0.1)
-    with pytest.raises(MismatchError, match=r"DistributedOptimizer .* got SGD; wrap it"):
+    with pytest.raises(MismatchError, match=r"DistributedOptimizer, .* got SGD; wrap it"):
         hpctrain.shard(DataLoader(NUMBERS), plain)
     if world.size > 1:
         with pytest.raises(MismatchError, match=r"the same on every rank, got rank"):

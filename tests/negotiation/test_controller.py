@@ -52,12 +52,12 @@ def test_many_without_names_of_two_kinds_need_no_common_order(controller):
     sums, copies = [], []
 
     def submit_sums():
-        for number in range(1100):
-            sums.append(controller.submit(allreduce(None, torch.tensor([rank + number]))))
+        requests = (allreduce(None, torch.tensor([rank + number])) for number in range(1100))
+        sums.extend(map(controller.submit, requests))
 
     def submit_copies():
-        for number in range(1100):
-            copies.append(controller.submit(broadcast(torch.tensor([rank + number]))))
+        requests = (broadcast(torch.tensor([rank + number])) for number in range(1100))
+        copies.extend(map(controller.submit, requests))
 
     for submit in (submit_sums, submit_copies) if rank else (submit_copies, submit_sums):
         submit()
