@@ -25,7 +25,7 @@ class Launch:
     skipped: str
     tests: list[dict[str, Any]]
     last_words: tuple[str, ...] = ()
-    """Of a launch that broke outside of its tests: what ranks told, and its last lines."""
+    """Of a launch with a problem: what ranks told, and its last lines."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
@@ -38,9 +38,8 @@ class Launch:
             return cls(name=name, problem=problem, skipped=skipped, tests=[])
         report = json.loads(_text(folder / f"{name}.json") or "{}")
         problem = _problem(name, report, _text(folder / f"{name}.rc") or "none")
+        words = _last_words(folder / f"{name}.log") if problem else ()
         tests = report.get("tests", [])
-        told = any(test["outcome"] == "failed" for test in tests)
-        words = _last_words(folder / f"{name}.log") if problem and not told else ()
         return cls(name=name, problem=problem, skipped="", tests=tests, last_words=words)
 
     @property
@@ -86,14 +85,14 @@ def table(launches: list[Launch]) -> list[str]:
     lines += [f"{test['seconds']:8.2f} s  {name:12}{test['test']}" for name, test in slowest]
     # What failed comes last: whoever sees the end of a long output alone looks for that.
     lines += _reasons("failed", tests)
-    for launch in launches:
-        words = launch.last_words
-        lines += ["", f"{launch.name}: {launch.problem}", *(f"  {line}" for line in words)] * bool(
-            words
-        )
+    broken = [launch for launch in launches if launch.problem and not _told(launch)]
+    for launch in broken:
+        if launch.last_words:
+            lines += ["", f"{launch.name}: {launch.problem}"]
+            lines += [f"  {line}" for line in launch.last_words]
     sums = Counter(test["outcome"] for _, test in tests)
     # A launch that broke outside of its tests is a failure, one left out a skip.
-    sums["failed"] += sum(bool(launch.problem) for launch in launches if not _told(launch))
+    sums["failed"] += len(broken)
     sums["skipped"] += sum(bool(launch.skipped) and not launch.problem for launch in launches)
     last = ", ".join(f"{sums[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
     return [*lines, "", last]

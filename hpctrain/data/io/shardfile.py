@@ -58,7 +58,6 @@ class ShardFile:
         """Whether it lay in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
         self._space = self._mapped() if self.is_mapped else None
-        self._bytes = self._space.array() if self._space else None
         self.crcs = {name: self._table(name) for name in manifest.fields}
         self.indices = {
             name: self._index(name) for name, field in manifest.fields.items() if field.ragged
@@ -177,10 +176,10 @@ class ShardFile:
 
     def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
-        if self._bytes is None:
+        if self._space is None:
             found = read_at(self.descriptor, offset, num_bytes)
         else:
-            found = self._bytes[offset : offset + num_bytes]
+            found = self._space.array()[offset : offset + num_bytes]
         return found.view(dtype).reshape(shape)
 
     def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
