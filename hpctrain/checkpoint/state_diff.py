@@ -1,7 +1,7 @@
 """The difference of two checkpoints, bit by bit."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from hpctrain.comm.tensor_arguments import name_of
 PRIVATE = "private"
 """Begins the paths of what a rank has of its own: ``private/3/random``."""
 
+_MEASURED = ("training_s", "tally/sums", "epoch_tally/sums")
+"""Ends of the paths at which the state of ``hpctrain train`` holds durations."""
+
 _LONGEST = 60
 """Characters shown of a plain value."""
 
@@ -32,7 +35,8 @@ class Difference:
     path: str
     """Of the tensor or plain value, such as ``model/0.weight``."""
     what: str
-    """``values``, ``shape``, ``dtype``, ``missing`` or ``plain``."""
+    """``values``, ``shape``, ``dtype``, ``missing``, ``plain``, or ``time`` of what a run of
+    ``hpctrain train`` has measured of itself, which is no difference of its results."""
     text: str
     """For people, in one line."""
     num_different: int = 0
@@ -50,7 +54,8 @@ def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Diff
     Raises:
         CheckpointError: one of them cannot be read, or has no such part.
     """
-    return list(differences(_read(a, only), _read(b, only)))
+    found = list(differences(_read(a, only), _read(b, only)))
+    return [replace(one, what="time") if _is_measured(one) else one for one in found]
 
 
 def _read(path: Path | str, only: Sequence[str]) -> dict[str, Any]:
@@ -88,6 +93,10 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
     for path, value in b.items():
         if path not in a:
             yield Difference(path, "missing", f"{path}: {_told(value)} in B, not in A")
+
+
+def _is_measured(found: Difference) -> bool:
+    return found.what in {"values", "plain"} and found.path.endswith(_MEASURED)
 
 
 def _told(value: object) -> str:

@@ -183,8 +183,9 @@ def diff(
     """Tell where two states differ, bit by bit: the first tensor, and by how much.
 
     A and B are checkpoints, or run directories, whose newest one counts. Tensors come first, in
-    the order of the state, then plain values, then what each rank has of its own; times that a
-    run has measured are among both. The exit code is 0 if they are the same, 1 if they differ.
+    the order of the state, then plain values, then what each rank has of its own. The exit code
+    is 0 if they are the same, 1 if they differ; times that a run has measured of itself are
+    named, and do not count.
 
     For instance:
 
@@ -195,9 +196,10 @@ def diff(
     from hpctrain.checkpoint.state_diff import compare  # noqa: PLC0415
 
     found = compare(first, second, only or ())
+    differ = [item for item in found if item.what != "time"]
     if json:
         typer.echo(dumps([asdict(item) for item in found], indent=1))
-    elif found:
+    elif differ:
         kinds = Counter(item.what for item in found)
         counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
         _say(f"A {first} and B {second} differ: {counts}; the first is")
@@ -206,8 +208,10 @@ def diff(
         if len(found) > lines:
             _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
     else:
-        _say(f"{first} and {second} are the same, bit for bit")
-    if found:
+        times = ", but for times that were measured: " * bool(found)
+        names = ", ".join(item.path for item in found)
+        _say(f"{first} and {second} are the same, bit for bit{times}{names}")
+    if differ:
         raise typer.Exit(FAULT)
 
 

@@ -366,9 +366,11 @@ class Reducer:
         self._forget_backward()
 
     def _learn(self) -> None:
+        slots = self.reduction.slot_of.values()
+        if self.reduction.count.weight:  # else this rank has no samples, and says so
+            self.steps.count_reached(slots)
         if not self._num_fires:
             return
-        slots = self.reduction.slot_of.values()
         once = all(slot.fires <= self._num_passes for slot in slots)
         self._fires_once = once and (self._is_first or self._fires_once)
         self._is_first = False

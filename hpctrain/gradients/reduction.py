@@ -27,7 +27,8 @@ from hpctrain.gradients.sparse_gradients import (
     agreed_sparse_dims,
     as_sparse,
 )
-from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening, checksum_of
+from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.gradients.weight_sample import checksum_of
 
 
 class Slot(GradientState):
@@ -457,16 +458,16 @@ class Reduction:
     def _announced(
         self, told: Announcement, *, new_sparse: bool, outdated: bool = False
     ) -> Announcement:
-        grads = (slot.parameter.grad for slot in self.slot_of.values())
+        slots = self.slot_of.values()
         keeps_sums = told.by_hand is not None and not self.count.average
         return self.steps.announced(
             told,
-            self.slot_of,
+            slots,
             weight=self.count.weight,
             is_weighted=self.count.is_set,
             outdated=outdated,
             new_sparse=new_sparse,
-            keeps_sums=keeps_sums and any(grad is not None for grad in grads),
+            keeps_sums=keeps_sums and any(slot.parameter.grad is not None for slot in slots),
         )
 
     def _open(self, mine: Announcement) -> None:

@@ -12,7 +12,15 @@ from hpctrain.comm.communicator import Communicator
 class GradientState:
     """What is known of one parameter's gradient, wherever it travels."""
 
-    __slots__ = ("fires", "is_present", "is_result", "name", "parameter", "sparse_dim")
+    __slots__ = (
+        "fires",
+        "is_present",
+        "is_reached",
+        "is_result",
+        "name",
+        "parameter",
+        "sparse_dim",
+    )
 
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int | None) -> None:
         self.name = name
@@ -20,6 +28,8 @@ class GradientState:
         self.sparse_dim = sparse_dim
         """Sparse dimensions of the gradient where it is sparse on some rank."""
         self.fires = 0
+        self.is_reached = False
+        """Whether a backward of this rank has reached the parameter lately."""
         self.is_present = False
         self.is_result = False
         """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""

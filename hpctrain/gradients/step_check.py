@@ -4,14 +4,12 @@ Ranks that take different steps, reduce other optimizers or hold other weights f
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
 """
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.agreement import by_rank
@@ -22,12 +20,16 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.units import KIB
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
+from hpctrain.gradients.sparse_gradients import GradientState
+from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 
 _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
 _FIRST_BYTES = 64 * KIB
 """How much of each gradient is compared in the first step."""
-_COMPARED = ("member", "step", "num_skipped", "by_hand", "weights", "first")
+_LONG = 16
+"""Every so many steps it is compared which parameters no backward has reached in them."""
+_COMPARED = ("member", "step", "num_skipped", "by_hand", "weights", "first", "unreached")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
     "is_weighted",
@@ -78,6 +80,10 @@ class Announcement:
     """Checksum of a sample of the weights; None where they are not compared."""
     first: int | None = None
     """Checksum of the first gradients; None later, and where there are none but zeros."""
+    unreached: int | None = None
+    """Checksum of the names that follow; None where they are not compared in this step."""
+    unreached_names: tuple[str, ...] = ()
+    """Parameters that no backward of this rank has reached in the last ``_LONG`` steps."""
     is_strict: bool = True
     """Whether weights that have parted are an error."""
     flags: int = 0
@@ -103,6 +109,8 @@ class Opening:
     is_strict: bool
     first_alike: bool
     """Whether the first gradients are the same bits on all ranks, of two or more."""
+    unreached_differ: bool
+    """Whether backward does not reach the same parameters on all ranks, for many steps."""
     flags: int
 
 
@@ -122,6 +130,7 @@ class StepCheck:
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
+        self._unreached_told: set[int] = set()
         self._num_taken = 0
         """Exchanges since all ranks had joined in which this one had not."""
 
@@ -160,6 +169,11 @@ class StepCheck:
                 f"they read the same samples? hvd.shard(loader) gives each rank its own part"
             )
             logs.warn_merged([[text]])
+        if opening.unreached_differ and opening.member not in self._unreached_told:
+            self._unreached_told.add(opening.member)
+            names = comm.allgather_object(mine.unreached_names if mine else ())
+            if comm.rank == 0:
+                logs.warn_merged([[_unreached(names)]])
         return opening
 
     def take_part(self, comm: Communicator) -> bool:
@@ -226,6 +240,8 @@ class CheckedSteps:
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
         self._member, self._is_first = 0, True
+        self._num_counted = 0
+        """Steps with samples since it was last compared what backward reaches."""
 
     def enter(self, member: Member) -> None:
         """Let the check know whose steps these are."""
@@ -235,17 +251,28 @@ class CheckedSteps:
         """Compare samples of these parameters from here on."""
         self._sample = WeightSample(parameters)
 
+    def count_reached(self, slots: Iterable[GradientState]) -> None:
+        """Note which parameters the backward of a step with samples has reached."""
+        self._num_counted += 1
+        for slot in slots:
+            slot.is_reached = slot.fires > 0 or (self._num_counted > 1 and slot.is_reached)
+
     def end(self) -> None:
         """Count a step that was taken."""
         if self.number is not None:
             self.number += 1
 
     def announced(
-        self, told: Announcement, gradients_of: Iterable[Tensor], *, outdated: bool, **facts: Any
+        self, told: Announcement, slots: Iterable[GradientState], *, outdated: bool, **facts: Any
     ) -> Announcement:
         """Return what is told, the facts, and what can be compared, such as first gradients."""
         step, is_first, self._is_first = self.number, self._is_first, False
         compares = self._check_weights != "off" and step is not None and not outdated
+        if step is not None and step % _LONG == 0:
+            if self._num_counted >= _LONG and not outdated:
+                names = tuple(slot.name for slot in slots if not slot.is_reached)
+                facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
+            self._num_counted = 0
         return replace(
             told,
             **facts,
@@ -254,7 +281,7 @@ class CheckedSteps:
             step=step,
             num_skipped=self.num_skipped,
             weights=self._sample.checksum(step or 0) if compares else None,
-            first=_checksum_of_first(gradients_of) if is_first else None,
+            first=_checksum_of_first(slots) if is_first else None,
             is_strict=self._check_weights == "error",
             flags=self.flags,
         )
@@ -313,6 +340,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         weights_differ=not _all_equal(of["weights"]),
         is_strict=num["is_strict"] > 0,
         first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
+        unreached_differ=not _all_equal(of["unreached"]),
         flags=flags_of(sums[behind + len(_COUNTED) :]),
     )
     return opening, _broken(of, num, opening, size)
@@ -390,70 +418,27 @@ def _describe(one: Announcement | None) -> str:
     return ", ".join(notes)
 
 
-def checksum_of(tensor: Tensor, total: int = 0) -> int:
-    """Go on with a checksum by the elements of a tensor, in order."""
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
+    """Say which ranks train what others do not."""
+    common = set(of_ranks[0]).intersection(*of_ranks[1:])
+    own = [[name for name in names if name not in common] for names in of_ranks]
+    whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
+    return (
+        f"for {_LONG} steps no backward has reached parameters that it reaches on other ranks, "
+        f"{by_rank(whose)}; these ranks add zeros to the average, which is right if their loss "
+        f"needs none of them or they have no samples; if their model has got other parameters, as "
+        f"by load_state_dict(assign=True), it no longer trains: make the optimizer anew after "
+        f"that, on all ranks"
+    )
 
 
-def _checksum_of_first(parameters: Iterable[Tensor]) -> int | None:
+def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
     """Return a checksum of this rank's own gradients, None if there are only zeros."""
     total, is_zero = 0, True
-    for parameter in parameters:
-        grad = parameter.grad
+    for slot in slots:
+        grad = slot.parameter.grad
         if grad is not None and not grad.is_sparse:
             start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
             total = checksum_of(start, total)
             is_zero = is_zero and not start.any()
     return None if is_zero else total
-
-
-_NUM_PARAMETERS = 64
-"""How many are looked at in a step: the cost stays below 100 microseconds."""
-_NUM_BYTES = 256
-"""How much of each, step by step the next part."""
-
-
-class WeightSample:
-    """Checksums of samples of some parameters; which bytes follows from the step alone."""
-
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Take the parameters; those on other devices, and with gaps in memory, are left out."""
-        self._parameters = [
-            (name, p, p.numel() * p.itemsize)
-            for name, p in parameters
-            if p.is_cpu and p.numel() and _is_dense(p)
-        ]
-
-    def checksum(self, step: int) -> int:
-        """Return one number for all that is looked at in this step."""
-        total = 0
-        for _, parameter, num_bytes in self._due(step):
-            total = crc32(_bytes_of(parameter, num_bytes, step), total)
-        return total
-
-    def by_name(self, step: int) -> dict[str, str]:
-        """Return, for people, the checksum of each parameter that is looked at in this step."""
-        notes = {True: "", False: " (not finite)"}
-        return {
-            name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
-            for name, p, n in self._due(step)
-        }
-
-    def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
-        count = len(self._parameters)
-        if count <= _NUM_PARAMETERS:
-            return self._parameters
-        first = step * _NUM_PARAMETERS % count
-        return [self._parameters[(first + i) % count] for i in range(_NUM_PARAMETERS)]
-
-
-def _bytes_of(parameter: Tensor, num_bytes: int, step: int) -> bytes:
-    offset = step % -(-num_bytes // _NUM_BYTES) * _NUM_BYTES
-    return ctypes.string_at(parameter.data_ptr() + offset, min(_NUM_BYTES, num_bytes - offset))
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Say whether its elements lie in memory without gaps and overlaps."""
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

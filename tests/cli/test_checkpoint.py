@@ -136,6 +136,18 @@ def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
     assert [(item["path"], item["max_abs"]) for item in record] == [("model/0.bias", 0.5)]
 
 
+def test_times_that_runs_have_measured_are_named_and_no_difference(tmp_path):
+    for name, step, time in [("a", 1, 0.5), ("b", 1, 0.7), ("c", 2, 0.7)]:
+        state = {"step": step, "training_s": time, "tally": {"sums": torch.full((3,), time)}}
+        checkpoint.save(
+            tmp_path / name / "checkpoints" / "step-00000001", state, SerialCommunicator(), step=1
+        )
+    same, other = (call("diff", tmp_path / "a", tmp_path / name) for name in "bc")
+    assert (same.exit_code, other.exit_code) == (0, 1)
+    assert "bit for bit, but for times that were measured: tally/sums, training_s" in same.output
+    assert "time (2), plain (1)" in other.output
+
+
 def test_prune_removes_when_told(run):
     result = call("prune", run, "--keep", 1, "--dry-run")
     assert "step-00000010: would be removed" in result.output

@@ -1,6 +1,7 @@
 """The opening message of a step tells ranks that part, and what they have in common by mistake."""
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -95,6 +96,36 @@ def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
     optimizer.step()
     sums = [p.sum().item() for p in model.parameters()]
     assert hvd.allgather_object(sums) == [sums] * hvd.size()
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog, set_to_none):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for number in range(50):
+        if number == 3 and hvd.rank() == 1:
+            model.load_state_dict(deepcopy(model.state_dict()), assign=True)
+        optimizer.zero_grad(set_to_none)
+        model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum().backward()
+        optimizer.step()
+    told = warnings_of(caplog, "assign=True")
+    assert len(told) == (hvd.rank() == 0)
+    assert not told or "rank 1: 4.bias (6 in all)" in told[0].getMessage()
+
+
+@MANY
+def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_told(hvd, caplog):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for _ in range(50):
+        optimizer.zero_grad()
+        optimizer.set_num_samples(hvd.rank() != 1)
+        if hvd.rank() != 1:
+            model[:3](torch.full((2, 64), 0.1).double()).square().sum().backward()
+        optimizer.step()
+    assert not warnings_of(caplog, "assign=True")
 
 
 @MANY

@@ -1,0 +1,66 @@
+"""Checksums of weights: of a sample in each step, cheap enough to be always compared."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.core.checksum import crc32
+
+_NUM_PARAMETERS = 64
+"""How many are looked at in a step: the cost stays below 100 microseconds."""
+_NUM_BYTES = 256
+"""How much of each, step by step the next part."""
+
+
+class WeightSample:
+    """Checksums of samples of some parameters; which bytes follows from the step alone."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Take the parameters; those on other devices, and with gaps in memory, are left out."""
+        self._parameters = [
+            (name, p, p.numel() * p.itemsize)
+            for name, p in parameters
+            if p.is_cpu and p.numel() and _is_dense(p)
+        ]
+
+    def checksum(self, step: int) -> int:
+        """Return one number for all that is looked at in this step."""
+        total = 0
+        for _, parameter, num_bytes in self._due(step):
+            total = crc32(_bytes_of(parameter, num_bytes, step), total)
+        return total
+
+    def by_name(self, step: int) -> dict[str, str]:
+        """Return, for people, the checksum of each parameter that is looked at in this step."""
+        notes = {True: "", False: " (not finite)"}
+        return {
+            name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
+            for name, p, n in self._due(step)
+        }
+
+    def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
+        count = len(self._parameters)
+        if count <= _NUM_PARAMETERS:
+            return self._parameters
+        first = step * _NUM_PARAMETERS % count
+        return [self._parameters[(first + i) % count] for i in range(_NUM_PARAMETERS)]
+
+
+def _bytes_of(parameter: Tensor, num_bytes: int, step: int) -> bytes:
+    offset = step % -(-num_bytes // _NUM_BYTES) * _NUM_BYTES
+    return ctypes.string_at(parameter.data_ptr() + offset, min(_NUM_BYTES, num_bytes - offset))
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Say whether its elements lie in memory without gaps and overlaps."""
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def checksum_of(tensor: Tensor, total: int = 0) -> int:
+    """Go on with a checksum by the elements of a tensor, in order."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return crc32(flat.view(torch.uint8).numpy().tobytes(), total)
