@@ -127,7 +127,7 @@ def test_it_is_not_read(hostile):
 def test_it_is_not_whole_and_no_copy_takes_it(hostile, tmp_path):
     report = verify(hostile)
     assert report.num_lost == 30
-    with pytest.raises(DataError, match="cannot be read: values lie in"):
+    with pytest.raises(DataError, match="values lie in the file that names them"):
         reshard(hostile, tmp_path / "copy", Shape())
 
 

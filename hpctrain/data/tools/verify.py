@@ -22,7 +22,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import load_filters
 from hpctrain.data.format.layout import FORMAT, LOCK, MANIFEST, SHARD_FILE, Manifest
 from hpctrain.data.tools.faults import Fault, FaultReport, merged, name_blocks
-from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks, runs
+from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks
 from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
@@ -138,10 +138,7 @@ def _is_ours(name: str, *, any_shard: bool) -> bool:
 
 
 def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
-    """Read all of a shard and tell what is wrong with it.
-
-    Every byte is read once, filtered ones twice, those of a damaged shard twice.
-    """
+    """Read all of a shard, once, and once more if it is damaged; tell what is wrong with it."""
     shard = manifest.shards[index]
     try:
         blocks = ShardBlocks(directory, manifest, index)
@@ -169,9 +166,8 @@ class _ShardCheck:
         shard = self._blocks.shard
         is_as_written = self._blocks.file_crc32(advance) == shard.crc32
         found = self._size()
-        for name, place in shard.places.items():
-            # What only HDF5 can read, it may read from another file.
-            if not is_as_written or place.offset is None:
+        for name in shard.places:
+            if not is_as_written or not self._blocks.holds(name):
                 found += self._field(name)
         if not found and not is_as_written:
             found.append(
@@ -181,22 +177,6 @@ class _ShardCheck:
                 )
             )
         return found or self._attributes()
-
-    def _crcs(self, name: str) -> list[int | None]:
-        """Return the crc32 of each block of a field, decoded; None where it cannot be read."""
-        blocks = self._blocks
-        crcs: list[int | None] = []
-        for run in runs(blocks.bounds(name) * max(1, blocks.row_bytes(name))):
-            try:
-                crcs += blocks.crcs(name, run, blocks.read(name, run.start, run.stop))
-            except UNREADABLE:
-                crcs += [self._crc(name, block) for block in run]
-        return crcs
-
-    def _crc(self, name: str, block: int) -> int | None:
-        with suppress(*UNREADABLE):
-            return crc32(self._blocks.read(name, block, block + 1).data)
-        return None
 
     def _size(self) -> list[Fault]:
         have, want = self._blocks.num_bytes, self._blocks.shard.num_bytes
@@ -216,7 +196,7 @@ class _ShardCheck:
             what = f"has a damaged index of field {name}: {reason_of(error)}"
             everything = (blocks.samples(0, blocks.num_blocks),)
             return [fault(what=what, blocks=numbers, samples=everything)]
-        crcs = self._crcs(name)
+        crcs = [blocks.crc(name, block) for block in range(blocks.num_blocks)]
         found = np.array([crc or 0 for crc in crcs], "<u4")
         is_read = np.array([crc is not None for crc in crcs])
         try:
