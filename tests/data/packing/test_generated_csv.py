@@ -93,12 +93,3 @@ def test_line_breaks_in_quotes_beyond_a_mebibyte(tmp_path, packed):
     _, found = packed(tmp_path / "t.csv")
     assert np.array_equal(found["number"], np.arange(4000))
     assert [bytes(one).decode() for one in found["text"]] == [f"{i}{text}" for i in range(4000)]
-
-
-@pytest.mark.parametrize("name", ["a", "ab"])
-def test_a_line_break_of_two_bytes_where_pyarrow_begins_to_read_anew(tmp_path, packed, name):
-    text = b"\r\n" * 300  # so that one of two names puts the MiB between the bytes
-    row = b'"' + text + b'"\n'
-    (tmp_path / "t.csv").write_bytes(name.encode() + b"\n" + row * 1800)
-    _, found = packed(tmp_path / "t.csv")
-    assert [bytes(one) for one in found[name]] == [text] * 1800
