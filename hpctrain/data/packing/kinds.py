@@ -47,9 +47,7 @@ KINDS = {
     "tar": SourceKind(open=open_tar, endings=(".tar", ".tar.gz", ".tgz"), options=_OF_IMAGES),
     "csv": SourceKind(open=open_csv, endings=(".csv", ".tsv")),
     "parquet": SourceKind(open=_open_parquet, endings=(".parquet", ".pq")),
-    TEXT: SourceKind(
-        open=open_text, endings=(".txt", ".text"), options=("per", "length", "tokenizer")
-    ),
+    TEXT: SourceKind(open=open_text, endings=(".txt", ".text"), options=("length", "tokenizer")),
     FOLDER: SourceKind(open=open_folder, options=_OF_IMAGES),
     PYTHON: SourceKind(open=open_python, options=("ragged",)),
 }

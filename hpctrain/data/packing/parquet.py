@@ -10,49 +10,40 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing.source import Array, WantedFields, chosen, raw, readable
-from hpctrain.data.packing.table import TEXT, Part, Rows, Table, cast, columns_of
+from hpctrain.data.packing.source import Array, Source, WantedFields, chosen, raw, readable
+from hpctrain.data.packing.table import TEXT, Rows, cast, columns_of, open_table
 
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _ROWS_PER_BATCH = 4096
 
 
-def open_parquet(files: Sequence[str], wanted: WantedFields) -> Table:
+def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
     Raises:
         DataError: a file cannot be read, or a column is not there.
     """
-    parts: list[Part] = []
+    groups: list[tuple[str, int, int]] = []
     names: dict[str, list[str]] = {}
     for path in files:
         with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
             names[path] = file.schema_arrow.names
             inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            parts += [Part(path, group.num_rows, index) for index, group in enumerate(inside)]
+            groups += [(path, index, group.num_rows) for index, group in enumerate(inside)]
     columns, dtypes = columns_of(names[files[0]], wanted, files[0])
     used = sorted(set(chain.from_iterable(columns.values())))
     for path in files:
         chosen(names[path], {at: at for at in used}, path)
-    found = Table(
-        fields={},
-        files=files,
-        columns=columns,
-        dtypes=dtypes,
-        parts=parts,
-        read=partial(_read, used),
-    )
-    found.learn_rows()
-    return found
+    parts = [(count, path, partial(_rows_of, path, index, used)) for path, index, count in groups]
+    return open_table(files, columns, dtypes, parts)
 
 
-def _read(columns: list[str], part: Part) -> Iterator[Rows]:
+def _rows_of(path: str, group: int, columns: list[str]) -> Iterator[Rows]:
     errors = (pa.ArrowException, OSError)
-    with readable(part.path, "the table it was at first", *errors), ParquetFile(part.path) as file:
-        batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=[part.group], columns=columns)
-        for rows in batches:
+    with readable(path, "the table it was at first", *errors), ParquetFile(path) as file:
+        for rows in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
             if rows.num_rows:
-                yield partial(_values_of, rows, part.path)
+                yield partial(_values_of, rows, path)
 
 
 def _values_of(rows: Any, path: str, at: str, dtype: str | None) -> Array | list[Array]:

@@ -4,10 +4,9 @@ import csv
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +15,11 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
 from hpctrain.data.packing.source import (
-    NUM_EXAMINED,
     Array,
     Batch,
-    Streamed,
+    Source,
     WantedFields,
     chosen,
-    fields_of,
     raw,
     readable,
 )
@@ -38,60 +35,38 @@ Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
 
 
-class Part(NamedTuple):
-    """Rows that are read by themselves."""
+def open_table(
+    files: Sequence[str],
+    columns: Mapping[str, Sequence[str]],
+    dtypes: Mapping[str, str],
+    parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
+) -> Source:
+    """Examine a table; of each part its number of rows, its file, and what reads its rows.
 
-    path: str
-    num_rows: int | None = None
-    """None where the file does not tell."""
-    group: int = 0
-    """Of a Parquet file."""
+    A field is a column, or several columns of numbers side by side.
+    """
+    reads = [(length, partial(_read, columns, dtypes, path, read)) for length, path, read in parts]
+    found = Source(files=files, parts=reads)
+    first = next(chain.from_iterable(read() for _, read in reads), {})
+    ragged = [name for name, values in first.items() if isinstance(values, list)]
+    rows = zip(*first.values(), strict=True)
+    samples = ((files[0], dict(zip(first, row, strict=True))) for row in rows)
+    found.learn(samples, ragged, files[0])
+    return found
 
 
-@dataclass(kw_only=True)
-class Table(Streamed):
-    """Rows of tables. A field is a column, or several columns of numbers side by side."""
-
-    columns: Mapping[str, Sequence[str]]
-    dtypes: Mapping[str, str]
-    """Of the fields whose type was asked for."""
-    parts: Sequence[Part]
-    read: Callable[[Part], Iterator[Rows]]
-
-    @property
-    def num_parts(self) -> int:
-        """Files, or what they are made of."""
-        return len(self.parts)
-
-    def length_of(self, part: int) -> int | None:
-        """Return the number of rows, which Parquet knows."""
-        return self.parts[part].num_rows
-
-    def batches(self, part: int) -> Iterator[Batch]:
-        """Read the rows of a part.
-
-        Raises:
-            DataError: the file cannot be read, or a value is missing.
-        """
-        for rows in self.read(self.parts[part]):
-            yield {name: self._values(name, rows, self.parts[part].path) for name in self.columns}
-
-    def learn_rows(self) -> None:
-        """Learn the fields from the first rows.
-
-        Raises:
-            DataError: there are none, or a column holds what a data set cannot.
-        """
-        first = next(chain.from_iterable(map(self.batches, range(self.num_parts))), {})
-        ragged = [name for name, values in first.items() if isinstance(values, list)]
-        rows = islice(zip(*first.values(), strict=True), NUM_EXAMINED)
-        samples = [(self.files[0], dict(zip(first, row, strict=True))) for row in rows]
-        self.fields, self.sample_bytes = fields_of(samples, ragged, self.files[0])
-
-    def _values(self, name: str, rows: Rows, path: str) -> Array | list[Array]:
-        names = self.columns[name]
-        found = [rows(at, self.dtypes.get(name)) for at in names]
-        return found[0] if len(found) == 1 else _side_by_side(names, found, path)
+def _read(
+    columns: Mapping[str, Sequence[str]],
+    dtypes: Mapping[str, str],
+    path: str,
+    read: Callable[[], Iterator[Rows]],
+) -> Iterator[Batch]:
+    for rows in read():
+        batch: Batch = {}
+        for name, names in columns.items():
+            found = [rows(at, dtypes.get(name)) for at in names]
+            batch[name] = found[0] if len(found) == 1 else _side_by_side(names, found, path)
+        yield batch
 
 
 def columns_of(
@@ -191,7 +166,7 @@ class Block(NamedTuple):
         return self.columns[self.names.index(name)]
 
 
-def open_csv(files: Sequence[str], wanted: WantedFields) -> Table:
+def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
 
     Raises:
@@ -202,21 +177,20 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Table:
         raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
     columns, dtypes = columns_of(first.names, wanted, files[0])
     kinds = {at: _kind_of(first.column(at)) for at in first.names}
-    found = Table(
-        fields={},
-        files=files,
-        columns=columns,
-        dtypes=dtypes,
-        parts=list(map(Part, files)),
-        read=partial(_read, kinds),
-    )
-    found.learn_rows()
-    found.notes = tuple(_notes(found, kinds, first))
+    parts = [(None, path, partial(_rows_of, kinds, path)) for path in files]
+    found = open_table(files, columns, dtypes, parts)
+    numbers = [
+        (name, at, kinds[at])
+        for name, names in columns.items()
+        for at in names
+        if name not in dtypes and kinds[at] in ("i8", "f8")
+    ]
+    found.notes = tuple(_notes(found, numbers, columns, first))
     return found
 
 
-def _read(kinds: Mapping[str, str], part: Part) -> Iterator[Rows]:
-    for block in _blocks(part.path):
+def _rows_of(kinds: Mapping[str, str], path: str) -> Iterator[Rows]:
+    for block in _blocks(path):
         yield partial(_values_of, block, kinds)
 
 
@@ -259,28 +233,29 @@ def _numbers(texts: Sequence[str], kind: str) -> Array | None:
         return None
 
 
-def _notes(found: Table, kinds: Mapping[str, str], first: Block) -> Iterator[str]:
-    """Name the columns that a user may have meant otherwise, as the first rows show them."""
-    path = found.files[0]
-    types = {"i8": int, "f8": float}
-    numbers = [
-        (name, at, types[kinds[at]])
-        for name, columns in found.columns.items()
-        for at in columns
-        if name not in found.dtypes and kinds[at] in types
-    ]
-    for name, at, kind in numbers:
+def _notes(
+    found: Source,
+    numbers: Sequence[tuple[str, str, str]],
+    columns: Mapping[str, Sequence[str]],
+    first: Block,
+) -> Iterator[str]:
+    """Name the columns that a user may have meant otherwise, as the first rows show them.
+
+    ``numbers`` are those whose type was found out: field, column, type.
+    """
+    for name, at, dtype in numbers:
+        kind = int if dtype == "i8" else float
         texts = map(str.strip, first.column(at))
         if odd := next((text for text in texts if _is_cut(text, kind)), None):
             yield (
-                f"column {at} of {path} has numbers such as {odd}, packed as {kind(odd)}; "
+                f"column {at} of {first.path} has numbers such as {odd}, packed as {kind(odd)}; "
                 f"to keep them as they are written: --field {name}={at}:{TEXT}"
             )
     floats = [name for name, _, _ in numbers if found.fields[name].dtype == "<f8"]
     if floats:
-        field = f"{floats[0]}={','.join(found.columns[floats[0]])}"
+        field = f"{floats[0]}={','.join(columns[floats[0]])}"
         yield (
-            f"floats of {path} are packed in 8 bytes ({', '.join(dict.fromkeys(floats))}), "
+            f"floats of {first.path} are packed in 8 bytes ({', '.join(dict.fromkeys(floats))}), "
             f"which no model in float32 takes; in 4 bytes: --field {field}:f4"
         )
 

@@ -247,8 +247,6 @@ OPTIONS = [
         ({"compression": "gzip"}, "zstd"),
         ({"block_size": 0}, "block_size must be positive, got 0"),
         ({"length": -1}, "length must be positive"),
-        ({"per": "word"}, "got 'word'"),
-        ({"per": "file", "length": 3}, "not both"),
         ({"resize": (0, 3)}, "--resize 0x3"),
         ({"resize": (3, 3), "encoded": True}, "and --encoded"),
     ]
