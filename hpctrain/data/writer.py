@@ -14,7 +14,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import PART, make_folder
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.columns import Samples, checked_rows, count, cut
+from hpctrain.data.format.columns import Samples, checked_rows, count
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
@@ -172,7 +172,7 @@ class ShardWriter:
             while start < stop:
                 part = self._part = self._part or self._new_part()
                 end = min(stop, start + part.num_free)
-                part.append(cut(rows, start, end))
+                part.append({name: some[start:end] for name, some in rows.items()})
                 start = end
                 if not part.num_free:
                     self._finish_part()

@@ -108,12 +108,10 @@ class Source:
             raise DataError(
                 f"--ragged names {', '.join(sorted(unknown))}, {where} has {', '.join(names)}"
             )
-        learnt = {
-            name: _learnt(
-                [one[name] for _, one in some], f"field {name} of {where}", name in ragged
-            )
-            for name in names
-        }
+        learnt = {}
+        for name in names:
+            arrays = [sample[name] for _, sample in some]
+            learnt[name] = _learnt(arrays, f"field {name} of {where}", ragged=name in ragged)
         self.fields = {name: field for name, (field, _) in learnt.items()}
         self.sample_bytes = sum(num_bytes for _, num_bytes in learnt.values())
         for sample in some:
