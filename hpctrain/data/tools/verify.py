@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +14,11 @@ import h5py
 import numpy as np
 
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.core.atomic import PART, reason_of
+from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import load_filters
-from hpctrain.data.format.layout import FORMAT, LOCK, MANIFEST, SHARD_FILE, Manifest
+from hpctrain.data.format.layout import FORMAT, MANIFEST, Manifest, leftovers
 from hpctrain.data.tools.faults import Fault, FaultReport, merged, name_blocks
 from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks
 from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
@@ -109,32 +107,6 @@ def _share(
         in_turns(comm, check())
     together = [fault for found in comm.allgather_object(faults) for fault in found]
     return tuple(sorted(together, key=lambda fault: fault.shard or 0))
-
-
-_JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
-
-
-def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Name what killed writers have left, and shards that no manifest names.
-
-    Without a manifest only unfinished files count, as the shards may be all that is left.
-    """
-    named = {shard.file for shard in manifest.shards} if manifest else set()
-    with suppress(OSError):
-        return tuple(
-            sorted(
-                path.name
-                for path in directory.iterdir()
-                if path.name not in named and _is_ours(path.name, any_shard=manifest is not None)
-            )
-        )
-    return ()
-
-
-def _is_ours(name: str, *, any_shard: bool) -> bool:
-    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
-        return True
-    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))
 
 
 def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
