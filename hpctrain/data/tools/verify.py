@@ -1,6 +1,5 @@
 """Check a data set: every byte of it is as it was written, or the report says which are not."""
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -8,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 
 from hpctrain.comm.agreement import agreed, on_root
@@ -18,7 +16,7 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import load_filters
-from hpctrain.data.format.layout import FORMAT, MANIFEST, Manifest, leftovers
+from hpctrain.data.format.layout import MANIFEST, Manifest, leftovers
 from hpctrain.data.tools.faults import Fault, FaultReport, merged, name_blocks
 from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks
 from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
@@ -60,11 +58,7 @@ def verify(
 
 
 def check_directory(directory: Path) -> None:
-    """Check that there is a directory.
-
-    Raises:
-        DataError: there is none, or it cannot be seen.
-    """
+    """Check that there is a directory; a DataError if there is none, or it cannot be seen."""
     try:
         mode = directory.stat().st_mode
     except OSError as error:
@@ -148,7 +142,7 @@ class _ShardCheck:
                     "HDF5): it has the wrong crc32, its samples are whole"
                 )
             )
-        return found or self._attributes()
+        return found
 
     def _size(self) -> list[Fault]:
         have, want = self._blocks.num_bytes, self._blocks.shard.num_bytes
@@ -191,35 +185,3 @@ class _ShardCheck:
                 samples=merged(blocks.samples(block, block + 1) for block in numbers),
             )
         ]
-
-    def _attributes(self) -> list[Fault]:
-        """Compare what a whole file says of itself with the manifest."""
-        want = _attributes_of(self._blocks.manifest, self._blocks.index)
-        try:
-            with h5py.File(self._blocks.path, "r", locking=False) as file:
-                have = {name: np.asarray(file.attrs[name]).item() for name in want}
-            have["fields"] = json.loads(have["fields"])
-        except UNREADABLE as error:
-            return [self._fault(what=f"is not a shard: {reason_of(error)}")]
-        return [
-            self._fault(
-                what=f"says other than its manifest: {name} is {have[name]!r}, by the manifest "
-                f"{value!r}"
-            )
-            for name, value in want.items()
-            if have[name] != value
-        ]
-
-
-def _attributes_of(manifest: Manifest, index: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "dataset_uuid": manifest.uuid,
-        "split": manifest.split,
-        "shard": index,
-        "n": manifest.shards[index].num_samples,
-        "first_index": manifest.samples_of(index)[0],
-        "block_size": manifest.block_size,
-        "fields": json.loads(json.dumps(manifest.fields_record())),
-        "complete": 1,
-    }
