@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,12 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
             names[path] = file.schema_arrow.names
             inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             groups += [(path, index, group.num_rows) for index, group in enumerate(inside)]
-    columns, dtypes = columns_of(names[files[0]], wanted, files[0])
-    used = sorted(set(chain.from_iterable(columns.values())))
+    columns = columns_of(names[files[0]], wanted, files[0])
+    used = sorted({at for names, _ in columns.values() for at in names})
     for path in files:
         chosen(names[path], {at: at for at in used}, path)
     parts = [(count, path, partial(_rows_of, path, index, used)) for path, index, count in groups]
-    return open_table(files, columns, dtypes, parts)
+    return open_table(files, columns, parts)
 
 
 def _rows_of(path: str, group: int, columns: list[str]) -> Iterator[Rows]:

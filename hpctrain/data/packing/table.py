@@ -34,18 +34,17 @@ _LARGEST_WHOLE = 2**53
 Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
 
+Columns = dict[str, tuple[list[str], str | None]]
+"""Of each field its columns, which lie side by side, and the type that was asked for."""
+
 
 def open_table(
     files: Sequence[str],
-    columns: Mapping[str, Sequence[str]],
-    dtypes: Mapping[str, str],
+    columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
 ) -> Source:
-    """Examine a table; of each part its number of rows, its file, and what reads its rows.
-
-    A field is a column, or several columns of numbers side by side.
-    """
-    reads = [(length, partial(_read, columns, dtypes, path, read)) for length, path, read in parts]
+    """Examine a table; of each part its number of rows, its file, and what reads its rows."""
+    reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     found = Source(files=files, parts=reads)
     first = next(chain.from_iterable(read() for _, read in reads), {})
     ragged = [name for name, values in first.items() if isinstance(values, list)]
@@ -55,44 +54,37 @@ def open_table(
     return found
 
 
-def _read(
-    columns: Mapping[str, Sequence[str]],
-    dtypes: Mapping[str, str],
-    path: str,
-    read: Callable[[], Iterator[Rows]],
-) -> Iterator[Batch]:
+def _read(columns: Columns, path: str, read: Callable[[], Iterator[Rows]]) -> Iterator[Batch]:
     for rows in read():
         batch: Batch = {}
-        for name, names in columns.items():
-            found = [rows(at, dtypes.get(name)) for at in names]
+        for name, (names, dtype) in columns.items():
+            found = [rows(at, dtype) for at in names]
             batch[name] = found[0] if len(found) == 1 else _side_by_side(names, found, path)
         yield batch
 
 
-def columns_of(
-    names: Sequence[str], wanted: WantedFields, path: str
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the columns and the type of each field; ``a,b:f4`` puts two side by side.
+def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns:
+    """Return the columns of each field; ``a,b:f4`` puts two side by side.
 
     Raises:
         DataError: a column does not exist, or there are several of its name.
     """
-    columns, dtypes = {}, {}
+    if not wanted.fields:
+        return {name: ([at], None) for name, at in chosen(names, {}, path).items()}
+    columns: Columns = {}
     for name, what in wanted.fields.items():
         listed, _, dtype = what.rpartition(":")
-        if _TYPE.fullmatch(dtype) and what.rpartition(",")[2] not in names:
-            dtypes[name] = dtype
-        else:
-            listed = what
-        columns[name] = listed.split(",")
-        chosen(names, {at: at for at in columns[name]}, path)
-        for at in columns[name]:
+        is_typed = _TYPE.fullmatch(dtype) and what.rpartition(",")[2] not in names
+        found = (listed if is_typed else what).split(",")
+        columns[name] = found, dtype if is_typed else None
+        chosen(names, {at: at for at in found}, path)
+        for at in found:
             if names.count(at) > 1:
                 raise DataError(
                     f"columns have different names, {path} has {names.count(at)} named {at}; "
                     f"rename them"
                 )
-    return columns or {name: [at] for name, at in chosen(names, {}, path).items()}, dtypes
+    return columns
 
 
 def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Array:
@@ -139,15 +131,14 @@ _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """What stands in a column of numbers where one is missing."""
-_FORMS = {
-    "i": re.compile(r"(?:[ \t]*-?\d+[ \t]*\n)*+", re.ASCII),
-    "b": re.compile(r"(?:(?:[01]|true|True|TRUE|false|False|FALSE)\n)*+"),
-    "f": re.compile(
-        r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?)[ \t]*\n)*+",
-        re.ASCII | re.IGNORECASE,
-    ),
-}
-"""Of a column, each value with a line end, by the kind of its type."""
+_BOOLS = {"1": True, "true": True, "True": True, "TRUE": True}
+_BOOLS |= {"0": False, "false": False, "False": False, "FALSE": False}
+_WHOLE = re.compile(r"(?:[ \t]*-?\d+[ \t]*\n)*+", re.ASCII)
+"""Values of a column, each with a line end."""
+_FLOAT = re.compile(
+    r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?)[ \t]*\n)*+",
+    re.ASCII | re.IGNORECASE,
+)
 _ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
 """Numbers that may be names, or that a float cannot hold."""
 
@@ -175,17 +166,11 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
     first = next(_blocks(files[0]), None)
     if first is None:
         raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
-    columns, dtypes = columns_of(first.names, wanted, files[0])
+    columns = columns_of(first.names, wanted, files[0])
     kinds = {at: _kind_of(first.column(at)) for at in first.names}
     parts = [(None, path, partial(_rows_of, kinds, path)) for path in files]
-    found = open_table(files, columns, dtypes, parts)
-    numbers = [
-        (name, at, kinds[at])
-        for name, names in columns.items()
-        for at in names
-        if name not in dtypes and kinds[at] in ("i8", "f8")
-    ]
-    found.notes = tuple(_notes(found, numbers, columns, first))
+    found = open_table(files, columns, parts)
+    found.notes = tuple(_notes(found, columns, kinds, first))
     return found
 
 
@@ -221,42 +206,38 @@ def _kind_of(texts: Sequence[str]) -> str:
 
 def _numbers(texts: Sequence[str], kind: str) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
-    if not _FORMS[kind[0].replace("u", "i")].fullmatch("\n".join([*texts, ""])):
+    form = _WHOLE if kind[0] in "iu" else _FLOAT
+    if kind != "b1" and not form.fullmatch("\n".join([*texts, ""])):
         return None
     try:
         if kind == "b1":
-            return np.array([text[0] in "1tT" for text in texts])
+            return np.array([_BOOLS[text] for text in texts])
         if kind[0] == "f":
             return np.array(list(map(float, texts)), "f8")
         return np.array(list(map(int, texts)), kind)
-    except (ValueError, OverflowError):  # a line end inside of a value, too large for a type
+    except (KeyError, ValueError, OverflowError):  # a line end inside of a value; too large
         return None
 
 
 def _notes(
-    found: Source,
-    numbers: Sequence[tuple[str, str, str]],
-    columns: Mapping[str, Sequence[str]],
-    first: Block,
+    found: Source, columns: Columns, kinds: Mapping[str, str], first: Block
 ) -> Iterator[str]:
-    """Name the columns that a user may have meant otherwise, as the first rows show them.
-
-    ``numbers`` are those whose type was found out: field, column, type.
-    """
-    for name, at, dtype in numbers:
-        kind = int if dtype == "i8" else float
+    """Name the columns that a user may have meant otherwise, as the first rows show them."""
+    free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
+    types = {"i8": int, "f8": float}
+    for name, at in ((name, at) for name, names in free for at in names if kinds[at] in types):
+        kind = types[kinds[at]]
         texts = map(str.strip, first.column(at))
         if odd := next((text for text in texts if _is_cut(text, kind)), None):
             yield (
                 f"column {at} of {first.path} has numbers such as {odd}, packed as {kind(odd)}; "
                 f"to keep them as they are written: --field {name}={at}:{TEXT}"
             )
-    floats = [name for name, _, _ in numbers if found.fields[name].dtype == "<f8"]
-    if floats:
-        field = f"{floats[0]}={','.join(columns[floats[0]])}"
+    floats = {name: names for name, names in free if found.fields[name].dtype == "<f8"}
+    for name in list(floats)[:1]:
         yield (
-            f"floats of {first.path} are packed in 8 bytes ({', '.join(dict.fromkeys(floats))}), "
-            f"which no model in float32 takes; in 4 bytes: --field {field}:f4"
+            f"floats of {first.path} are packed in 8 bytes ({', '.join(floats)}), which no model "
+            f"in float32 takes; in 4 bytes: --field {name}={','.join(floats[name])}:f4"
         )
 
 
