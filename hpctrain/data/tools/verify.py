@@ -4,7 +4,6 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +53,15 @@ def verify(
         load_filters(manifest.fields)
     threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     faults = _share(directory, manifest, comm, threads, start)
-    return replace(FaultReport.of(directory, manifest), faults=faults, leftovers=stray)
+    return FaultReport(
+        directory=str(directory),
+        uuid=manifest.uuid,
+        num_shards=len(manifest.shards),
+        num_samples=manifest.num_samples,
+        num_bytes=manifest.num_bytes,
+        faults=faults,
+        leftovers=stray,
+    )
 
 
 def check_directory(directory: Path) -> None:

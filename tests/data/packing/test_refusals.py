@@ -88,10 +88,7 @@ CSV = [
     ({"t.csv": 'a,b\n1,"x\n2,y\n'}, {}, QUOTE.format(2)),
     ({"t.csv": 'a,b\n1,"x"\n2,"y""\n'}, {}, QUOTE.format(3)),
     ({"t.csv": 'a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z'}, {}, QUOTE.format(5)),
-    ({"t.csv": 'a\n"x\ny\n'}, {}, QUOTE.format(2)),
     ({"t.csv": 'a,"b\n1,2\n'}, {}, QUOTE.format(1)),
-    ({"t.csv": 'a,b\n1,2\n1,"'}, {}, QUOTE.format(3)),
-    ({"t.csv": "a,b\n" + f"1,{'z' * 60}\n" * 20_000 + '1,"\n1,z\n'}, {}, QUOTE.format(20_002)),
     ({"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'}, {}, r"at most 1.0 MiB: the row of line 3 of .*t.csv"),
     ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv is not so"),
     *(
