@@ -136,7 +136,7 @@ _BOOLS |= {"0": False, "false": False, "False": False, "FALSE": False}
 _WHOLE = re.compile(r"(?:[ \t]*-?\d+[ \t]*\n)*+", re.ASCII)
 """Values of a column, each with a line end."""
 _FLOAT = re.compile(
-    r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf(?:inity)?)[ \t]*\n)*+",
+    r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)[ \t]*\n)*+",
     re.ASCII | re.IGNORECASE,
 )
 _ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
@@ -207,7 +207,8 @@ def _kind_of(texts: Sequence[str]) -> str:
 def _numbers(texts: Sequence[str], kind: str) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
     form = _WHOLE if kind[0] in "iu" else _FLOAT
-    if kind != "b1" and not form.fullmatch("\n".join([*texts, ""])):
+    is_formed = kind == "b1" or form.fullmatch("\n".join([*texts, ""]))
+    if not is_formed or not _GAPS.isdisjoint(texts):
         return None
     try:
         if kind == "b1":

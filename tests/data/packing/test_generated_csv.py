@@ -20,7 +20,7 @@ KINDS = {
 
 
 def write(path, draw):
-    """Write a file; some are larger than what pyarrow reads at once."""
+    """Write a file; some are larger than a block."""
     large = draw.random() < 0.3
     kinds = draw.choices(list(KINDS), k=draw.randrange(1, 5)) + ["long"] * large
     names = [f"{kind}{number}" for number, kind in enumerate(kinds)]

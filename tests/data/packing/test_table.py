@@ -52,6 +52,11 @@ def test_what_only_looks_like_a_number_is_text(tmp_path, packed, text):
     assert [bytes(one).decode() for one in found["a"]] == [text]
 
 
+def test_a_number_that_is_none_is_one_where_it_is_no_gap(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,b\n1, nan\n2,0.5\n")
+    assert np.array_equal(packed(tmp_path / "t.csv")[1]["b"], [np.nan, 0.5], equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
 @pytest.mark.parametrize("end", ["", "\n", "\r", "\r\n"])
