@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -94,12 +94,8 @@ def _take(
             for name, what in names.items()
         }
 
-    return list(_pool().map(read, indices.tolist()))
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS))
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+        return list(pool.map(read, indices.tolist()))
 
 
 def _notes(
