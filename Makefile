@@ -153,8 +153,8 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 
 .PHONY: soak
 soak: .venv/stamp ## kill writers, let jobs overlap, run 500 training scripts drawn at random
-	HPCTRAIN_TEST_KILLS=200 python -m pytest -q tests/data/test_kills.py tests/data/soak_kills.py \
-	  tests/checkpoint/test_checkpoint_kills.py
+	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
+	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 2 -n 250
 	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 3 -n 250

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.data.format.layout import Manifest
     from hpctrain.data.packing.pack import PackConfig
-    from hpctrain.data.packing.source import Per
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
@@ -75,9 +74,6 @@ Ragged = Annotated[
         metavar="NAME",
     ),
 ]
-PerSample = Annotated[
-    str, option("Of text, a sample is a line, paragraph or file.", metavar="UNIT", default=True)
-]
 Length = Annotated[
     int | None, option("Cut text into samples of N bytes or tokens.", min=1, metavar="N")
 ]
@@ -105,7 +101,6 @@ def pack(  # noqa: PLR0913 - a command's options
     resize: Resize = None,
     encoded: Encoded = False,
     ragged: Ragged = None,
-    per: PerSample = "line",
     length: Length = None,
     tokenizer: Tokenizer = None,
     overwrite: Overwrite = False,
@@ -149,7 +144,7 @@ def pack(  # noqa: PLR0913 - a command's options
 
     Text (.txt), lines as bytes, or samples of one length, of bytes or tokens:
 
-      hpctrain data pack books/ data/train --per paragraph
+      hpctrain data pack books/ data/train
 
       hpctrain data pack books/ data/train --length 256 --tokenizer my_code:tokens
 
@@ -171,7 +166,6 @@ def pack(  # noqa: PLR0913 - a command's options
         ragged=tuple(ragged or ()),
         resize=_size(resize) if resize else None,
         encoded=encoded,
-        per=cast("Per", per),
         length=length,
         tokenizer=tokenizer,
         kind=kind,

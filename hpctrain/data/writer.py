@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.atomic import PART, make_folder
+from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.columns import Samples, checked_rows, count, cut
+from hpctrain.data.format.columns import Samples, checked_rows, count
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
@@ -23,10 +23,8 @@ from hpctrain.data.format.writer_files import (
     Publication,
     WriterLock,
     explained,
-    names_shards_of,
-    remove_journals,
-    remove_shards,
-    split_in,
+    manifest_in,
+    sweep,
 )
 from hpctrain.data.samples import Ragged
 
@@ -172,7 +170,7 @@ class ShardWriter:
             while start < stop:
                 part = self._part = self._part or self._new_part()
                 end = min(stop, start + part.num_free)
-                part.append(cut(rows, start, end))
+                part.append({name: some[start:end] for name, some in rows.items()})
                 start = end
                 if not part.num_free:
                     self._finish_part()
@@ -220,9 +218,14 @@ class ShardWriter:
                         f"a directory holds one data set, {self._directory} holds one already; "
                         f"choose another directory"
                     )
-                self._check_split()
+                there = manifest_in(self._directory)
+                if there and there.split != self.manifest.split:
+                    raise DataError(
+                        f"a directory holds one split, {self._directory} holds {there.split!r}; "
+                        f"write {self.manifest.split!r} to another directory"
+                    )
                 found = self._journal and self._journal.uuid()
-                if found and names_shards_of(self._directory, found):
+                if there and there.uuid == found:
                     found = None
         found = self._comm.broadcast_object(found or self.manifest.uuid)
         self.manifest = replace(self.manifest, uuid=found)
@@ -243,19 +246,9 @@ class ShardWriter:
             mine.append(self._journal.path.name)
         kept = {name for some in self._comm.allgather_object(mine) for name in some}
         if self._comm.rank == 0:
-            split = self.manifest.split
             # Shards without a manifest may be all that is left of a data set: keep them for now.
-            remove_shards(self._directory, f"{split}-*{PART}", kept)
-            remove_journals(self._directory, split, kept)
+            sweep(self._directory, None, kept)
         self._comm.barrier()
-
-    def _check_split(self) -> None:
-        split = split_in(self._directory)
-        if split not in (None, self.manifest.split):
-            raise DataError(
-                f"a directory holds one split, {self._directory} holds {split!r}; "
-                f"write {self.manifest.split!r} to another directory"
-            )
 
     def _release(self) -> None:
         if self._lock:
@@ -281,13 +274,13 @@ class ShardWriter:
         if self._publication.named:
             return
         draft = self.manifest
-        pattern = f"{draft.split}-{draft.uuid[:8]}-"
-        if self._journal:
-            finished = {shard.file for shard in draft.shards}
-            remove_shards(self._directory, f"{pattern}r{self._comm.rank:05d}-*", finished)
-        else:
-            # Every rank has ended its block or is lost: nobody writes to these any more.
-            remove_shards(self._directory, f"{pattern}*")
+        # Without a journal every rank has ended its block or is lost: nobody writes any more.
+        mine = f"r{self._comm.rank:05d}-" if self._journal else ""
+        kept = {shard.file for shard in draft.shards} if self._journal else set()
+        for path in self._directory.glob(f"{draft.split}-{draft.uuid[:8]}-{mine}*"):
+            if path.name not in kept:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _draft(

@@ -57,7 +57,7 @@ def test_options_reach_the_data_set(run, tmp_path):
     result = run("a.npz", "set", "--split", "test", "--shard-size", "512B", "--overwrite")
     assert "20 samples in 2 shards" in result.output
     (tmp_path / "t.log").write_text("one\ntwo\n\nthree\n")
-    result = run("t.log", "text", "--as", "text", "--per", "paragraph", "--compression", "zstd")
+    result = run("t.log", "text", "--as", "text", "--compression", "zstd")
     assert re.search(r"text +u1 \(length\)", result.output)
     assert Manifest.read(tmp_path / "text").fields["text"].compression == "zstd"
     assert run("t.log", "windows", "--as", "text", "--length", "4").exit_code == 0
@@ -81,7 +81,6 @@ def test_classes_are_counted(run, tmp_path):
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
         (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
         (["--encoded"], "--encoded is for tar, folder", DataError),
-        (["--per", "word"], "got 'word'", DataError),
     ],
 )
 def test_what_has_no_meaning_is_refused(run, words, text, kind):

@@ -118,16 +118,12 @@ def hostile(tmp_path, other, request):
 
 
 @pytest.mark.parametrize("hostile", WAYS, indirect=True)
-def test_it_is_not_read(hostile):
-    with pytest.raises(CorruptError, match="values lie in the file that names them"):
+def test_it_is_not_read_nor_whole_and_no_copy_takes_it(hostile, tmp_path):
+    words = "values lie in the file that names them"
+    with pytest.raises(CorruptError, match=words):
         ShardedDataset(hostile).take([0])
-
-
-@pytest.mark.parametrize("hostile", WAYS, indirect=True)
-def test_it_is_not_whole_and_no_copy_takes_it(hostile, tmp_path):
-    report = verify(hostile)
-    assert report.num_lost == 30
-    with pytest.raises(DataError, match="cannot be read: values lie in"):
+    assert verify(hostile).num_lost == 30
+    with pytest.raises(DataError, match=words):
         reshard(hostile, tmp_path / "copy", Shape())
 
 
@@ -159,15 +155,10 @@ def test_h5dump_reads_values_lengths_checksums_and_attributes(tmp_path):
 
 
 @H5DUMP
-@pytest.mark.parametrize("num_samples", [6, 500_000])
-def test_h5dump_opens_a_compressed_shard(tmp_path, num_samples):
-    """Short and of several chunks."""
-    rows = {"x": np.arange(num_samples)}
-    (shard,) = write_arrays(
-        tmp_path, rows, samples_per_shard=num_samples, compression="zstd"
-    ).shards
+def test_h5dump_opens_a_compressed_shard_of_several_chunks(tmp_path):
+    rows = {"x": np.arange(500_000)}
+    (shard,) = write_arrays(tmp_path, rows, samples_per_shard=500_000, compression="zstd").shards
     text = h5dump("-H", "-p", tmp_path / shard.file)
-    assert f"( {num_samples} ) / ( H5S_UNLIMITED )" in text
+    assert "( 500000 ) / ( H5S_UNLIMITED )" in text
     assert "CHECKSUM FLETCHER32" in text
     assert "FILTER_ID 32015" in text
-    assert Manifest.read(tmp_path).shards == (shard,)

@@ -1,5 +1,6 @@
 """What a data set holds is told from its manifest alone."""
 
+import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
@@ -38,12 +39,10 @@ def test_samples_fields_and_shards_are_told_also_of_files_that_are_not_there(dir
 
 def test_a_sample_is_shown_with_its_shapes_and_first_values(directory, tmp_path):
     samples = mixed(100)
-    for index in (0, 3, 44, 99):
-        shown = {field["name"]: field for field in peek(directory, index)}
-        assert shown["number"]["values"] == [index]
-        for name in ("number", "image", "text", "boxes"):
-            assert shown[name]["shape"] == samples[name][index].shape
-            assert shown[name]["values"] == samples[name][index].ravel().tolist()[:8]
+    for index in (0, 44, 99):
+        for field in peek(directory, index):
+            wanted = np.asarray(samples[field["name"]][index])
+            assert (field["shape"], field["values"]) == (wanted.shape, wanted.ravel().tolist()[:8])
     with pytest.raises(DataError, match="samples are 0 to 99, got 100"):
         peek(directory, 100)
     with pytest.raises(DataError, match="there is none in"):

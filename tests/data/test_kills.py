@@ -1,13 +1,14 @@
 """Killed at any instant, or without power, a writer leaves the old data set or the new one, whole.
 
-Here are a few kills of one process; ``HPCTRAIN_TEST_KILLS=200`` makes it 200. For kills of one
-rank among two see ``soak_kills.py``, which pytest runs when it is named.
+Here are a few kills of one process, and in ``make conformance`` one of a rank among two;
+``HPCTRAIN_TEST_KILLS=200`` makes it 200, and 10 of a rank.
 """
 
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -97,6 +98,30 @@ def test_killed_again_and_again_a_writer_that_goes_on_comes_to_the_end(folder, s
             assert not printed
         else:
             pytest.fail("the writer did not get on")
+    write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.launches
+@pytest.mark.conformance
+@pytest.mark.parametrize("attempt", range(NUM_RESUMES))
+def test_a_killed_rank_leaves_a_whole_data_set(tmp_path, attempt):
+    folder = tmp_path / "set"
+    random_ = random.Random(attempt)
+    command = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--", sys.executable]
+    words = ["-m", "tests.data.rewrite", "ranks", str(folder)]
+    with subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as job:
+        pids = {}
+        while len(pids) < 2:
+            rank, pid, _ = map(int, job.stdout.readline().split())
+            pids[rank] = pid
+        time.sleep(random_.uniform(0, 0.5))
+        os.kill(pids[random_.randrange(2)], signal.SIGKILL)
+        printed = [int(line.split()[-1]) for line in job.stdout.read().splitlines()]
+    found = generation_in(folder)
+    assert found >= max(printed, default=1)
     write_arrays(folder, {"x": np.arange(3)}, samples_per_shard=3)
     assert len(list(folder.iterdir())) == 2
 

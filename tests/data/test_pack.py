@@ -217,11 +217,10 @@ def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "hpctrain.data.packing.csv_table", raising=False)
-    monkeypatch.delitem(sys.modules, "hpctrain.data.packing.table", raising=False)
-    (tmp_path / "t.csv").write_text("a\n1\n")
+    monkeypatch.delitem(sys.modules, "hpctrain.data.packing.parquet", raising=False)
+    (tmp_path / "t.pq").touch()
     with pytest.raises(DataError, match=r'pip install "hpctrain\[pack\]"'):
-        pack(tmp_path / "t.csv", tmp_path / "set")
+        pack(tmp_path / "t.pq", tmp_path / "set")
 
 
 def test_a_stream_goes_on_too_and_functions_of_one_module_are_not_taken_for_each_other(

@@ -7,8 +7,9 @@ field grows chunk by chunk (``ChunkedColumn``).
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import h5py
 import numpy as np
@@ -21,13 +22,26 @@ from hpctrain.data.format.layout import Field
 from hpctrain.data.samples import Ragged
 
 
-class RaggedRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
     """Samples of a ragged field."""
 
     values: NDArray[Any]
     """``(num_rows, *shape)``"""
     offsets: NDArray[np.int64]
     """``(num_samples + 1,)``: between which of ``values`` each sample lies."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, part: slice) -> Self:
+        return replace(self, offsets=self.offsets[part.start : part.stop + 1])
+
+    @property
+    def used(self) -> NDArray[Any]:
+        """Those of ``values`` that belong to samples."""
+        rows: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
+        return rows
 
 
 Rows = Mapping[str, "NDArray[Any] | RaggedRows"]
@@ -52,7 +66,7 @@ def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
             rows[name] = _ragged(name, field, of_field)
         else:
             rows[name] = _array(name, field, np.asarray(of_field), "num_samples")
-    lengths = {name: _count(some) for name, some in rows.items()}
+    lengths = {name: len(some) for name, some in rows.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"all fields have the same number of samples, got {lengths}")
     return rows
@@ -60,21 +74,7 @@ def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
 
 def count(rows: Rows) -> int:
     """Return the number of samples."""
-    return _count(next(iter(rows.values())))
-
-
-def cut(rows: Rows, start: int, stop: int) -> Rows:
-    """Return the samples ``[start, stop)``, without a copy."""
-    return {
-        name: some._replace(offsets=some.offsets[start : stop + 1])
-        if isinstance(some, RaggedRows)
-        else some[start:stop]
-        for name, some in rows.items()
-    }
-
-
-def _count(some: NDArray[Any] | RaggedRows) -> int:
-    return len(some.offsets) - 1 if isinstance(some, RaggedRows) else len(some)
+    return len(next(iter(rows.values())))
 
 
 def _array(name: str, field: Field, array: NDArray[Any], counts: str) -> NDArray[Any]:

@@ -11,6 +11,7 @@ Samples of a ragged field lie one after another in ``/data/<field>``, with shape
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -34,6 +35,7 @@ PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(
     r"[\w.-]+-[0-9a-f]{8}-(r\d{5,}-)?\d{5,}(-of-\d{5,})?\.h5(\.short)?(\.part)?"
 )
+_JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
 
 _KINDS = "biuf"
 _MOST = 2**62
@@ -359,6 +361,24 @@ def shard_file(split: str, uuid: str, shard: int, num_shards: int) -> str:
 def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
     """Return the name of a shard, the ``shard``-th of ``rank``, before it has a place in all."""
     return f"{split}-{uuid[:8]}-r{rank:05d}-{shard:05d}.h5{PART}"
+
+
+def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
+    """Name what killed writers have left, and shards that no manifest names.
+
+    Without a manifest only unfinished files count, as the shards may be all that is left.
+    """
+    named = {shard.file for shard in manifest.shards} if manifest else set()
+    with suppress(OSError):
+        names = {path.name for path in directory.iterdir()} - named
+        return tuple(sorted(name for name in names if _is_left(name, any_shard=bool(manifest))))
+    return ()
+
+
+def _is_left(name: str, *, any_shard: bool) -> bool:
+    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
+        return True
+    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))
 
 
 def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:

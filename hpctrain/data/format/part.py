@@ -105,9 +105,7 @@ class ShardPart:
             self._crcs[name].extend(some)
             if isinstance(some, RaggedRows):
                 self._lengths[name].append(np.diff(some.offsets))
-                self._columns[name].append(some.values[some.offsets[0] : some.offsets[-1]])
-            else:
-                self._columns[name].append(some)
+            self._columns[name].append(_values_of(some))
         self.num_samples += count(rows)
         self._storage.check()
 
@@ -211,6 +209,10 @@ def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
         }
 
 
+def _values_of(rows: NDArray[Any] | RaggedRows) -> NDArray[Any]:
+    return rows.used if isinstance(rows, RaggedRows) else rows
+
+
 class BlockCrcs:
     """Checksums of one field of a shard."""
 
@@ -221,20 +223,16 @@ class BlockCrcs:
 
     def extend(self, rows: NDArray[Any] | RaggedRows) -> None:
         """Add samples."""
-        stop = len(rows.offsets) - 1 if isinstance(rows, RaggedRows) else len(rows)
         done = 0
-        while done < stop:
+        while done < len(rows):
             inside = self._num_samples % self._block_size
             if not inside:
                 self._crcs.append(0)
-            end = min(stop, done + self._block_size - inside)
-            if isinstance(rows, RaggedRows):
-                piece = rows.values[rows.offsets[done] : rows.offsets[end]]
-            else:
-                piece = rows[done:end]
-            self._crcs[-1] = crc32(np.ascontiguousarray(piece).data, self._crcs[-1])
-            self._num_samples += end - done
-            done = end
+            piece = rows[done : min(len(rows), done + self._block_size - inside)]
+            data = np.ascontiguousarray(_values_of(piece)).data
+            self._crcs[-1] = crc32(data, self._crcs[-1])
+            self._num_samples += len(piece)
+            done += len(piece)
 
     @property
     def table(self) -> NDArray[np.uint32]:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import platform
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,9 +16,9 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.data.format.layout import (
     LOCK,
-    SHARD_FILE,
     Manifest,
     ShardEntry,
+    leftovers,
     shard_file,
     shard_of,
     shard_record,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 _FORMAT = 1
-_FILE = re.compile(r"-r\d{5,}\.journal(\.part)?$")
 
 
 class Journal:
@@ -103,14 +101,6 @@ class Journal:
         terms = json.loads(json.dumps(self._terms))
         same = isinstance(record, dict) and terms.items() <= record.items()
         return record if same else None
-
-
-def remove_journals(directory: Path, split: str, keep: Collection[str] = ()) -> None:
-    """Remove the journals of all ranks, but for some."""
-    for path in directory.glob(f"{split}-r*.journal*"):
-        if _FILE.search(path.name) and path.name not in keep:
-            with suppress(OSError):
-                path.unlink()
 
 
 class WriterLock:
@@ -240,9 +230,11 @@ class Publication:
                             write_classes(self._directory, manifest.classes)
                     finally:
                         # The last step may fail when the manifest has its place: all is whole.
-                        is_published = names_shards_of(self._directory, manifest.uuid)
+                        with suppress(DataError):
+                            there = manifest_in(self._directory)
+                            is_published = there is not None and there.uuid == manifest.uuid
                         if is_published:
-                            self._sweep(manifest)
+                            sweep(self._directory, manifest)
         finally:
             self.named = self._comm.broadcast_object(is_published)
 
@@ -262,11 +254,6 @@ class Publication:
                     f"check the file system"
                 )
 
-    def _sweep(self, manifest: Manifest) -> None:
-        named = {shard.file for shard in manifest.shards}
-        remove_shards(self._directory, f"{manifest.split}-*", keep=named)
-        remove_journals(self._directory, manifest.split)
-
 
 @contextmanager
 def explained(directory: Path) -> Iterator[None]:
@@ -280,15 +267,8 @@ def explained(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def names_shards_of(directory: Path, uuid: str) -> bool:
-    """Return whether the manifest in a directory is of this data set."""
-    with suppress(OSError, DataError):
-        return Manifest.read(directory).uuid == uuid
-    return False
-
-
-def split_in(directory: Path) -> str | None:
-    """Return the split that a directory holds; None without a manifest, or with a damaged one.
+def manifest_in(directory: Path) -> Manifest | None:
+    """Return the manifest of a directory; None without one, or with a damaged one.
 
     What is damaged can be replaced: its error advises just that.
 
@@ -296,16 +276,15 @@ def split_in(directory: Path) -> str | None:
         DataError: the file system refuses.
     """
     try:
-        return Manifest.read(directory).split
+        return Manifest.read(directory)
     except DataError as error:
         if isinstance(error.__cause__, OSError):
             raise
         return None
 
 
-def remove_shards(directory: Path, pattern: str, keep: Collection[str] = ()) -> None:
-    """Remove shards and parts of shards, but for some, as far as the system allows."""
-    for path in directory.glob(pattern):
-        if SHARD_FILE.fullmatch(path.name) and path.name not in keep:
-            with suppress(OSError):
-                path.unlink()
+def sweep(directory: Path, manifest: Manifest | None, keep: Collection[str] = ()) -> None:
+    """Remove leftovers, but for some, as far as the system allows."""
+    for name in {*leftovers(directory, manifest)} - {LOCK, *keep}:
+        with suppress(OSError):
+            (directory / name).unlink()

@@ -4,9 +4,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +16,11 @@ from hpctrain.data.packing.files import check_file
 from hpctrain.data.packing.source import (
     Array,
     Batch,
-    Indexed,
+    Source,
     WantedFields,
     chosen,
     field_of,
+    joined,
     readable,
 )
 
@@ -32,77 +31,22 @@ Columns = Mapping[str, Any]
 """By field, what has a ``shape`` and gives samples for ``[rising indices]``."""
 
 
-@dataclass(kw_only=True)
-class Arrays(Indexed):
-    """Arrays of one length, whose first dimension counts samples."""
+class Opened:
+    """Columns that are opened at their first use, in any process."""
 
-    opener: Callable[[], Columns]
-    """Opens them, in any process."""
-    num_samples: int
+    def __init__(self, opener: Callable[[], Columns]) -> None:
+        self._opener = opener
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
+    def __call__(self, indices: NDArray[np.int64]) -> Batch:
         """Gather samples."""
         return {name: column[indices] for name, column in self._columns.items()}
 
     @cached_property
     def _columns(self) -> Columns:
-        return self.opener()
+        return self._opener()
 
 
-@dataclass(kw_only=True)
-class Joined(Indexed):
-    """Sources of the same fields, the samples of the first one first."""
-
-    parts: Sequence[Indexed]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Gather samples from their sources."""
-        ends = np.cumsum([len(part) for part in self.parts])
-        homes = np.searchsorted(ends, indices, side="right")
-        pieces = []
-        for home in np.unique(homes):
-            part = self.parts[home]
-            pieces.append(part.take(indices[homes == home] - (ends[home] - len(part))))
-        return {
-            name: list(chain.from_iterable(piece[name] for piece in pieces))
-            if one.ragged
-            else np.concatenate([piece[name] for piece in pieces])
-            for name, one in self.fields.items()
-        }
-
-
-def joined(parts: Sequence[Indexed]) -> Indexed:
-    """Make one source of several, one for each file.
-
-    Raises:
-        DataError: their fields differ.
-    """
-    first = parts[0]
-    for part in parts:
-        if part.fields != first.fields:
-            raise DataError(
-                f"files that are packed together have the same fields: {first.files[0]} has "
-                f"{dict(first.fields)}, {part.files[0]} has {dict(part.fields)}; pack them one "
-                f"by one"
-            )
-    if len(parts) == 1:
-        return first
-    return Joined(
-        fields=first.fields,
-        files=sorted({file for part in parts for file in part.files}),
-        sample_bytes=first.sample_bytes,
-        notes=tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts))),
-        parts=parts,
-    )
-
-
-def open_arrays(files: Sequence[str], wanted: WantedFields) -> Indexed:
+def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine arrays.
 
     Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
@@ -114,7 +58,7 @@ def open_arrays(files: Sequence[str], wanted: WantedFields) -> Indexed:
     return joined([_examined(Path(file), wanted) for file in files])
 
 
-def _examined(path: Path, wanted: WantedFields) -> Arrays:
+def _examined(path: Path, wanted: WantedFields) -> Source:
     if path.suffix == ".npz":
         with readable(str(path), "arrays", *_UNREADABLE), zipfile.ZipFile(path) as archive:
             inside = archive.namelist()
@@ -136,12 +80,11 @@ def _examined(path: Path, wanted: WantedFields) -> Arrays:
         for name, array in arrays.items()
         if array.ndim
     }
-    return Arrays(
-        num_samples=length_of(arrays, str(path), "ARRAY"),
+    return Source(
         fields=fields,
+        runs=[(length_of(arrays, str(path), "ARRAY"), Opened(opener))],
         files=sorted({str(file) for file, _ in places.values()}),
         sample_bytes=sum(one.sample_bytes for one in fields.values()),
-        opener=opener,
     )
 
 

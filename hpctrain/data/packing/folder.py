@@ -1,10 +1,9 @@
 """Folders of images or of ``.npy`` arrays, one file a sample, by class."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,6 @@ from hpctrain.core.errors import DataError
 from hpctrain.data.packing.files import (
     IMAGE_ENDINGS,
     Form,
-    Size,
     decoded,
     ending_of,
     files_below,
@@ -23,13 +21,11 @@ from hpctrain.data.packing.files import (
 )
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
-    Batch,
-    Indexed,
+    Array,
     Sample,
+    Source,
     WantedFields,
     chosen,
-    fields_of,
-    stacked,
 )
 
 LABEL = "label"
@@ -39,40 +35,7 @@ _SPLITS = frozenset(
 )
 
 
-@dataclass(kw_only=True)
-class Folder(Indexed):
-    """Files below a folder, sorted by name; a file's class is the first folder of its path."""
-
-    form: Form
-    """What the content of each file becomes."""
-    names: dict[str, str]
-    """Field -> ``image``, ``array`` or ``label``."""
-    labels: NDArray[np.int64]
-    resize: Size | None
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Read files, on several threads: decoders of images let each other run."""
-        return stacked(list(self._pool.map(self.sample, indices.tolist())), self.fields)
-
-    def sample(self, index: int) -> Sample:
-        """Read a file and look up its class."""
-        path = self.files[index]
-        return path, {
-            name: np.asarray(self.labels[index])
-            if what == LABEL
-            else decoded(Path(path).read_bytes(), self.form, path, self.resize)
-            for name, what in self.names.items()
-        }
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS))
-
-
-def open_folder(path: Path, wanted: WantedFields) -> Folder:
+def open_folder(path: Path, wanted: WantedFields) -> Source:
     """Examine a folder of images or arrays; with folders in it, each of them is a class.
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them
@@ -98,26 +61,41 @@ def open_folder(path: Path, wanted: WantedFields) -> Folder:
     classes, labels = _classes(path, mine)
     if classes:
         _check_classes(path, classes, links, what)
-    folder = Folder(
-        fields={},
-        files=mine,
-        classes=classes,
-        form=what,
-        names=chosen([what, LABEL] if classes else [what], wanted.fields, f"the folder {path}"),
-        labels=labels,
-        resize=wanted.resize,
-    )
-    folder.notes = tuple(_notes(path, classes, len(files) - len(mine), links, what))
-    some = np.unique(np.linspace(0, len(mine) - 1, NUM_EXAMINED).astype(np.int64)).tolist()
-    if what in folder.names.values() and what == "image":
-        contents = {mine[index]: Path(mine[index]).read_bytes() for index in some}
-        folder.form, more = form_of_images(contents, wanted, str(path))
-        folder.notes += more
-    as_bytes = [name for name, one in folder.names.items() if one != LABEL]
-    ragged = [*wanted.ragged, *(as_bytes if folder.form == "bytes" else [])]
-    samples = [folder.sample(index) for index in some]
-    folder.fields, folder.sample_bytes = fields_of(samples, ragged, str(path))
+    names = chosen([what, LABEL] if classes else [what], wanted.fields, f"the folder {path}")
+    notes = tuple(_notes(path, classes, len(files) - len(mine), links, what))
+    some = np.unique(np.linspace(0, len(mine) - 1, NUM_EXAMINED).astype(np.int64))
+    form: Form = what
+    if what in names.values() and what == "image":
+        contents = {mine[index]: Path(mine[index]).read_bytes() for index in some.tolist()}
+        form, more = form_of_images(contents, wanted, str(path))
+        notes += more
+    take = partial(_take, mine, labels, names, partial(decoded, form=form, resize=wanted.resize))
+    folder = Source(files=mine, runs=[(len(mine), take)], classes=classes, notes=notes)
+    as_bytes = [name for name, one in names.items() if one != LABEL and form == "bytes"]
+    folder.learn(take(some), [*wanted.ragged, *as_bytes], str(path))
     return folder
+
+
+def _take(
+    files: Sequence[str],
+    labels: NDArray[np.int64],
+    names: Mapping[str, str],
+    decode: Callable[..., Array],
+    indices: NDArray[np.int64],
+) -> list[Sample]:
+    """Read files and look up their classes, on several threads: decoders let each other run."""
+
+    def read(index: int) -> Sample:
+        path = files[index]
+        return path, {
+            name: np.asarray(labels[index])
+            if what == LABEL
+            else decode(Path(path).read_bytes(), what=path)
+            for name, what in names.items()
+        }
+
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+        return list(pool.map(read, indices.tolist()))
 
 
 def _notes(

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset, raw_offset
 from hpctrain.data.format.layout import Field
-from hpctrain.data.packing.arrays import Arrays, joined, length_of
+from hpctrain.data.packing.arrays import Opened, length_of
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
-    Indexed,
+    Source,
     WantedFields,
     chosen,
     field_of,
+    joined,
     raw,
     readable,
 )
@@ -79,7 +80,7 @@ class Dataset:
         return np.memmap(self._path, dataset.dtype, "r", offset, dataset.shape)
 
 
-def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Indexed:
+def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
     Without ``wanted.fields`` all datasets are packed, by the last part of their path.
@@ -91,7 +92,7 @@ def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Indexed:
     return joined([_examined(file, wanted) for file in files])
 
 
-def _examined(path: str, wanted: WantedFields) -> Arrays:
+def _examined(path: str, wanted: WantedFields) -> Source:
     with _readable(path), h5py.File(path, "r", locking=False) as file:
         available, links = _listed(file)
         asked = {name: at.strip("/") for name, at in wanted.fields.items()}
@@ -105,13 +106,12 @@ def _examined(path: str, wanted: WantedFields) -> Arrays:
             f"links of {path} are left out, each dataset is packed once, from the file that holds "
             f"it: {', '.join(links)}"
         )
-        return Arrays(
+        return Source(
+            runs=[(num_samples, Opened(partial(_open_all, path, places)))],
             fields={name: dataset.field for name, dataset in datasets.items()},
             files=[path],
             sample_bytes=sum(dataset.sample_bytes for dataset in datasets.values()),
             notes=(note,) if links and not asked else (),
-            opener=partial(_open_all, path, places),
-            num_samples=num_samples,
         )
 
 

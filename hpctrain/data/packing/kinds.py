@@ -16,17 +16,13 @@ from hpctrain.data.packing.folder import open_folder
 from hpctrain.data.packing.hdf5 import open_hdf5
 from hpctrain.data.packing.python import open_python
 from hpctrain.data.packing.source import Source, WantedFields, needed
+from hpctrain.data.packing.table import open_csv
 from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
 
 
-def _open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
-    module = needed("hpctrain.data.packing.csv_table", "a CSV file")
-    return module.open_csv(files, wanted)  # type: ignore[no-any-return]
-
-
 def _open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
-    module = needed("hpctrain.data.packing.table", "a Parquet file")
+    module = needed("hpctrain.data.packing.parquet", "a Parquet file")
     return module.open_parquet(files, wanted)  # type: ignore[no-any-return]
 
 
@@ -49,11 +45,9 @@ KINDS = {
     "arrays": SourceKind(open=open_arrays, endings=(".npy", ".npz")),
     "hdf5": SourceKind(open=open_hdf5, endings=(".h5", ".hdf5", ".hdf", ".he5")),
     "tar": SourceKind(open=open_tar, endings=(".tar", ".tar.gz", ".tgz"), options=_OF_IMAGES),
-    "csv": SourceKind(open=_open_csv, endings=(".csv", ".tsv")),
+    "csv": SourceKind(open=open_csv, endings=(".csv", ".tsv")),
     "parquet": SourceKind(open=_open_parquet, endings=(".parquet", ".pq")),
-    TEXT: SourceKind(
-        open=open_text, endings=(".txt", ".text"), options=("per", "length", "tokenizer")
-    ),
+    TEXT: SourceKind(open=open_text, endings=(".txt", ".text"), options=("length", "tokenizer")),
     FOLDER: SourceKind(open=open_folder, options=_OF_IMAGES),
     PYTHON: SourceKind(open=open_python, options=("ragged",)),
 }

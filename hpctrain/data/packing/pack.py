@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
-from hpctrain.data.packing.source import Indexed, Source, Streamed, WantedFields
+from hpctrain.data.packing.source import Source, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 if TYPE_CHECKING:
@@ -59,13 +59,6 @@ class PackConfig(WantedFields):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name} must be positive, got {value}")
-        if self.per not in ("line", "paragraph", "file"):
-            raise DataError(f"a sample of a text is a line, paragraph or file, got {self.per!r}")
-        if self.per != "line" and self.length is not None:
-            raise DataError(
-                f"samples are cut to a length, or at the end of each {self.per}: "
-                f"give --length {self.length} or --per {self.per}, not both"
-            )
         if self.resize is not None and (min(self.resize) < 1 or self.encoded):
             raise DataError(
                 f"images are brought to a size of at least 1x1, or stay encoded: got "
@@ -170,15 +163,15 @@ def _opened(
     with agreed(comm, DataError), _explained():
         if comm.rank == 0 or is_on_each:
             found = open_source(source, kind, config)
-            if isinstance(found, Indexed) and not len(found):
+            if found.is_indexed and not found.num_samples:
                 raise DataError(f"a data set needs at least one sample, {source} has none")
-            if isinstance(found, Streamed) and config.shuffle is not None:
+            if not found.is_indexed and config.shuffle is not None:
                 raise DataError(
                     "samples are packed in another order where any of them can be read at any "
                     "time, this source is read from front to end; leave out --shuffle, the "
                     "loader shuffles"
                 )
-            key = _key(found, source, config, comm.size)
+            key = _key(found, source, replace(config, kind=kind), comm.size)
     if not is_on_each:
         found = comm.broadcast_object(found)
     assert found is not None
@@ -199,7 +192,7 @@ def _key(found: Source, source: object, config: PackConfig, size: int) -> str | 
     if not isinstance(source, str | Path):
         return None  # nobody can tell whether another object has the same samples
     files = fingerprint(chain(found.files, found.code))
-    options = {**asdict(config), "overwrite": None, "size": size, "kind": type(found).__name__}
+    options = {**asdict(config), "overwrite": None, "size": size}
     # One module may have many functions, which all have the same file of code.
     name = None if found.files else str(source)
     text = json.dumps([files, name, options], sort_keys=True)
@@ -224,8 +217,8 @@ def _explained() -> Iterator[None]:
 
 def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
     """Say which ranks have nothing to do."""
-    if isinstance(source, Streamed) and source.num_parts < size:
-        num_parts = source.num_parts
+    num_parts = len(source.parts)
+    if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
         return (f"the source has {num_parts} {parts} only: {num_parts} of {size} ranks {packs}",)
     return ()
@@ -236,6 +229,6 @@ def _samples_per_shard(found: Source, config: PackConfig, size: int) -> int:
         return config.samples_per_shard
     fitting = int(config.shard_bytes / max(found.sample_bytes, 1))
     whole_blocks = max(fitting // config.block_size, 1) * config.block_size
-    if isinstance(found, Indexed):
-        return min(whole_blocks, -(-len(found) // size))
+    if found.is_indexed:
+        return min(whole_blocks, -(-found.num_samples // size))
     return whole_blocks

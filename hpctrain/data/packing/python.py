@@ -1,7 +1,6 @@
 """Python objects: whatever yields dicts of arrays, and data sets with a length and an index."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
@@ -16,70 +15,16 @@ from hpctrain.core.target import make_importable
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
-    Batch,
-    Indexed,
     Sample,
     Source,
-    Streamed,
     WantedFields,
     chosen,
-    fields_of,
     picked,
     raw,
-    stacked,
 )
 
 
-@dataclass(kw_only=True)
-class Items(Source):
-    """An object with samples, and which of their parts are packed."""
-
-    name: str
-    """``module:function``, or the type of the object."""
-    made: Any = field(repr=False)
-    """The object, or the function that makes it anew each time."""
-    names: Mapping[str, str]
-    """Field -> key, or position, in an item."""
-    takes_all: bool
-    """Whether these are all keys, so that an item with more of them is not as the others."""
-
-    def sample(self, index: int, item: Any) -> Sample:
-        """Turn an item into a sample.
-
-        Raises:
-            DataError: it is neither a dict nor a tuple, or has not what is wanted.
-        """
-        where = f"item {index} of {self.name}"
-        return where, picked(where, _parts(item, where), self.names, takes_all=self.takes_all)
-
-
-class IndexedItems(Items, Indexed):
-    """An object with ``len()`` and ``[index]``, such as a data set of torch."""
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Get items."""
-        samples = [self.sample(index, self.made[index]) for index in indices.tolist()]
-        return stacked(samples, self.fields)
-
-
-class StreamedItems(Items, Streamed):
-    """An object that yields items, in the same order each time."""
-
-    @property
-    def num_parts(self) -> int:
-        """One: nobody knows where to cut it."""
-        return 1
-
-    def samples(self, part: int) -> Iterator[Sample]:
-        """Go through the items."""
-        assert part == 0
-        return starmap(self.sample, enumerate(_called(self.made)))
-
-
-def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedItems:
+def open_python(source: Any, wanted: WantedFields) -> Source:
     """Examine an object, a function that makes it, or its name ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
@@ -103,17 +48,25 @@ def open_python(source: Any, wanted: WantedFields) -> IndexedItems | StreamedIte
     else:
         first = list(islice(made, NUM_EXAMINED))
     parts = list(_parts(first[0], f"item 0 of {name}")) if first else []
-    items = (IndexedItems if is_indexed else StreamedItems)(
-        fields={},
+    names = chosen(parts, wanted.fields, name)
+
+    def sample(index: int, item: Any) -> Sample:
+        where = f"item {index} of {name}"
+        return where, picked(where, _parts(item, where), names, takes_all=not wanted.fields)
+
+    def take(indices: NDArray[np.int64]) -> list[Sample]:
+        return [sample(index, made[index]) for index in indices.tolist()]
+
+    def read() -> Iterator[Sample]:
+        return starmap(sample, enumerate(_called(given)))
+
+    found = Source(
+        runs=[(len(made), take)] if is_indexed else (),
+        parts=() if is_indexed else [(None, read)],  # nobody knows where to cut it
         code=tuple(map(str, target.file_of(name))) if is_named else (),
-        name=name,
-        made=made if is_indexed else given,
-        names=chosen(parts, wanted.fields, name),
-        takes_all=not wanted.fields,
     )
-    samples = [items.sample(index, item) for index, item in enumerate(first)]
-    items.fields, items.sample_bytes = fields_of(samples, wanted.ragged, name)
-    return items
+    found.learn(starmap(sample, enumerate(first)), wanted.ragged, name)
+    return found
 
 
 def resolve(name: str, where: str) -> Any:

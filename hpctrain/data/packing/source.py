@@ -1,15 +1,14 @@
-"""The protocols of sources: read at any place, or read through; each rank packs its share."""
+"""Samples of a source, read at any place, or read through; each rank packs its share."""
 
 import dataclasses
 import importlib
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +22,6 @@ from hpctrain.data.order.order import global_order
 Array = NDArray[Any]
 Batch = dict[str, Array | list[Array]]
 """Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
-
-Per = Literal["line", "paragraph", "file"]
 
 BATCH_BYTES = 8 * MIB
 BATCH_SAMPLES = 1024
@@ -43,23 +40,39 @@ class WantedFields:
     """Height and width that every image is brought to; its proportions are not kept."""
     encoded: bool = False
     """Keep images as the bytes of their files, as a ragged field, and decode when training."""
-    per: Per = "line"
-    """What of a text is one sample; empty ones are left out."""
     length: int | None = None
-    """Cut texts into samples of so many bytes or tokens; the rest of a file is left out."""
+    """Cut texts into samples of so many bytes or tokens, rather than at the end of each line; the
+    rest of a file is left out."""
     tokenizer: str | None = None
     """``module:function`` from a str to whole numbers; None packs the bytes of the text."""
 
 
+Sample = tuple[str, Mapping[str, Array]]
+"""Where it comes from, for errors, and its arrays by field."""
+
+Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
+"""Reads samples by their numbers, which rise."""
+
+Read = Callable[[], Iterator[Batch | Sample]]
+"""Reads samples from front to end, some at a time or one by one."""
+
+NUM_EXAMINED = 64
+"""Samples from which the fields are learnt."""
+
+
 @dataclass(kw_only=True)
-class Source(ABC):
+class Source:
     """Samples of some fields, in an order that is the same each time.
 
     Cheap to pickle: one rank examines a source, and the others get the result. Whatever is open
     is found again by its path.
     """
 
-    fields: Mapping[str, Field]
+    fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
+    runs: Sequence[tuple[int, Take]] = ()
+    """Where any sample can be read at any time: so many of them, and what reads some of these."""
+    parts: Sequence[tuple[int | None, Read]] = ()
+    """Else what is read by itself from front to end: so many samples, if that is known."""
     files: Sequence[str] = ()
     """All that is read, in order; as text, as a Path takes several times its room."""
     code: tuple[str, ...] = ()
@@ -71,44 +84,91 @@ class Source(ABC):
     notes: tuple[str, ...] = ()
     """What a person should know, one sentence each."""
 
-    @abstractmethod
+    @property
+    def is_indexed(self) -> bool:
+        """Whether any sample can be read at any time."""
+        return bool(self.runs)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, where any of them can be read at any time."""
+        return sum(count for count, _ in self.runs)
+
+    def learn(self, samples: Iterable[Sample], ragged: Collection[str], where: str) -> None:
+        """Learn the fields, and the mean bytes of a sample, from the first ones.
+
+        A field is ragged if it is named so, or if the first dimension of these samples differs.
+        A DataError where there are none, or they differ in more than their length.
+        """
+        some = list(islice(samples, NUM_EXAMINED))
+        if not some:
+            raise DataError(f"a data set needs at least one sample, {where} has none")
+        names = list(some[0][1])
+        if unknown := set(ragged) - set(names):
+            raise DataError(
+                f"--ragged names {', '.join(sorted(unknown))}, {where} has {', '.join(names)}"
+            )
+        learnt = {}
+        for name in names:
+            arrays = [sample[name] for _, sample in some]
+            learnt[name] = _learnt(arrays, f"field {name} of {where}", ragged=name in ragged)
+        self.fields = {name: field for name, (field, _) in learnt.items()}
+        self.sample_bytes = sum(num_bytes for _, num_bytes in learnt.values())
+        for sample in some:
+            _check_sample(sample, self.fields)
+
+    def take(self, indices: NDArray[np.int64]) -> Batch:
+        """Read samples of all runs; ``indices`` rise."""
+        ends = np.cumsum([count for count, _ in self.runs])
+        homes = np.searchsorted(ends, indices, side="right")
+        pieces = []
+        for home in np.unique(homes):
+            count, take = self.runs[home]
+            found = take(indices[homes == home] - (ends[home] - count))
+            pieces.append(found if isinstance(found, dict) else stacked(found, self.fields))
+        if len(pieces) == 1:
+            return pieces[0]
+        return {
+            name: list(chain.from_iterable(piece[name] for piece in pieces))
+            if field.ragged
+            else np.concatenate([piece[name] for piece in pieces])
+            for name, field in self.fields.items()
+        }
+
     def share_length(self, rank: int, size: int) -> int | None:
         """Return the number of samples that ``rank`` of ``size`` packs, None if unknown."""
+        if self.is_indexed:
+            return len(self._positions_of(rank, size))
+        lengths = [length for length, _ in self._parts_of(rank, size)]
+        known = [length for length in lengths if length is not None]
+        return sum(known) if len(known) == len(lengths) else None
 
-    @abstractmethod
     def share(
         self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
     ) -> Iterator[Batch]:
         """Read the samples that ``rank`` of ``size`` packs, a contiguous part of them.
 
         The first ``skip`` are left out; ``seed`` is of the order of all samples, None for that of
-        the source.
+        the source. Of parts each rank gets a run; where they are fewer than ranks, some get none.
         """
+        if self.is_indexed:
+            yield from self._taken(self._positions_of(rank, size)[skip:], seed)
+            return
+        for length, read in self._parts_of(rank, size):
+            if length is not None and length <= skip:
+                skip -= length
+                continue
+            for batch in batched(read(), self.fields):
+                num_samples = len(next(iter(batch.values())))
+                if skip < num_samples:
+                    yield {name: rows[skip:] for name, rows in batch.items()}
+                skip = max(skip - num_samples, 0)
 
-
-class Indexed(Source):
-    """A source whose samples can be read in any order."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def take(self, indices: NDArray[np.int64]) -> Batch:
-        """Read samples; ``indices`` rise."""
-
-    def share_length(self, rank: int, size: int) -> int:
-        """Return the number of samples; those of two ranks differ by one at most."""
-        return len(self) * (rank + 1) // size - len(self) * rank // size
-
-    def share(
-        self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
-    ) -> Iterator[Batch]:
-        """Read the samples at a range of positions."""
-        first, stop = len(self) * rank // size, len(self) * (rank + 1) // size
+    def _taken(self, mine: range, seed: int | None) -> Iterator[Batch]:
         step = int(min(max(BATCH_BYTES / max(self.sample_bytes, 1), 1), BATCH_SAMPLES))
-        order = None if seed is None else global_order(len(self), seed, 0)
-        for start in range(first + skip, stop, step):
-            positions = np.arange(start, min(start + step, stop), dtype=np.int64)
+        order = None if seed is None else global_order(self.num_samples, seed, 0)
+        for start in range(0, len(mine), step):
+            positions = np.array(mine[start : start + step], np.int64)
             if order is None:
                 yield self.take(positions)
                 continue
@@ -122,64 +182,36 @@ class Indexed(Source):
                 for name, rows in batch.items()
             }
 
+    def _positions_of(self, rank: int, size: int) -> range:
+        return range(self.num_samples * rank // size, self.num_samples * (rank + 1) // size)
 
-class Streamed(Source):
-    """A source that is read from front to end, in parts that do not need each other."""
-
-    @property
-    def num_parts(self) -> int:
-        """What can be dealt out to ranks: files, as a rule."""
-        return len(self.files)
-
-    def samples(self, part: int) -> Iterator["Sample"]:
-        """Read a part, sample by sample."""
-        raise NotImplementedError
-
-    def batches(self, part: int) -> Iterator[Batch]:
-        """Read a part, some samples at a time."""
-        return batched(self.samples(part), self.fields)
-
-    def learn(self, ragged: Collection[str], where: str) -> None:
-        """Learn the fields from the first samples of all parts.
-
-        Raises:
-            DataError: there are none, or they differ in more than their length.
-        """
-        every = chain.from_iterable(map(self.samples, range(self.num_parts)))
-        some = list(islice(every, NUM_EXAMINED))
-        self.fields, self.sample_bytes = fields_of(some, ragged, where)
-
-    def length_of(self, part: int) -> int | None:  # noqa: ARG002 - for those that know it
-        """Return the number of samples of a part, None where it is not known beforehand."""
-        return None
-
-    def share_length(self, rank: int, size: int) -> int | None:
-        """Return the number of samples; None if it is unknown of a part."""
-        lengths = [self.length_of(part) for part in self._parts_of(rank, size)]
-        known = [length for length in lengths if length is not None]
-        return sum(known) if len(known) == len(lengths) else None
-
-    def share(
-        self, rank: int, size: int, *, skip: int = 0, seed: int | None = None
-    ) -> Iterator[Batch]:
-        """Read a run of the parts; with fewer parts than ranks some have none."""
-        assert seed is None
-        for part in self._parts_of(rank, size):
-            length = self.length_of(part)
-            if length is not None and length <= skip:
-                skip -= length
-                continue
-            for batch in self.batches(part):
-                num_samples = len(next(iter(batch.values())))
-                if skip < num_samples:
-                    yield {name: rows[skip:] for name, rows in batch.items()}
-                skip = max(skip - num_samples, 0)
-
-    def _parts_of(self, rank: int, size: int) -> range:
-        count = self.num_parts
+    def _parts_of(self, rank: int, size: int) -> Sequence[tuple[int | None, Read]]:
+        count = len(self.parts)
         if count == 1:
-            return range(int(rank == 0))  # whose bar is shown
-        return range(count * rank // size, count * (rank + 1) // size)
+            return self.parts if rank == 0 else ()  # whose bar is shown
+        return self.parts[count * rank // size : count * (rank + 1) // size]
+
+
+def joined(sources: Sequence[Source]) -> Source:
+    """Make one source of several with the same fields, one for each file.
+
+    Raises:
+        DataError: their fields differ.
+    """
+    first = sources[0]
+    for one in sources:
+        if one.fields != first.fields:
+            raise DataError(
+                f"files that are packed together have the same fields: {first.files[0]} has "
+                f"{dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack them one "
+                f"by one"
+            )
+    return dataclasses.replace(
+        first,
+        runs=[run for one in sources for run in one.runs],
+        files=sorted({file for one in sources for file in one.files}),
+        notes=tuple(dict.fromkeys(chain.from_iterable(one.notes for one in sources))),
+    )
 
 
 @contextmanager
@@ -251,49 +283,18 @@ def raw(data: bytes) -> Array:
     return np.frombuffer(data, np.uint8)
 
 
-Sample = tuple[str, Mapping[str, Array]]
-"""Where it comes from, for errors, and its arrays by field."""
-
 T = TypeVar("T")
 
-NUM_EXAMINED = 64
-"""Samples from which the fields are learnt."""
 
-
-def fields_of(
-    samples: Sequence[Sample], ragged: Collection[str], where: str
-) -> tuple[dict[str, Field], float]:
-    """Learn the fields from the first samples.
-
-    A field is ragged if it is named so, or if the first dimension of these samples differs.
-    Returns the mean bytes of a sample too.
-
-    Raises:
-        DataError: there is no sample, or they differ in more than their length.
-    """
-    if not samples:
-        raise DataError(f"a data set needs at least one sample, {where} has none")
-    names = list(samples[0][1])
-    if unknown := set(ragged) - set(names):
-        raise DataError(
-            f"--ragged names {', '.join(sorted(unknown))}, {where} has {', '.join(names)}"
-        )
-    fields, sample_bytes = {}, 0.0
-    for name in names:
-        arrays = [sample[1][name] for sample in samples]
-        what = f"field {name} of {where}"
-        shape = arrays[0].shape
-        is_ragged = name in ragged or any(array.shape != shape for array in arrays)
-        if is_ragged and not all(array.shape for array in arrays):
-            raise DataError(f"{what}: a number has no length to be ragged")
-        fields[name] = field_of(
-            shape[1:] if is_ragged else shape, _common_dtype(arrays, what), what, ragged=is_ragged
-        )
-        mean_length = sum(map(len, arrays)) / len(arrays) if is_ragged else 1
-        sample_bytes += fields[name].sample_bytes * mean_length
-    for sample in samples:
-        _check_sample(sample, fields)
-    return fields, sample_bytes
+def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field, float]:
+    """Return the field of some arrays, and their mean bytes."""
+    shape = arrays[0].shape
+    is_ragged = ragged or any(array.shape != shape for array in arrays)
+    if is_ragged and not all(array.shape for array in arrays):
+        raise DataError(f"{what}: a number has no length to be ragged")
+    dtype = _common_dtype(arrays, what)
+    field = field_of(shape[1:] if is_ragged else shape, dtype, what, ragged=is_ragged)
+    return field, field.sample_bytes * (sum(map(len, arrays)) / len(arrays) if is_ragged else 1)
 
 
 def picked(
@@ -315,8 +316,8 @@ def picked(
     return {name: parts[at] for name, at in names.items()}
 
 
-def batched(samples: Iterable[Sample], fields: Mapping[str, Field]) -> Iterator[Batch]:
-    """Gather samples into batches of a few MiB.
+def batched(samples: Iterable[Batch | Sample], fields: Mapping[str, Field]) -> Iterator[Batch]:
+    """Gather samples into batches of a few MiB; what comes in batches stays so.
 
     Raises:
         DataError: a sample has not the shapes of the fields; names the sample.
@@ -324,6 +325,9 @@ def batched(samples: Iterable[Sample], fields: Mapping[str, Field]) -> Iterator[
     waiting: list[Sample] = []
     num_bytes = 0
     for sample in samples:
+        if isinstance(sample, dict):
+            yield sample
+            continue
         waiting.append(sample)
         num_bytes += sum(array.nbytes for array in sample[1].values())
         if num_bytes >= BATCH_BYTES or len(waiting) == BATCH_SAMPLES:

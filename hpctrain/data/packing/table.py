@@ -1,27 +1,25 @@
-"""Columns of tables of pyarrow, read some rows at a time; of Parquet, each row group is a part."""
+"""Tables, some rows at a time; CSV files, whose rows Python's csv module finds."""
 
+import csv
 import re
 import zlib
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from io import TextIOWrapper
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-from pyarrow.parquet import ParquetFile
 
-from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB, format_bytes
+from hpctrain.data.packing.files import ending_of, unpacked
 from hpctrain.data.packing.source import (
-    NUM_EXAMINED,
     Array,
     Batch,
-    Streamed,
+    Source,
     WantedFields,
     chosen,
-    fields_of,
     raw,
     readable,
 )
@@ -29,173 +27,64 @@ from hpctrain.data.packing.source import (
 TEXT = "text"
 """Type of a column of CSV that stays as it is written."""
 
-UNREADABLE = (pa.ArrowException, OSError, EOFError, KeyError, zlib.error)
-"""What a damaged file leads to, in pyarrow and in what unpacks it."""
-
 _TYPE = re.compile(rf"{TEXT}|b1|[iu][1248]|f[248]")
-_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-_ROWS_PER_BATCH = 4096
 _LARGEST_WHOLE = 2**53
 """Up to which floats of 8 bytes hold all whole numbers."""
 
+Rows = Callable[[str, str | None], Array | list[Array]]
+"""Some rows of a table: give the values of a column, of the type that was asked for."""
 
-class Part(NamedTuple):
-    """Rows that are read by themselves."""
-
-    path: str
-    num_rows: int | None = None
-    """None where the file does not tell."""
-    group: int = 0
-    """Of a Parquet file."""
+Columns = dict[str, tuple[list[str], str | None]]
+"""Of each field its columns, which lie side by side, and the type that was asked for."""
 
 
-@dataclass(kw_only=True)
-class Table(Streamed):
-    """Rows of tables. A field is a column, or several columns of numbers side by side."""
-
-    columns: Mapping[str, Sequence[str]]
-    dtypes: Mapping[str, str]
-    """Of the fields whose type was asked for."""
-    parts: Sequence[Part]
-
-    @abstractmethod
-    def record_batches(self, part: Part) -> Iterator[Any]:
-        """Read the record batches of a part, with the wanted columns."""
-
-    @property
-    def num_parts(self) -> int:
-        """Files, or what they are made of."""
-        return len(self.parts)
-
-    def length_of(self, part: int) -> int | None:
-        """Return the number of rows, which Parquet knows."""
-        return self.parts[part].num_rows
-
-    @property
-    def wanted(self) -> list[str]:
-        """Names of the columns that are packed."""
-        return sorted(set(chain.from_iterable(self.columns.values())))
-
-    def batches(self, part: int) -> Iterator[Batch]:
-        """Read the rows of a part.
-
-        Raises:
-            DataError: the file cannot be read, or a value is missing.
-        """
-        path = self.parts[part].path
-        try:
-            for rows in self.record_batches(self.parts[part]):
-                if rows.num_rows:
-                    yield {name: self._values(name, rows, path) for name in self.columns}
-        except UNREADABLE as error:
-            raise DataError(
-                f"{path} cannot be read as the table it was at first: {reason_of(error)}; "
-                f"repair it, take it out of the source, or keep a column of CSV as it is "
-                f"written: --field NAME=COLUMN:{TEXT}"
-            ) from None
-
-    def learn_rows(self) -> None:
-        """Learn the fields from the first rows.
-
-        Raises:
-            DataError: there are none, or a column holds what a data set cannot.
-        """
-        first = next(chain.from_iterable(map(self.batches, range(self.num_parts))), {})
-        ragged = [name for name, values in first.items() if isinstance(values, list)]
-        rows = islice(zip(*first.values(), strict=True), NUM_EXAMINED)
-        samples = [(self.files[0], dict(zip(first, row, strict=True))) for row in rows]
-        self.fields, self.sample_bytes = fields_of(samples, ragged, self.files[0])
-
-    def _values(self, name: str, rows: Any, path: str) -> Array | list[Array]:
-        found = []
-        for at in self.columns[name]:
-            what = f"column {at} of {path}"
-            found.append(_values_of(rows.column(at), what, self.dtypes.get(name)))
-        return found[0] if len(found) == 1 else _side_by_side(self.columns[name], found, path)
+def open_table(
+    files: Sequence[str],
+    columns: Columns,
+    parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
+) -> Source:
+    """Examine a table; of each part its number of rows, its file, and what reads its rows."""
+    reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
+    found = Source(files=files, parts=reads)
+    first = next(chain.from_iterable(read() for _, read in reads), {})
+    ragged = [name for name, values in first.items() if isinstance(values, list)]
+    rows = zip(*first.values(), strict=True)
+    samples = ((files[0], dict(zip(first, row, strict=True))) for row in rows)
+    found.learn(samples, ragged, files[0])
+    return found
 
 
-def columns_of(
-    names: Sequence[str], wanted: WantedFields, path: str
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the columns and the type of each field; ``a,b:f4`` puts two side by side.
+def _read(columns: Columns, path: str, read: Callable[[], Iterator[Rows]]) -> Iterator[Batch]:
+    for rows in read():
+        batch: Batch = {}
+        for name, (names, dtype) in columns.items():
+            found = [rows(at, dtype) for at in names]
+            batch[name] = found[0] if len(found) == 1 else _side_by_side(names, found, path)
+        yield batch
+
+
+def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns:
+    """Return the columns of each field; ``a,b:f4`` puts two side by side.
 
     Raises:
         DataError: a column does not exist, or there are several of its name.
     """
-    columns, dtypes = {}, {}
+    if not wanted.fields:
+        return {name: ([at], None) for name, at in chosen(names, {}, path).items()}
+    columns: Columns = {}
     for name, what in wanted.fields.items():
         listed, _, dtype = what.rpartition(":")
-        if _TYPE.fullmatch(dtype) and what.rpartition(",")[2] not in names:
-            dtypes[name] = dtype
-        else:
-            listed = what
-        columns[name] = listed.split(",")
-        chosen(names, {at: at for at in columns[name]}, path)
-        for at in columns[name]:
+        is_typed = _TYPE.fullmatch(dtype) and what.rpartition(",")[2] not in names
+        found = (listed if is_typed else what).split(",")
+        columns[name] = found, dtype if is_typed else None
+        chosen(names, {at: at for at in found}, path)
+        for at in found:
             if names.count(at) > 1:
                 raise DataError(
                     f"columns have different names, {path} has {names.count(at)} named {at}; "
                     f"rename them"
                 )
-    return columns or {name: [at] for name, at in chosen(names, {}, path).items()}, dtypes
-
-
-def _values_of(column: Any, what: str, dtype: str | None) -> Array | list[Array]:
-    """Return the values of a column: of texts, bytes and lists one array for each row."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    kind = column.type
-    if dtype is not None and (kind in _TEXTS) != (dtype == TEXT):
-        raise DataError(
-            f"numbers have a type such as f4, and CSV alone keeps them as text: {what} holds "
-            f"{kind}, got :{dtype}; leave the type out"
-        )
-    if column.null_count:
-        raise DataError(
-            f"a sample has all its values, {what} lacks {column.null_count} of "
-            f"{len(column)}; fill them, or leave the column out: --field NAME=COLUMN"
-        )
-    if kind in _TEXTS:
-        return list(map(raw, column.cast(pa.large_binary()).to_pylist()))
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return _numbers(column, what, dtype)
-    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-    return np.split(_numbers(column.flatten(), what, dtype), ends[:-1])
-
-
-def _numbers(column: Any, what: str, dtype: str | None) -> Array:
-    kind, types = column.type, pa.types
-    if types.is_fixed_size_list(kind):
-        flat = _numbers(column.flatten(), what, dtype)
-        return flat.reshape(len(column), kind.list_size, *flat.shape[1:])
-    plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
-    if not plain or column.null_count:
-        raise DataError(
-            f"a column holds numbers, texts, or lists of numbers that all are there, {what} "
-            f"holds {kind}{' with gaps' if column.null_count else ''}; convert it, or leave it "
-            f"out: --field NAME=COLUMN"
-        )
-    values = np.asarray(column.to_numpy(zero_copy_only=False))
-    return values if dtype is None else _cast(values, dtype, what)
-
-
-def _cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers; of what they are, floats lose digits at most."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = values.astype(dtype)
-    if found.dtype.kind == "f":
-        wrong = np.isinf(found) & np.isfinite(values)
-    else:
-        wrong = found != values
-        if found.dtype.kind in "iu" and values.dtype.kind == "f":
-            # The largest whole number of 8 bytes is none of float64, which rounds it up.
-            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
-    if wrong.any():
-        raise DataError(
-            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
-            f"type: --field NAME=COLUMN:TYPE"
-        )
-    return found
+    return columns
 
 
 def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Array:
@@ -217,30 +106,201 @@ def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Ar
     return table
 
 
-class Parquet(Table):
-    """Rows of Parquet files, whose row groups are parts."""
+def cast(values: Array, dtype: str, what: str) -> Array:
+    """Convert numbers; of what they are, floats lose digits at most."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.astype(dtype)
+    if found.dtype.kind == "f":
+        wrong = np.isinf(found) & np.isfinite(values)
+    else:
+        wrong = found != values
+        if found.dtype.kind in "iu" and values.dtype.kind == "f":
+            # The largest whole number of 8 bytes is none of float64, which rounds it up.
+            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
+    if wrong.any():
+        raise DataError(
+            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
+            f"type: --field NAME=COLUMN:TYPE"
+        )
+    return found
 
-    def record_batches(self, part: Part) -> Iterator[Any]:
-        """Read a row group."""
-        with ParquetFile(part.path) as file:
-            groups = [part.group]
-            yield from file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=self.wanted)
+
+_MAX_VALUE_BYTES = MIB
+_BLOCK_BYTES = MIB
+_BOM = "\xef\xbb\xbf"
+_GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
+_GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
+"""What stands in a column of numbers where one is missing."""
+_BOOLS = {"1": True, "true": True, "True": True, "TRUE": True}
+_BOOLS |= {"0": False, "false": False, "False": False, "FALSE": False}
+_WHOLE = re.compile(r"(?:[ \t]*-?\d+[ \t]*\n)*+", re.ASCII)
+"""Values of a column, each with a line end."""
+_FLOAT = re.compile(
+    r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)[ \t]*\n)*+",
+    re.ASCII | re.IGNORECASE,
+)
+_ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
+"""Numbers that may be names, or that a float cannot hold."""
 
 
-def open_parquet(files: Sequence[str], wanted: WantedFields) -> Parquet:
-    """Examine Parquet files. Texts, bytes and lists become ragged fields.
+class Block(NamedTuple):
+    """Some rows of a file."""
+
+    path: str
+    names: list[str]
+    columns: list[tuple[str, ...]]
+    """Values as they are written, each byte a character."""
+
+    def column(self, name: str) -> tuple[str, ...]:
+        """Return the values of a column."""
+        chosen(self.names, {name: name}, self.path)
+        return self.columns[self.names.index(name)]
+
+
+def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
+    """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
 
     Raises:
         DataError: a file cannot be read, or a column is not there.
     """
-    parts: list[Part] = []
-    names: list[str] = []
-    for path in files:
-        with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
-            names = names or file.schema_arrow.names
-            inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            parts += [Part(path, group.num_rows, index) for index, group in enumerate(inside)]
-    columns, dtypes = columns_of(names, wanted, files[0])
-    found = Parquet(fields={}, files=files, columns=columns, dtypes=dtypes, parts=parts)
-    found.learn_rows()
+    first = next(_blocks(files[0]), None)
+    if first is None:
+        raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
+    columns = columns_of(first.names, wanted, files[0])
+    kinds = {at: _kind_of(first.column(at)) for at in first.names}
+    parts = [(None, path, partial(_rows_of, kinds, path)) for path in files]
+    found = open_table(files, columns, parts)
+    found.notes = tuple(_notes(found, columns, kinds, first))
     return found
+
+
+def _rows_of(kinds: Mapping[str, str], path: str) -> Iterator[Rows]:
+    for block in _blocks(path):
+        yield partial(_values_of, block, kinds)
+
+
+def _values_of(
+    block: Block, kinds: Mapping[str, str], at: str, dtype: str | None
+) -> Array | list[Array]:
+    texts, kind = block.column(at), kinds[at]
+    if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
+        kind = dtype  # a float between would lose digits
+    if kind == TEXT:
+        return [raw(text.encode("latin-1")) for text in texts]
+    values, what = _numbers(texts, kind), f"column {at} of {block.path}"
+    if values is None:
+        odd = next(text for text in texts if _numbers([text], kind) is None)
+        raise DataError(
+            f"a column of CSV holds values of the type of its first rows, or that was asked for, "
+            f"and lacks none: {what} has {odd!r}, which {kind} cannot hold; repair "
+            f"it, leave the column out, or keep it as it is written: --field NAME={at}:{TEXT}"
+        )
+    return values if dtype is None else cast(values, dtype, what)
+
+
+def _kind_of(texts: Sequence[str]) -> str:
+    """Return the type of a column."""
+    there = [text for text in texts if text not in _GAPS]
+    return next((kind for kind in ("i8", "b1", "f8") if _numbers(there, kind) is not None), TEXT)
+
+
+def _numbers(texts: Sequence[str], kind: str) -> Array | None:
+    """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
+    form = _WHOLE if kind[0] in "iu" else _FLOAT
+    is_formed = kind == "b1" or form.fullmatch("\n".join([*texts, ""]))
+    if not is_formed or not _GAPS.isdisjoint(texts):
+        return None
+    try:
+        if kind == "b1":
+            return np.array([_BOOLS[text] for text in texts])
+        if kind[0] == "f":
+            return np.array(list(map(float, texts)), "f8")
+        return np.array(list(map(int, texts)), kind)
+    except (KeyError, ValueError, OverflowError):  # a line end inside of a value; too large
+        return None
+
+
+def _notes(
+    found: Source, columns: Columns, kinds: Mapping[str, str], first: Block
+) -> Iterator[str]:
+    """Name the columns that a user may have meant otherwise, as the first rows show them."""
+    free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
+    types = {"i8": int, "f8": float}
+    for name, at in ((name, at) for name, names in free for at in names if kinds[at] in types):
+        kind = types[kinds[at]]
+        texts = map(str.strip, first.column(at))
+        if odd := next((text for text in texts if _is_cut(text, kind)), None):
+            yield (
+                f"column {at} of {first.path} has numbers such as {odd}, packed as {kind(odd)}; "
+                f"to keep them as they are written: --field {name}={at}:{TEXT}"
+            )
+    floats = {name: names for name, names in free if found.fields[name].dtype == "<f8"}
+    for name in list(floats)[:1]:
+        yield (
+            f"floats of {first.path} are packed in 8 bytes ({', '.join(floats)}), which no model "
+            f"in float32 takes; in 4 bytes: --field {name}={','.join(floats[name])}:f4"
+        )
+
+
+def _is_cut(text: str, kind: type[int] | type[float]) -> bool:
+    """Say whether a number no longer is as it was written."""
+    if not _ODD_NUMBER.match(text):
+        return False
+    digits = text.lstrip("+-")
+    cut = kind is float and digits.isdigit() and int(float(digits)) != int(digits)
+    return cut or digits.startswith("0")
+
+
+def _blocks(path: str) -> Iterator[Block]:
+    """Read a file in blocks of whole rows.
+
+    Raises:
+        DataError: a quote is not closed, a value is too large, or a row has too few or too many.
+    """
+    # It is a limit of the process, and the usual one is an eighth of this.
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
+    errors = (OSError, EOFError, zlib.error)
+    with (
+        readable(path, "a table", *errors),
+        unpacked(path) as file,
+        TextIOWrapper(file, "latin-1", newline="") as text,
+    ):
+        lines = chain([next(text, "").removeprefix(_BOM)], text)
+        rows = csv.reader(lines, delimiter="\t" if ending_of(path) == ".tsv" else ",", strict=True)
+        line = 1
+        try:
+            names = _names(next(filter(None, rows), []), path)
+            waiting: list[list[str]] = []
+            num_bytes = 0
+            line = rows.line_num + 1
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise DataError(
+                        f"a row has a value for each of {len(names)} columns, that of line {line} "
+                        f"of {path}, which cannot be read, has {len(row)}; repair it"
+                    )
+                line = rows.line_num + 1
+                if row:
+                    waiting.append(row)
+                    num_bytes += sum(map(len, row)) + len(row)
+                if num_bytes >= _BLOCK_BYTES:
+                    yield Block(path, names, list(zip(*waiting, strict=True)))
+                    waiting, num_bytes = [], 0
+        except csv.Error as error:
+            raise DataError(
+                f"a quote that opens a value is closed by another at its end, and a value has at "
+                f"most {format_bytes(_MAX_VALUE_BYTES)}: the row of line {line} of {path} is not "
+                f"so ({error}); close the quote, double it where it is part of the value, or keep "
+                f"large values in Parquet"
+            ) from None
+        if waiting:
+            yield Block(path, names, list(zip(*waiting, strict=True)))
+
+
+def _names(row: list[str], path: str) -> list[str]:
+    try:
+        return [name.encode("latin-1").decode() for name in row]
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"columns have names in UTF-8, those of {path} are not: {error}; convert the file"
+        ) from None

@@ -3,7 +3,7 @@
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ from hpctrain.core.units import GIB, MIB, format_bytes
 from hpctrain.data.packing.files import (
     IMAGE_ENDINGS,
     Form,
-    Size,
     decoded,
     ending_of,
     form_of_images,
@@ -22,10 +21,9 @@ from hpctrain.data.packing.files import (
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Sample,
-    Streamed,
+    Source,
     WantedFields,
     chosen,
-    fields_of,
     picked,
     readable,
 )
@@ -53,38 +51,7 @@ _NOTES = frozenset(
 )
 
 
-@dataclass(kw_only=True)
-class Tar(Streamed):
-    """Samples of archives, in the order in which they lie there."""
-
-    forms: Mapping[str, Form]
-    """What the content of each field's file becomes."""
-    endings: Mapping[str, str]
-    """Ending of each field's file."""
-    takes_all: bool
-    """Whether these are all that the archive shall have."""
-    resize: Size | None
-
-    def samples(self, part: int) -> Iterator[Sample]:
-        """Read an archive."""
-        wanted = () if self.takes_all else tuple(self.endings.values())
-        return map(self.sample, samples_in(self.files[part], wanted))
-
-    def sample(self, contents: Contents) -> Sample:
-        """Decode the files of a sample.
-
-        Raises:
-            DataError: one is missing, or is not what those before it were.
-        """
-        where, found = contents
-        mine = picked(where, found, self.endings, takes_all=self.takes_all)
-        return where, {
-            name: decoded(content, self.forms[name], f"{where}.{self.endings[name]}", self.resize)
-            for name, content in mine.items()
-        }
-
-
-def open_tar(files: Sequence[str], wanted: WantedFields) -> Tar:
+def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine archives.
 
     A field is named after an ending. Images become pixels if those of the first samples have one
@@ -110,23 +77,35 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Tar:
     forms: dict[str, Form] = {}
     notes: list[str] = []
     for name, ending in endings.items():
-        found = {f"{key}.{ending}": one[ending] for key, one in some if ending in one}
+        contents = {f"{key}.{ending}": one[ending] for key, one in some if ending in one}
         forms[name] = "bytes"
         if not wanted.fields.get(name, "").endswith(":bytes"):
-            forms[name], more = _form(ending, found, wanted, where)
+            forms[name], more = _form(ending, contents, wanted, where)
             notes += more
-    tar = Tar(
-        fields={},
-        files=files,
-        notes=tuple(notes),
-        forms=forms,
-        endings=endings,
-        takes_all=not asked,
-        resize=wanted.resize,
-    )
+    decode = partial(_decoded, endings, forms, wanted)
+    parts = [(None, partial(_read, file, tuple(asked.values()), decode)) for file in files]
+    found = Source(files=files, parts=parts, notes=tuple(notes))
     ragged = [*wanted.ragged, *(name for name, form in forms.items() if form == "bytes")]
-    tar.fields, tar.sample_bytes = fields_of(list(map(tar.sample, some)), ragged, where)
-    return tar
+    found.learn(map(decode, some), ragged, where)
+    return found
+
+
+def _read(
+    path: str, wanted: Sequence[str], decode: Callable[[Contents], Sample]
+) -> Iterator[Sample]:
+    return map(decode, samples_in(path, wanted))
+
+
+def _decoded(
+    endings: Mapping[str, str], forms: Mapping[str, Form], wanted: WantedFields, contents: Contents
+) -> Sample:
+    """Decode the files of a sample."""
+    where, found = contents
+    mine = picked(where, found, endings, takes_all=not wanted.fields)
+    return where, {
+        name: decoded(content, forms[name], f"{where}.{endings[name]}", wanted.resize)
+        for name, content in mine.items()
+    }
 
 
 def _form(

@@ -1,9 +1,8 @@
 """Text files as bytes, or as tokens of a function of the user."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +10,65 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import file_of
-from hpctrain.data.packing.arrays import Arrays, joined
+from hpctrain.data.packing.arrays import Opened
 from hpctrain.data.packing.python import resolve
 from hpctrain.data.packing.source import (
     Array,
-    Indexed,
-    Per,
     Sample,
-    Streamed,
+    Source,
     WantedFields,
     field_of,
+    joined,
     raw,
 )
 
 
-@dataclass(kw_only=True)
-class Texts(Streamed):
-    """Lines, paragraphs or whole files, or windows of the tokens of a file."""
+def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
+    """Examine text files.
 
-    name: str
-    per: Per
-    length: int | None
-    tokenizer: str | None
+    The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
+    ragged, unless ``wanted.length`` cuts all samples to one length.
 
-    def samples(self, part: int) -> Iterator[Sample]:
-        """Read the samples of a file, one by one."""
-        path = self.files[part]
-        for index, array in enumerate(self._arrays(path)):
-            yield f"sample {index} of {path}", {self.name: array}
+    Raises:
+        DataError: there is no sample, or the tokenizer does not return whole numbers.
+    """
+    name = _name(wanted)
+    if wanted.length is not None and wanted.tokenizer is None:
+        windows = [_windows(file, name, wanted.length) for file in files]
+        if not any(one.num_samples for one in windows):
+            raise DataError(
+                f"no file has as many as {wanted.length} bytes; choose a smaller --length"
+            )
+        return joined([one for one in windows if one.num_samples])
+    found = Source(
+        files=files, parts=[(None, partial(_read, file, name, wanted)) for file in files]
+    )
+    samples = chain.from_iterable(_read(file, name, wanted) for file in files)
+    found.learn(samples, [name] if wanted.length is None else [], files[0])
+    found.code = tuple(map(str, file_of(wanted.tokenizer))) if wanted.tokenizer else ()
+    return found
 
-    def _arrays(self, path: str) -> Iterator[Array]:
-        tokens_of: Callable[[bytes], Array] = raw
-        if self.tokenizer:
-            tokens_of = partial(_tokens, path, resolve(self.tokenizer, "--tokenizer"))
-        if self.length is None:
-            yield from map(tokens_of, _texts(path, self.per))
-            return
-        left: Array | None = None
-        # Line by line, so that a file larger than memory can be packed.
-        for line in _lines(path):
-            tokens = tokens_of(line)
-            left = tokens if left is None else np.concatenate([left, tokens])
-            whole = len(left) - len(left) % self.length
-            yield from left[:whole].reshape(-1, self.length)
-            left = left[whole:]
+
+def _read(path: str, name: str, wanted: WantedFields) -> Iterator[Sample]:
+    for index, array in enumerate(_arrays(path, wanted)):
+        yield f"sample {index} of {path}", {name: array}
+
+
+def _arrays(path: str, wanted: WantedFields) -> Iterator[Array]:
+    tokens_of: Callable[[bytes], Array] = raw
+    if wanted.tokenizer:
+        tokens_of = partial(_tokens, path, resolve(wanted.tokenizer, "--tokenizer"))
+    if wanted.length is None:
+        yield from map(tokens_of, filter(None, (line.rstrip(b"\r\n") for line in _lines(path))))
+        return
+    left: Array | None = None
+    # Line by line, so that a file larger than memory can be packed.
+    for line in _lines(path):
+        tokens = tokens_of(line)
+        left = tokens if left is None else np.concatenate([left, tokens])
+        whole = len(left) - len(left) % wanted.length
+        yield from left[:whole].reshape(-1, wanted.length)
+        left = left[whole:]
 
 
 def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
@@ -75,45 +89,15 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
     return array
 
 
-def open_text(files: Sequence[str], wanted: WantedFields) -> Indexed | Texts:
-    """Examine text files.
-
-    The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
-    ragged, unless ``wanted.length`` cuts all samples to one length.
-
-    Raises:
-        DataError: there is no sample, or the tokenizer does not return whole numbers.
-    """
-    name = _name(wanted)
-    if wanted.length is not None and wanted.tokenizer is None:
-        windows = [_windows(file, name, wanted.length) for file in files]
-        if not any(map(len, windows)):
-            raise DataError(
-                f"no file has as many as {wanted.length} bytes; choose a smaller --length"
-            )
-        return joined([one for one in windows if len(one)])
-    found = Texts(
-        fields={},
-        files=files,
-        name=name,
-        per=wanted.per,
-        length=wanted.length,
-        tokenizer=wanted.tokenizer,
-    )
-    found.learn([name] if wanted.length is None else [], files[0])
-    found.code = tuple(map(str, file_of(wanted.tokenizer))) if wanted.tokenizer else ()
-    return found
-
-
-def _windows(file: str, name: str, length: int) -> Arrays:
+def _windows(file: str, name: str, length: int) -> Source:
     """Examine the windows of the bytes of a file; what is left at its end is left out."""
     count = Path(file).stat().st_size // length
-    return Arrays(
+    opened = Opened(partial(_open_windows, file, name, (count, length)))
+    return Source(
         fields={name: field_of((length,), "u1", file)},
+        runs=[(count, opened)],
         files=[file],
         sample_bytes=length,
-        opener=partial(_open_windows, file, name, (count, length)),
-        num_samples=count,
     )
 
 
@@ -129,18 +113,6 @@ def _name(wanted: WantedFields) -> str:
     if len(wanted.fields) > 1:
         raise DataError(f"a text is one field, got {', '.join(wanted.fields)}")
     return next(iter(wanted.fields), default)
-
-
-def _texts(path: str, per: Per) -> Iterator[bytes]:
-    """Read a file in pieces; empty ones are left out."""
-    if per == "file":
-        yield from filter(None, [Path(path).read_bytes()])
-    elif per == "line":
-        yield from filter(None, (line.rstrip(b"\r\n") for line in _lines(path)))
-    else:
-        for is_text, lines in groupby(_lines(path), lambda line: bool(line.strip())):
-            if is_text:
-                yield b"".join(lines).rstrip(b"\r\n")
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 from hpctrain.core.units import format_bytes, format_numbers
-from hpctrain.data.format.layout import Manifest
 
 Range = tuple[int, int]
 """Samples ``[start, stop)`` of the data set."""
@@ -47,17 +44,6 @@ class FaultReport:
     """By shard, then by field; the same on every rank."""
     leftovers: tuple[str, ...] = ()
     """Files of writers that were killed, and of data sets that were replaced; no fault."""
-
-    @classmethod
-    def of(cls, directory: Path, manifest: Manifest) -> Self:
-        """Return the report of a whole data set."""
-        return cls(
-            directory=str(directory),
-            uuid=manifest.uuid,
-            num_shards=len(manifest.shards),
-            num_samples=manifest.num_samples,
-            num_bytes=manifest.num_bytes,
-        )
 
     @property
     def is_whole(self) -> bool:

@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.hdf5_values import load_filters
 from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
 
 _NUM_VALUES = 8
@@ -54,22 +53,15 @@ def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     Raises:
         DataError: there is no such sample, or it cannot be read.
     """
-    from hpctrain.data.format.columns import RaggedRows  # noqa: PLC0415 - loads torch
-    from hpctrain.data.tools.rewriting import stream  # noqa: PLC0415
+    from hpctrain.data.reader import ShardedDataset  # noqa: PLC0415 - loads torch
 
-    directory = Path(directory)
-    manifest = Manifest.read(directory)
-    if not 0 <= index < manifest.num_samples:
-        raise DataError(f"samples are 0 to {manifest.num_samples - 1}, got {index}")
-    load_filters(manifest.fields)
-    rows = next(stream(directory, manifest, index, index + 1))
+    dataset = ShardedDataset(directory, io="read")
+    if not 0 <= index < len(dataset):
+        raise DataError(f"samples are 0 to {len(dataset) - 1}, got {index}")
     found = []
-    for name, some in rows.items():
-        values = some[0]
-        if isinstance(some, RaggedRows):
-            values = some.values[some.offsets[0] : some.offsets[1]]
+    for name, values in dataset[index].items():
         first = np.ravel(values)[:_NUM_VALUES].tolist()
-        about = {"name": name, "shape": np.shape(values), "dtype": manifest.fields[name].dtype}
+        about = {"name": name, "shape": tuple(values.shape), "dtype": dataset.fields[name].dtype}
         found.append({**about, "values": first})
     return found
 

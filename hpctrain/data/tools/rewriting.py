@@ -4,35 +4,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import reduce
-from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.core.atomic import reason_of
-from hpctrain.core.checksum import crc32
-from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.columns import RaggedRows, Rows, count, cut
+from hpctrain.core.errors import DataError
+from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
 from hpctrain.data.order.order import global_order
-from hpctrain.data.tools.faults import name_blocks
-from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks, runs
-from hpctrain.data.tools.shared_work import (
-    Advance,
-    Start,
-    followed,
-    in_turns,
-    or_alone,
-    read_manifest,
-    share,
-)
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+
+PIECE_BYTES = 4 * MIB
+"""Of samples read at once, unless a block is larger."""
 
 _TAG = 1 << 63
 """Keeps the permutation of a split apart from those of epochs, which count from 0."""
@@ -86,7 +76,8 @@ def reshard(
         DataError: the data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
-    manifest = read_manifest(directory, comm)
+    dataset = ShardedDataset.open(directory, comm, io="read")
+    manifest = dataset.manifest
     samples_per_shard = _samples_per_shard(manifest, shape)
     first, stop = share(manifest.num_samples, comm, samples_per_shard)
     advance = followed(start, stop - first)
@@ -102,8 +93,8 @@ def reshard(
         classes=classes_of(directory, manifest),
     ) as writer:
         advance(writer.num_written)
-        pieces = stream(directory, manifest, first + writer.num_written, stop)
-        in_turns(comm, _written(pieces, writer.append, advance))
+        pieces = _ranges(dataset, first + writer.num_written, stop)
+        in_turns(comm, _written(pieces, lambda some: writer.append(dataset.take(some)), advance))
     return writer.manifest
 
 
@@ -127,7 +118,8 @@ def split(
             written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
-    manifest = read_manifest(directory, comm)
+    dataset = ShardedDataset.open(directory, comm, io="read")
+    manifest = dataset.manifest
     first, stop = share(manifest.num_samples, comm, manifest.block_size)
     part_of = parts_drawn(sizes_of(manifest.num_samples, shares), seed)
     with ExitStack() as stack:
@@ -146,18 +138,22 @@ def split(
             )
             for name in shares
         ]
-        num_dealt = 0
 
-        def deal(rows: Rows) -> None:
-            nonlocal num_dealt
-            parts = part_of(first + num_dealt + np.arange(count(rows)))
-            num_dealt += count(rows)
+        def deal(samples: NDArray[np.int64]) -> None:
+            parts = part_of(samples)
             for number, writer in enumerate(writers):
-                writer.append(_select(rows, parts == number))
+                writer.append(dataset.take(samples[parts == number]))
 
-        pieces = stream(directory, manifest, first, stop)
+        pieces = _ranges(dataset, first, stop)
         in_turns(comm, _written(pieces, deal, followed(start, stop - first)))
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
+
+
+def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
+    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
+    num_steps = -(-num_samples // step)
+    start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
+    return min(start, num_samples), min(stop, num_samples)
 
 
 def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
@@ -215,69 +211,24 @@ def parts_drawn(
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")
 
 
-def stream(directory: Path, manifest: Manifest, start: int, stop: int) -> Iterator[Rows]:
-    """Read the samples ``[start, stop)``, a few blocks at a time.
-
-    Raises:
-        CorruptError: a block is damaged or cannot be read.
-    """
-    for index in range(len(manifest.shards)):
-        first, last = manifest.samples_of(index)
-        if max(start, first) < min(stop, last):
-            inside = range(max(start, first) - first, min(stop, last) - first)
-            yield from _of_shard(directory, manifest, index, inside)
-
-
-def _of_shard(directory: Path, manifest: Manifest, index: int, inside: range) -> Iterator[Rows]:
-    size, names = manifest.block_size, list(manifest.fields)
-    touched = range(inside.start // size, -(-inside.stop // size))
-    try:
-        with ShardBlocks(directory, manifest, index) as blocks:
-            tables = {name: _table(blocks, name) for name in names}
-            edges = reduce(add, (blocks.bounds(n) * blocks.row_bytes(n) for n in names))
-            for run in runs(edges[touched.start : touched.stop + 1], touched.start):
-                touched = run
-                rows = {name: _rows(blocks, name, run, tables[name]) for name in names}
-                begin = run.start * size
-                start, stop = max(begin, inside.start), min(run.stop * size, inside.stop)
-                yield cut(rows, start - begin, stop - begin)
-    except UNREADABLE as error:
-        first, last = manifest.samples_of(index)
-        raise CorruptError(
-            f"{name_blocks(touched)} of shard {directory / manifest.shards[index].file} cannot be "
-            f"read: {reason_of(error)}; find all damage with hpctrain data verify {directory}",
-            first + touched.start * size,
-            min(first + touched.stop * size, last),
-        ) from error
-
-
-def _table(blocks: ShardBlocks, name: str) -> NDArray[Any]:
-    table = blocks.table(name)
-    if crc32(table.data) != blocks.shard.places[name].crc32:
-        raise DataError(f"the checksums of field {name} are damaged")
-    return table
-
-
-def _rows(
-    blocks: ShardBlocks, name: str, run: range, table: NDArray[Any]
-) -> NDArray[Any] | RaggedRows:
-    values = blocks.read(name, run.start, run.stop)
-    for block, crc in zip(run, blocks.crcs(name, run, values), strict=True):
-        if crc != table[block]:
-            raise DataError(f"block {block} of field {name} has the wrong crc32")
-    if not blocks.manifest.fields[name].ragged:
-        return values
-    size = blocks.manifest.block_size
-    offsets = blocks.offsets(name)[run.start * size : run.stop * size + 1]
-    return RaggedRows(values, offsets - offsets[0])
+def _ranges(dataset: ShardedDataset, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+    """Cut the samples ``[start, stop)`` into pieces of whole blocks, about 4 MiB each."""
+    block = dataset.block_size
+    step = int(PIECE_BYTES / max(1, dataset.sample_bytes)) // block * block or block
+    while start < stop:
+        end = min(start // step * step + step, stop)
+        yield np.arange(start, end)
+        start = end
 
 
 def _written(
-    pieces: Iterator[Rows], write: Callable[[Rows], None], advance: Advance
+    pieces: Iterator[NDArray[np.int64]],
+    write: Callable[[NDArray[np.int64]], None],
+    advance: Advance,
 ) -> Iterator[None]:
-    for rows in pieces:
-        write(rows)
-        advance(count(rows))
+    for samples in pieces:
+        write(samples)
+        advance(len(samples))
         yield
 
 
@@ -298,18 +249,3 @@ def _fields(manifest: Manifest, shape: Shape) -> dict[str, Field]:
     return {
         name: replace(field, compression=compression) for name, field in manifest.fields.items()
     }
-
-
-def _select(rows: Rows, mask: NDArray[np.bool_]) -> Rows:
-    """Return the samples for which ``mask`` is true."""
-    return {
-        name: _select_ragged(some, mask) if isinstance(some, RaggedRows) else some[mask]
-        for name, some in rows.items()
-    }
-
-
-def _select_ragged(some: RaggedRows, mask: NDArray[np.bool_]) -> RaggedRows:
-    lengths = np.diff(some.offsets)
-    values: NDArray[Any] = some.values[some.offsets[0] : some.offsets[-1]]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[mask])])
-    return RaggedRows(values[np.repeat(mask, lengths)], offsets)

@@ -7,9 +7,9 @@ asked only where the manifest knows no offset, as damaged metadata can lead it a
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +28,10 @@ UNREADABLE = (*hdf5_values.UNREADABLE, DataError)
 """What a damaged file leads to, below and in HDF5."""
 
 PIECE_BYTES = 4 * MIB
-"""Read at once, unless a block is larger."""
+"""Of a file, read at once."""
+
+_CACHE_BYTES = 16 * MIB
+"""For chunks, of which each has several blocks."""
 
 
 class ShardBlocks:
@@ -74,33 +77,20 @@ class ShardBlocks:
         offset = self.shard.places[name].crc_offset
         return self._array(f"crc/{name}", offset, (self.num_blocks,), "<u4")
 
-    def row_bytes(self, name: str) -> int:
-        """Return the bytes of a row of ``/data/<name>``: of a sample, or of a part of one."""
-        return self.manifest.fields[name].sample_bytes
+    def holds(self, name: str) -> bool:
+        """Say whether the values lie in this file: what only HDF5 can read may be elsewhere."""
+        if self.shard.places[name].offset is not None:
+            return True
+        with suppress(*UNREADABLE):
+            self._values(name)
+            return True
+        return False
 
-    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Read the blocks ``[start, stop)`` of a field, decoded, without a check.
-
-        Gives ``(num_rows, *shape)``; of a ragged field the samples lie one after another.
-
-        Raises:
-            UNREADABLE: they cannot be had.
-        """
-        field, bounds = self.manifest.fields[name], self.bounds(name)
-        first, last = int(bounds[start]), int(bounds[stop])
-        shape = (last - first, *field.shape)
-        offset = self.shard.places[name].offset
-        if 0 in shape:
-            return np.empty(shape, field.dtype)
-        if offset is None:
-            rows = self._dataset(f"data/{name}", (int(bounds[-1]), *field.shape), field.dtype)
-            return np.ascontiguousarray(rows[first:last])
-        return self._array("", offset + first * field.sample_bytes, shape, field.dtype)
-
-    def crcs(self, name: str, run: range, rows: NDArray[Any]) -> list[int]:
-        """Return the crc32 of each block of a run of a field, whose rows ``read`` gave."""
-        edges = self.bounds(name)[run.start : run.stop + 1]
-        return [crc32(rows[a:b].data) for a, b in pairwise((edges - edges[0]).tolist())]
+    def crc(self, name: str, block: int) -> int | None:
+        """Return the crc32 of a block of a field, decoded; None where it cannot be read."""
+        with suppress(*UNREADABLE):
+            return crc32(self._read(name, block).data)
+        return None
 
     def file_crc32(self, advance: Callable[[int], None]) -> int | None:
         """Return the crc32 of all bytes of the file; None where the disk cannot read some.
@@ -119,6 +109,23 @@ class ShardBlocks:
                 crc = None if crc is None else crc32(piece, crc)
             advance(len(piece))
         return crc
+
+    def _read(self, name: str, block: int) -> NDArray[Any]:
+        field, bounds = self.manifest.fields[name], self.bounds(name)
+        first, last = int(bounds[block]), int(bounds[block + 1])
+        shape = (last - first, *field.shape)
+        offset = self.shard.places[name].offset
+        if 0 in shape:
+            return np.empty(shape, field.dtype)
+        if offset is None:
+            return np.ascontiguousarray(self._values(name)[first:last])
+        return self._array("", offset + first * field.sample_bytes, shape, field.dtype)
+
+    def _values(self, name: str) -> Any:
+        field = self.manifest.fields[name]
+        return self._dataset(
+            f"data/{name}", (int(self.bounds(name)[-1]), *field.shape), field.dtype
+        )
 
     def _read_into(self, target: memoryview, start: int) -> None:
         done = 0
@@ -152,23 +159,9 @@ class ShardBlocks:
 
     def _dataset(self, path: str, shape: tuple[int, ...], dtype: str) -> Any:
         if self._hdf5 is None:
-            self._hdf5 = h5py.File(self.path, "r", locking=False)
+            self._hdf5 = h5py.File(self.path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
         dataset = own_dataset(self._hdf5, path)
         found = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
         if found != (shape, np.dtype(dtype)):
             raise DataError(f"/{path} is not what the manifest says")
         return dataset
-
-
-def runs(edges: NDArray[np.int64], number: int = 0) -> Iterator[range]:
-    """Cut blocks into runs of about ``PIECE_BYTES``, at least one block each.
-
-    ``edges`` are the bytes at which each block begins, and at which the last one ends;
-    ``number`` is that of the first block.
-    """
-    first, last = 0, len(edges) - 1
-    while first < last:
-        fitting = int(np.searchsorted(edges, edges[first] + PIECE_BYTES, side="right")) - 1
-        stop = min(max(fitting, first + 1), last)
-        yield range(number + first, number + stop)
-        first = stop

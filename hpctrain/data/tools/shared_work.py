@@ -2,13 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.hdf5_values import load_filters
-from hpctrain.data.format.layout import Manifest
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -62,22 +59,3 @@ def in_turns(comm: "Communicator", work: Iterator[None]) -> None:
             is_done = is_done or all(time.monotonic() < end for _ in work)
         if all(comm.allgather_object(is_done)):
             return
-
-
-def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
-    """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
-    num_steps = -(-num_samples // step)
-    start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
-    return min(start, num_samples), min(stop, num_samples)
-
-
-def read_manifest(directory: Path, comm: "Communicator") -> Manifest:
-    """Read the manifest of a data set, and make its fields readable. Collective.
-
-    Raises:
-        DataError: there is none, or zstd is needed and not installed; on every rank.
-    """
-    manifest = on_root(comm, lambda: Manifest.read(directory), DataError)
-    with agreed(comm, DataError):
-        load_filters(manifest.fields)
-    return manifest

@@ -1,28 +1,23 @@
 """Check a data set: every byte of it is as it was written, or the report says which are not."""
 
-import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.core.atomic import PART, reason_of
+from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import load_filters
-from hpctrain.data.format.layout import FORMAT, LOCK, MANIFEST, SHARD_FILE, Manifest
+from hpctrain.data.format.layout import MANIFEST, Manifest, leftovers
 from hpctrain.data.tools.faults import Fault, FaultReport, merged, name_blocks
-from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks, runs
+from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks
 from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
@@ -58,15 +53,19 @@ def verify(
         load_filters(manifest.fields)
     threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     faults = _share(directory, manifest, comm, threads, start)
-    return replace(FaultReport.of(directory, manifest), faults=faults, leftovers=stray)
+    return FaultReport(
+        directory=str(directory),
+        uuid=manifest.uuid,
+        num_shards=len(manifest.shards),
+        num_samples=manifest.num_samples,
+        num_bytes=manifest.num_bytes,
+        faults=faults,
+        leftovers=stray,
+    )
 
 
 def check_directory(directory: Path) -> None:
-    """Check that there is a directory.
-
-    Raises:
-        DataError: there is none, or it cannot be seen.
-    """
+    """Check that there is a directory; a DataError if there is none, or it cannot be seen."""
     try:
         mode = directory.stat().st_mode
     except OSError as error:
@@ -111,37 +110,8 @@ def _share(
     return tuple(sorted(together, key=lambda fault: fault.shard or 0))
 
 
-_JOURNAL = re.compile(r"[\w.-]+-r\d{5,}\.journal(\.part)?")
-
-
-def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
-    """Name what killed writers have left, and shards that no manifest names.
-
-    Without a manifest only unfinished files count, as the shards may be all that is left.
-    """
-    named = {shard.file for shard in manifest.shards} if manifest else set()
-    with suppress(OSError):
-        return tuple(
-            sorted(
-                path.name
-                for path in directory.iterdir()
-                if path.name not in named and _is_ours(path.name, any_shard=manifest is not None)
-            )
-        )
-    return ()
-
-
-def _is_ours(name: str, *, any_shard: bool) -> bool:
-    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
-        return True
-    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))
-
-
 def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
-    """Read all of a shard and tell what is wrong with it.
-
-    Every byte is read once, filtered ones twice, those of a damaged shard twice.
-    """
+    """Read all of a shard, once, and once more if it is damaged; tell what is wrong with it."""
     shard = manifest.shards[index]
     try:
         blocks = ShardBlocks(directory, manifest, index)
@@ -169,9 +139,8 @@ class _ShardCheck:
         shard = self._blocks.shard
         is_as_written = self._blocks.file_crc32(advance) == shard.crc32
         found = self._size()
-        for name, place in shard.places.items():
-            # What only HDF5 can read, it may read from another file.
-            if not is_as_written or place.offset is None:
+        for name in shard.places:
+            if not is_as_written or not self._blocks.holds(name):
                 found += self._field(name)
         if not found and not is_as_written:
             found.append(
@@ -180,23 +149,7 @@ class _ShardCheck:
                     "HDF5): it has the wrong crc32, its samples are whole"
                 )
             )
-        return found or self._attributes()
-
-    def _crcs(self, name: str) -> list[int | None]:
-        """Return the crc32 of each block of a field, decoded; None where it cannot be read."""
-        blocks = self._blocks
-        crcs: list[int | None] = []
-        for run in runs(blocks.bounds(name) * max(1, blocks.row_bytes(name))):
-            try:
-                crcs += blocks.crcs(name, run, blocks.read(name, run.start, run.stop))
-            except UNREADABLE:
-                crcs += [self._crc(name, block) for block in run]
-        return crcs
-
-    def _crc(self, name: str, block: int) -> int | None:
-        with suppress(*UNREADABLE):
-            return crc32(self._blocks.read(name, block, block + 1).data)
-        return None
+        return found
 
     def _size(self) -> list[Fault]:
         have, want = self._blocks.num_bytes, self._blocks.shard.num_bytes
@@ -216,7 +169,7 @@ class _ShardCheck:
             what = f"has a damaged index of field {name}: {reason_of(error)}"
             everything = (blocks.samples(0, blocks.num_blocks),)
             return [fault(what=what, blocks=numbers, samples=everything)]
-        crcs = self._crcs(name)
+        crcs = [blocks.crc(name, block) for block in range(blocks.num_blocks)]
         found = np.array([crc or 0 for crc in crcs], "<u4")
         is_read = np.array([crc is not None for crc in crcs])
         try:
@@ -239,35 +192,3 @@ class _ShardCheck:
                 samples=merged(blocks.samples(block, block + 1) for block in numbers),
             )
         ]
-
-    def _attributes(self) -> list[Fault]:
-        """Compare what a whole file says of itself with the manifest."""
-        want = _attributes_of(self._blocks.manifest, self._blocks.index)
-        try:
-            with h5py.File(self._blocks.path, "r", locking=False) as file:
-                have = {name: np.asarray(file.attrs[name]).item() for name in want}
-            have["fields"] = json.loads(have["fields"])
-        except UNREADABLE as error:
-            return [self._fault(what=f"is not a shard: {reason_of(error)}")]
-        return [
-            self._fault(
-                what=f"says other than its manifest: {name} is {have[name]!r}, by the manifest "
-                f"{value!r}"
-            )
-            for name, value in want.items()
-            if have[name] != value
-        ]
-
-
-def _attributes_of(manifest: Manifest, index: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "dataset_uuid": manifest.uuid,
-        "split": manifest.split,
-        "shard": index,
-        "n": manifest.shards[index].num_samples,
-        "first_index": manifest.samples_of(index)[0],
-        "block_size": manifest.block_size,
-        "fields": json.loads(json.dumps(manifest.fields_record())),
-        "complete": 1,
-    }

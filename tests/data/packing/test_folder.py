@@ -96,24 +96,6 @@ def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
         odd.rename(photos / "cat")
 
 
-def test_links_to_a_folder_above_are_left_out(photos, packed, tmp_path):
-    (photos / "cat/up").symlink_to("..")
-    (photos / "dog/self").symlink_to(".")
-    (photos / "dog/far").symlink_to(tmp_path)
-    picture(7).save(tmp_path / "beside.png")
-    done, found = packed(photos)
-    for image, name in zip(found["image"], ORDER, strict=True):
-        assert np.array_equal(image, np.asarray(Image.open(photos / name)))
-    assert all(f"dog/{name}" in done.notes[0] for name in ("self", "far"))
-    assert "cat/up" in done.notes[0]
-
-
-def test_a_folder_that_is_met_twice_is_told(photos, packed):
-    (photos / "dog/more").symlink_to("../cat")
-    with pytest.raises(DataError, match=r"cat and .*dog/more are the same; remove the link"):
-        packed(photos)
-
-
 def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packed):
     (photos / "cow").mkdir()
     with pytest.raises(DataError, match=r"none below .*/cow; bring them back, or remove"):

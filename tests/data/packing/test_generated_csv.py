@@ -4,7 +4,6 @@ import csv
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
@@ -21,7 +20,7 @@ KINDS = {
 
 
 def write(path, draw):
-    """Write a file; some are larger than what pyarrow reads at once."""
+    """Write a file; some are larger than a block."""
     large = draw.random() < 0.3
     kinds = draw.choices(list(KINDS), k=draw.randrange(1, 5)) + ["long"] * large
     names = [f"{kind}{number}" for number, kind in enumerate(kinds)]
@@ -83,22 +82,3 @@ def test_it_is_packed_as_the_csv_module_reads_it(tmp_path, packed):
 def test_many_are_packed_as_the_csv_module_reads_them(tmp_path, packed):
     outcomes = check(tmp_path, packed, range(1000, 1200))
     assert outcomes["packed"] >= 150
-
-
-def test_line_breaks_in_quotes_beyond_a_mebibyte(tmp_path, packed):
-    text = 'a line\nand a "second",\n' * 15
-    with (tmp_path / "t.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["number", "text"], *([i, f"{i}{text}"] for i in range(4000))])
-    assert (tmp_path / "t.csv").stat().st_size > 2**20
-    _, found = packed(tmp_path / "t.csv")
-    assert np.array_equal(found["number"], np.arange(4000))
-    assert [bytes(one).decode() for one in found["text"]] == [f"{i}{text}" for i in range(4000)]
-
-
-@pytest.mark.parametrize("name", ["a", "ab"])
-def test_a_line_break_of_two_bytes_where_pyarrow_begins_to_read_anew(tmp_path, packed, name):
-    text = b"\r\n" * 300  # so that one of two names puts the MiB between the bytes
-    row = b'"' + text + b'"\n'
-    (tmp_path / "t.csv").write_bytes(name.encode() + b"\n" + row * 1800)
-    _, found = packed(tmp_path / "t.csv")
-    assert [bytes(one) for one in found[name]] == [text] * 1800

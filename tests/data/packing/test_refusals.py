@@ -79,29 +79,32 @@ CSV = [
     ({"t.csv": "a,b\n"}, {}, "has no rows"),
     ({"t.csv": "a,a\n1,2\n"}, {"fields": {"x": "a"}}, "has 2 named a"),
     ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number a row, column t"),
-    ({"0.tsv": "a\n1\n", "1.tsv": "a\nx\n"}, {}, r"1.tsv cannot be read"),
+    ({"t.csv": "a,b\n1,2\nNA,3\n"}, {}, "column a of .*t.csv has 'NA', which i8 cannot hold"),
+    (
+        {"0.tsv": "a\n1\n", "1.tsv": "a\nx\n"},
+        {},
+        r"1.tsv has 'x', which i8 cannot",
+    ),
     ({"t.csv": 'a,b\n1,"x\n2,y\n'}, {}, QUOTE.format(2)),
     ({"t.csv": 'a,b\n1,"x"\n2,"y""\n'}, {}, QUOTE.format(3)),
     ({"t.csv": 'a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z'}, {}, QUOTE.format(5)),
-    ({"t.csv": 'a\n"x\ny\n'}, {}, QUOTE.format(2)),
     ({"t.csv": 'a,"b\n1,2\n'}, {}, QUOTE.format(1)),
-    ({"t.csv": 'a,b\n1,2\n1,"'}, {}, QUOTE.format(3)),
-    ({"t.csv": "a,b\n" + f"1,{'z' * 60}\n" * 20_000 + '1,"\n1,z\n'}, {}, QUOTE.format(20_002)),
     ({"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'}, {}, r"at most 1.0 MiB: the row of line 3 of .*t.csv"),
     ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv is not so"),
     *(
         ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"of line 3 of .*t.csv, which cannot be read")
         for row in ("1,2,", ",,,,", "1")
     ),
-    ({"t.csv": LOSSY}, {"fields": {"x": "a:i1"}}, "value '300'|holds 300"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "value '0.5'|holds 0.5"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a:i1"}}, "column a .* has '300', which i1 cannot hold"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "has '0.5', which i4 cannot hold"),
     ({"t.csv": LOSSY}, {"fields": {"x": "f:f2"}}, "holds 100000.0, which f2 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "numbers have a type such as f4"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "has 'x', which f4 cannot hold"),
     ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "changes whole numbers of column a"),
     ({"t.csv": LOSSY}, {"fields": {"x": "a:f16"}}, "but no 'a:f16'"),
 ]
 
 PARQUET = [
+    ({"t.parquet": parquet(a=[1])}, {"fields": {"x": "a:text"}}, "numbers have a type such as f4"),
     ({"t.parquet": b"nothing"}, {}, "cannot be read as a table"),
     ({"t.parquet": parquet(odd=[1, None])}, {}, "column odd .*lacks 1 of 2"),
     ({"t.parquet": parquet(odd=pa.array([1], pa.timestamp("s")))}, {}, "column odd .*timestamp"),
@@ -109,7 +112,7 @@ PARQUET = [
     (
         {"0.parquet": parquet(a=[1]), "1.parquet": parquet(b=[1])},
         {},
-        r"1.parquet cannot be read as the table it was at first",
+        r"1.parquet has b, but no 'a'",
     ),
 ]
 
@@ -241,8 +244,6 @@ OPTIONS = [
         ({"compression": "gzip"}, "zstd"),
         ({"block_size": 0}, "block_size must be positive, got 0"),
         ({"length": -1}, "length must be positive"),
-        ({"per": "word"}, "got 'word'"),
-        ({"per": "file", "length": 3}, "not both"),
         ({"resize": (0, 3)}, "--resize 0x3"),
         ({"resize": (3, 3), "encoded": True}, "and --encoded"),
     ]

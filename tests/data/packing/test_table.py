@@ -45,6 +45,18 @@ def test_columns_of_csv_get_names_of_fields(tmp_path, packed):
     assert bytes(found["note"][3]) == b"text, 3"
 
 
+@pytest.mark.parametrize("text", ["0\n1", "5\n", "1_000", "0x1F", "٣", "true ", "2020-01-01"])
+def test_what_only_looks_like_a_number_is_text(tmp_path, packed, text):
+    (tmp_path / "t.csv").write_text(f'a\n"{text}"\n')
+    _, found = packed(tmp_path / "t.csv")
+    assert [bytes(one).decode() for one in found["a"]] == [text]
+
+
+def test_a_number_that_is_none_is_one_where_it_is_no_gap(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,b\n1, nan\n2,0.5\n")
+    assert np.array_equal(packed(tmp_path / "t.csv")[1]["b"], [np.nan, 0.5], equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
 @pytest.mark.parametrize("end", ["", "\n", "\r", "\r\n"])

@@ -1,4 +1,4 @@
-"""Text is packed by line, paragraph or file, or cut to one length; as bytes or as tokens."""
+"""Text is packed by line, or cut to one length; as bytes or as tokens."""
 
 import numpy as np
 import pytest
@@ -32,16 +32,11 @@ def texts(found):
     return [bytes(text).decode() for text in found["text"]]
 
 
-def test_a_sample_is_a_line_a_paragraph_or_a_file(books, packed):
+def test_a_sample_is_a_line(books, packed):
     done, found = packed(books)
     assert done.manifest.fields["text"].dtype == "|u1"
     lines = ["Erste Zeile", "zweite Zeile: äöü", "  ", "Zweiter Absatz", "Ende", "Dritter Absatz"]
     assert texts(found) == lines
-    _, found = packed(books, per="paragraph")
-    paragraphs = ["Erste Zeile\r\nzweite Zeile: äöü", "Zweiter Absatz\nEnde", "Dritter Absatz"]
-    assert texts(found) == paragraphs
-    _, found = packed(books, per="file")
-    assert texts(found) == [ONE, TWO]
 
 
 @pytest.mark.parametrize("shuffle", [None, 0])
