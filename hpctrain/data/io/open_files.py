@@ -77,8 +77,7 @@ class JoinedMap:
     def is_in_memory(self, *, fits: bool) -> bool:
         """Return whether every file was in memory when it was opened, or has come there since.
 
-        Args:
-            fits: whether what was read and checked stays there.
+        ``fits`` says whether what was read and checked stays there.
         """
         return all(file.was_cached or (fits and file.all_checked) for file in self._files)
 
