@@ -14,7 +14,7 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.shardfile import IO, ShardFile
+from hpctrain.data.io.shardfile import IO, ShardFile, size_problem
 from hpctrain.data.io.values import Array, ChunkCache
 
 
@@ -30,12 +30,8 @@ def check_file(directory: Path, manifest: Manifest, index: int) -> None:
         num_bytes = path.stat().st_size
     except OSError as error:
         raise _lost(directory, manifest, index, reason_of(error)) from error
-    if num_bytes != shard.num_bytes:
-        why = (
-            f"it has {shard.num_bytes} bytes by its manifest, got {num_bytes}: "
-            f"it was truncated or replaced"
-        )
-        raise _lost(directory, manifest, index, why)
+    if problem := size_problem(shard, num_bytes):
+        raise _lost(directory, manifest, index, problem)
 
 
 class OpenShard:

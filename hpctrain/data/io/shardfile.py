@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB, MIB
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.layout import Field, Manifest, ShardEntry
 from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
 from hpctrain.data.io.values import (
     Array,
@@ -59,7 +59,8 @@ class ShardFile:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
-        self._check_size()
+        if problem := size_problem(self.shard, self.identity[2]):
+            raise ValueError(problem)
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
         """Whether it lay in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
@@ -177,13 +178,6 @@ class ShardFile:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _check_size(self) -> None:
-        if self.identity[2] != self.shard.num_bytes:
-            raise ValueError(
-                f"it has {self.shard.num_bytes} bytes by its manifest, got {self.identity[2]}: "
-                f"it was truncated or replaced"
-            )
-
     def _mapped(self) -> Space:
         space = Space((self.shard.num_bytes,), "|u1")
         space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
@@ -263,6 +257,16 @@ class ShardFile:
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
             raise ValueError(f"/{what} is not what the manifest says")
         return dataset
+
+
+def size_problem(shard: ShardEntry, num_bytes: int) -> str:
+    """Say what is wrong with a file of so many bytes, if it is not as it was written."""
+    if num_bytes == shard.num_bytes:
+        return ""
+    return (
+        f"it has {shard.num_bytes} bytes by its manifest, got {num_bytes}: "
+        f"it was truncated or replaced"
+    )
 
 
 def open_hdf5(path: Path) -> h5py.File:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,6 @@ _MAX_BUFFERS = 512
 _MAX_BYTES = 8 * MIB
 
 
-class Values(Protocol):
-    """The values of one field; reading them raises OSError or RuntimeError."""
-
-    def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the rows [start, stop), contiguous in memory, not to be changed."""
-
-    def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
-        """Copy ``rows[i]`` to ``out[places[i]]``, or ``out[i]``."""
-
-    def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
-        """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``."""
-
-
 class MappedValues:
     """An array that is the file itself, or was read from it at once."""
 
@@ -52,11 +39,11 @@ class MappedValues:
         self._row_bytes = row_bytes(array)
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return the bytes of the array themselves."""
+        """Return the rows [start, stop), contiguous in memory, not to be changed."""
         return self._array[start:stop]
 
     def take(self, rows: Array, out: NDArray[Any], places: Array | None) -> None:
-        """Copy rows."""
+        """Copy ``rows[i]`` to ``out[places[i]]``, or ``out[i]``."""
         if places is None:
             take_rows(self._array, rows, out)
         elif self._row_bytes < _LARGE_BYTES:
@@ -66,7 +53,7 @@ class MappedValues:
                 out[place] = self._array[row]
 
     def copy(self, starts: Array, lengths: Array, out: NDArray[Any], places: Array) -> None:
-        """Copy runs of rows."""
+        """Copy ``lengths[i]`` rows from ``starts[i]`` on to ``out[places[i]:]``."""
         source, target, size = as_bytes(self._array), as_bytes(out), self._row_bytes
         if not len(source) or not len(target):
             return
@@ -288,3 +275,7 @@ class CachedValues:
         return self._cache.get(
             (self._number, home), lambda: np.ascontiguousarray(self._dataset[rows])
         )
+
+
+Values = MappedValues | DirectValues | CachedValues
+"""The values of one field; reading them raises OSError or RuntimeError."""
