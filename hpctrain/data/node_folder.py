@@ -71,11 +71,7 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
-        """Make a folder and hold it.
-
-        Args:
-            parent: exists.
-            label: part of its name, for people.
+        """Make a folder in another one and hold it; ``label`` is part of its name, for people.
 
         Raises:
             OSError: it cannot be made there, or its file system has no locks.

@@ -201,8 +201,7 @@ class SharedLoader(DataLoader[Any]):
         for batch in batches:
             mine, total = counts.popleft()
             if is_training:
-                self._tell.check(total)
-                self._tell(mine)
+                self._tell(mine, total)
             yield batch
 
 
@@ -296,8 +295,7 @@ class StreamLoader(DataLoader[Any]):
             if not self._is_compared:
                 self._compare(identity)
             if is_training:
-                self._tell.check(total)
-                self._tell(mine)
+                self._tell(mine, total)
             if is_training or mine:
                 yield batch
 
@@ -344,9 +342,10 @@ class _Teller:
         self._optimizer, self._size, self._batch_size = optimizer, size, batch_size
         self._nominal = (batch_size or size) / size
 
-    def __call__(self, num_samples: int) -> None:
+    def __call__(self, mine: int, total: int) -> None:
+        self.check(total)
         if self._optimizer is not None:
-            self._optimizer.set_num_samples(num_samples, self._nominal)
+            self._optimizer.set_num_samples(mine, self._nominal)
 
     def check(self, num_samples: int) -> None:
         """Refuse a batch of all ranks that would count for too much or too little."""

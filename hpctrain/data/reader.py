@@ -15,12 +15,11 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.io.chunks import ChunkCache
 from hpctrain.data.io.gathering import Part, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
-from hpctrain.data.io.values import Array
+from hpctrain.data.io.values import Array, ChunkCache
 from hpctrain.data.samples import Picked, Values
 
 if TYPE_CHECKING:

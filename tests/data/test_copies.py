@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.checksum import crc32
-from hpctrain.data.io import plain_blocks, values
-from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.plain_blocks import PlainBlocks, from_file
-from hpctrain.data.io.values import take_rows
+from hpctrain.data.io import mapped, values
+from hpctrain.data.io.mapped import PlainBlocks, from_file
+from hpctrain.data.io.values import ChunkCache, take_rows
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ NUM_ROWS = 300
 def little_at_once():
     patch = pytest.MonkeyPatch()
     patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
-    patch.setattr(plain_blocks, "READ_BYTES", 64)  # and runs of neighbours are cut
+    patch.setattr(mapped, "READ_BYTES", 64)  # and runs of neighbours are cut
     yield
     patch.undo()
 

@@ -13,6 +13,7 @@ from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
 from tests.data.memory import InMemory
+from tests.data.mixed_set import flip, shard
 
 NUM_SAMPLES, BLOCK = 120, 6
 
@@ -29,12 +30,8 @@ def damaged(tmp_path, world):
     if world.rank == 0:
         write_arrays(folder, numbered(NUM_SAMPLES), samples_per_shard=60, block_size=BLOCK)
         dataset = ShardedDataset(folder)
-        shard = dataset.manifest.shards[0]
-        place = shard.places["image"].offset
-        path = folder / shard.file
-        whole = bytearray(path.read_bytes())
-        whole[place + 44 * dataset.fields["image"].sample_bytes] ^= 1
-        path.write_bytes(whole)
+        path, entry = shard(folder, 0)
+        flip(path, entry.places["image"].offset + 44 * dataset.fields["image"].sample_bytes)
     world.barrier()
     return ShardedDataset(folder)
 

@@ -22,7 +22,6 @@ from hpctrain.data.transform import PerSample
 from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
-from tests.data.memory import InMemory
 from tests.runtime.victims import is_alive
 
 LIMIT_S = 50.0
@@ -158,9 +157,3 @@ def test_parts_and_mixtures_name_the_file_of_a_sample(dataset_of):
         number = int(mixture.take(np.array([index]))["number"][0])
         assert mixture.file_of(index) == names[number // 34]
     assert torch.equal(numbers, torch.arange(100))
-
-
-@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan")])
-def test_a_limit_that_is_none_is_refused(limit_s):
-    with pytest.raises(DataError, match="positive, inf for no limit"):
-        Loader(InMemory(3), global_batch=1, worker_timeout_s=limit_s)

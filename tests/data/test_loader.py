@@ -193,6 +193,8 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"prefetch": 0}, "prefetch"),
         ({"threads": 0}, "threads"),
         ({"workers": -1}, "workers"),
+        ({"worker_timeout_s": 0.0}, "positive, inf for no limit"),
+        ({"worker_timeout_s": float("nan")}, "positive, inf for no limit"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"tail": "long"}, "short, drop, wrap"),
         ({"ragged": "list"}, "packed, padded"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import KIB
 from hpctrain.data.order.feistel import Feistel, splitmix64_
-from hpctrain.data.order.order import SMALL, FisherYates, Sequential, Shuffled, global_order
+from hpctrain.data.order.order import SMALL, FisherYates, Shuffled, global_order
 from hpctrain.data.order.window import WindowOrder, WindowShape
 
 words = st.integers(0, 2**64 - 1)
@@ -156,11 +156,6 @@ def test_class_sorted_samples_are_mixed_nearly_as_by_a_drawn_permutation(sample_
     for half in (distinct[:100], distinct[100:]):
         assert 223 < np.mean(half) < 229
     assert min(distinct) > 190
-
-
-def test_sequential_order_is_the_identity():
-    positions = np.arange(5)
-    assert np.array_equal(Sequential().samples_at(positions), positions)
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.torch_dataloader import Stream, collate
@@ -67,12 +66,3 @@ def test_epochs_of_a_stream_differ(dataset_of):
     (second,) = stream
     assert first["number"].tolist() != second["number"].tolist()
     assert sorted(second["number"].tolist()) == list(range(97))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"global_batch": 0}, "global_batch must be positive"), ({"rank": 2, "size": 2}, "rank 2")],
-)
-def test_wrong_arguments_of_a_stream_are_told(dataset_of, wrong, words):
-    with pytest.raises(DataError, match=words):
-        Stream(dataset_of(31), **{"global_batch": 4, **wrong})

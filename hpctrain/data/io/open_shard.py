@@ -14,10 +14,8 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import CorruptError
 from hpctrain.data.format.hdf5_values import UNREADABLE
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.chunks import ChunkCache
-from hpctrain.data.io.read_ahead import wait_for
-from hpctrain.data.io.shardfile import IO, ShardFile
-from hpctrain.data.io.values import Array
+from hpctrain.data.io.shardfile import IO, ShardFile, size_problem
+from hpctrain.data.io.values import Array, ChunkCache
 
 
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
@@ -32,12 +30,8 @@ def check_file(directory: Path, manifest: Manifest, index: int) -> None:
         num_bytes = path.stat().st_size
     except OSError as error:
         raise _lost(directory, manifest, index, reason_of(error)) from error
-    if num_bytes != shard.num_bytes:
-        why = (
-            f"it has {shard.num_bytes} bytes by its manifest, got {num_bytes}: "
-            f"it was truncated or replaced"
-        )
-        raise _lost(directory, manifest, index, why)
+    if problem := size_problem(shard, num_bytes):
+        raise _lost(directory, manifest, index, problem)
 
 
 class OpenShard:
@@ -65,8 +59,7 @@ class OpenShard:
             CorruptError: the file is missing, or not the one that the manifest describes.
         """
         self._directory, self._manifest, self._index = directory, manifest, index
-        self._shard = manifest.shards[index]
-        self._first = sum(shard.num_samples for shard in manifest.shards[:index])
+        self._path = directory / manifest.shards[index].file
         self._io, self._chunks = io, chunks or ChunkCache()
         self._lock = Lock()
         self.file = self._opened()
@@ -87,7 +80,7 @@ class OpenShard:
             return
         blocks = np.unique(rows // self._manifest.block_size)
         if not again:
-            wait_for(file, blocks[~file.checked[blocks]])
+            file.wait_for(blocks[~file.checked[blocks]])
             blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
         file.found(blocks, wrong)
@@ -148,12 +141,11 @@ class OpenShard:
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             file = self._reopened(file)
             if (problem := file.problem(block)) is not None:
-                start = self._first + block * self._manifest.block_size
-                stop = min(
-                    start + self._manifest.block_size, self._first + self._shard.num_samples
-                )
+                start, end = self._manifest.samples_of(self._index)
+                start += block * self._manifest.block_size
+                stop = min(start + self._manifest.block_size, end)
                 raise CorruptError(
-                    f"shard {self._directory / self._shard.file} is damaged: {problem}, samples "
+                    f"shard {self._path} is damaged: {problem}, samples "
                     f"{start} to {stop - 1} of the data set; copy the file again",
                     start,
                     stop,
@@ -161,9 +153,10 @@ class OpenShard:
         file.checked[block] = True
 
     def _opened(self) -> ShardFile:
-        path = self._directory / self._shard.file
         try:
-            return ShardFile(path, self._manifest, self._index, io=self._io, chunks=self._chunks)
+            return ShardFile(
+                self._path, self._manifest, self._index, io=self._io, chunks=self._chunks
+            )
         except UNREADABLE as error:
             raise self._lost(error) from error
 
@@ -183,12 +176,11 @@ class OpenShard:
 
 
 def _lost(directory: Path, manifest: Manifest, index: int, why: str) -> CorruptError:
-    shard = manifest.shards[index]
-    start = sum(before.num_samples for before in manifest.shards[:index])
-    stop = start + shard.num_samples
+    start, stop = manifest.samples_of(index)
     return CorruptError(
-        f"cannot read shard {directory / shard.file}: {why}; samples {start} to {stop - 1} of "
-        f"the data set are in it; copy it again or check the mount",
+        f"cannot read shard {directory / manifest.shards[index].file}: {why}; "
+        f"samples {start} to {stop - 1} of the data set are in it; copy it again or check the "
+        f"mount",
         start,
         stop,
     )

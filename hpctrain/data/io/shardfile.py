@@ -1,25 +1,31 @@
-"""The file of one shard, open: its values, its checksums and what has been checked of it."""
+"""The file of one shard, open: its values, what has been checked of it, and reading it ahead."""
 
 import os
+from concurrent.futures import Executor, Future
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.checksum import crc32
-from hpctrain.core.units import MIB
+from hpctrain.core.units import KIB, MIB
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.io.chunks import CachedValues, ChunkCache
-from hpctrain.data.io.mapped import Space, is_cached
-from hpctrain.data.io.plain_blocks import PlainBlocks, from_file, from_map
-from hpctrain.data.io.values import Array, DirectValues, MappedValues, Values, as_bytes, read_at
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from hpctrain.data.format.layout import Field, Manifest, ShardEntry
+from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
+from hpctrain.data.io.values import (
+    Array,
+    CachedValues,
+    ChunkCache,
+    DirectValues,
+    MappedValues,
+    Values,
+    as_bytes,
+    read_at,
+)
 
 IO = Literal["map", "read", "auto"]
 
@@ -53,7 +59,8 @@ class ShardFile:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
-        self._check_size()
+        if problem := size_problem(self.shard, self.identity[2]):
+            raise ValueError(problem)
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
         """Whether it lay in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
@@ -105,9 +112,18 @@ class ShardFile:
 
         So does a file that was changed: to touch what a map has lost ends the process.
         """
+        # What is asked for here comes in small pages, which a map then takes one by one.
+        if not self.is_mapped:
+            _advise_blocks(self, blocks)
         new = blocks[~self.checked[blocks]]
         if not self.is_changed():
             self.found(new, self.wrong_blocks(new))
+
+    def wait_for(self, blocks: Array) -> None:
+        """Return when none of these blocks is on its way."""
+        for block in blocks.tolist():
+            if (future := self.coming.get(block)) is not None:
+                future.exception()
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Count blocks as checked but for those that are wrong.
@@ -161,13 +177,6 @@ class ShardFile:
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    def _check_size(self) -> None:
-        if self.identity[2] != self.shard.num_bytes:
-            raise ValueError(
-                f"it has {self.shard.num_bytes} bytes by its manifest, got {self.identity[2]}: "
-                f"it was truncated or replaced"
-            )
 
     def _mapped(self) -> Space:
         space = Space((self.shard.num_bytes,), "|u1")
@@ -250,6 +259,16 @@ class ShardFile:
         return dataset
 
 
+def size_problem(shard: ShardEntry, num_bytes: int) -> str:
+    """Say what is wrong with a file of so many bytes, if it is not as it was written."""
+    if num_bytes == shard.num_bytes:
+        return ""
+    return (
+        f"it has {shard.num_bytes} bytes by its manifest, got {num_bytes}: "
+        f"it was truncated or replaced"
+    )
+
+
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file for reading whatever locks it has; HDF5 keeps no values of it in memory.
 
@@ -263,3 +282,83 @@ def open_hdf5(path: Path) -> h5py.File:
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+
+
+THREADS = 4
+"""While one looks at what it has read, others keep the disk busy."""
+_PIECE_BYTES = 4 * MIB
+"""Of blocks that one thread reads in a row."""
+_REQUEST_BYTES = 128 * KIB
+"""Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
+_GAP_BYTES = 16 * KIB
+
+
+def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
+    """Let threads bring rows of a file into memory, in its order, and return at once.
+
+    ``check`` brings the whole of their blocks, and checks those that are new; who takes samples
+    waits for it by ``ShardFile.wait_for``. What is wrong is left to him.
+    """
+    if file.was_cached or not len(rows):
+        return
+    if not check:
+        threads.submit(_advise, file, *runs_of(distinct(rows)))
+        return
+    blocks = distinct(rows // file.block_size)
+    is_new = ~file.checked[blocks]
+    threads.submit(_advise_blocks, file, blocks[~is_new])
+    new = blocks[is_new]
+    num_pieces = min(len(new), -(-len(new) * file.block_bytes // _PIECE_BYTES))
+    for piece in np.array_split(new, num_pieces) if num_pieces else []:
+        numbers = piece.tolist()
+        future = threads.submit(file.bring, piece)
+        file.coming.update(dict.fromkeys(numbers, future))
+        future.add_done_callback(partial(_arrived, file, numbers))
+
+
+def runs_of(numbers: Array) -> tuple[Array, Array]:
+    """Return the starts and stops of the runs of consecutive numbers, which grow."""
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    starts = numbers[np.concatenate(([0], cuts))]
+    stops = numbers[np.concatenate((cuts, [len(numbers)])) - 1] + 1
+    return starts, stops
+
+
+def distinct(numbers: Array) -> Array:
+    """Return each number once, in order: what ``np.unique`` does, fast where they grow."""
+    steps = np.diff(numbers)
+    if (steps < 0).any():
+        return np.unique(numbers)
+    return numbers[np.concatenate(([True], steps > 0))]
+
+
+def _arrived(file: ShardFile, blocks: list[int], future: Future[None]) -> None:
+    for block in blocks:
+        if file.coming.get(block) is future:
+            file.coming.pop(block, None)
+
+
+def _advise_blocks(file: ShardFile, blocks: Array) -> None:
+    """Ask the disk for blocks, which grow, maybe none."""
+    if len(blocks):
+        starts, stops = runs_of(blocks)
+        size = file.block_size
+        _advise(file, starts * size, np.minimum(stops * size, file.shard.num_samples))
+
+
+def _advise(file: ShardFile, starts: Array, stops: Array) -> None:
+    """Ask the disk for the samples ``[starts[i], stops[i])``, which grow, all at the same time."""
+    for begins, ends in file.extents(starts, stops):
+        start = stop = 0
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            if begin > stop + _GAP_BYTES:
+                _request(file.descriptor, start, stop)
+                start = begin
+            stop = max(stop, end)
+        _request(file.descriptor, start, stop)
+
+
+def _request(descriptor: int, start: int, stop: int) -> None:
+    for piece in range(start, stop, _REQUEST_BYTES):
+        size = min(_REQUEST_BYTES, stop - piece)
+        os.posix_fadvise(descriptor, piece, size, os.POSIX_FADV_WILLNEED)

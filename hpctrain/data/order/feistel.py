@@ -44,12 +44,8 @@ class Feistel:
     ) -> Words:
         """Map values in [0, limit) to values in [0, limit), one to one for each tweak.
 
-        Args:
-            values: ``(count,)``.
-            limits: ``(count,)``, each at most ``size``, which is the default. Far below it,
-                the walk is long.
-            tweaks: ``(count,)``, each chooses another bijection.
-            is_back: undo that, with the same limits and tweaks.
+        All are ``(count,)``. Each limit is at most ``size``, which is the default; far below it,
+        the walk is long. ``is_back`` undoes that, with the same limits and tweaks.
         """
         result = np.empty_like(values)
         for start in range(0, len(values), _PIECE):

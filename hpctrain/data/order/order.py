@@ -27,12 +27,7 @@ class Order(Protocol):
 
 
 def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
-    """Shuffle all samples: any sample can come at any position.
-
-    Args:
-        n: number of samples, at least 1 and below 2^62.
-        seed: of the whole training, in [0, 2^64).
-        epoch: in [0, 2^64).
+    """Shuffle ``n`` samples: any of them can come at any position.
 
     Raises:
         DataError: an argument is out of range.
