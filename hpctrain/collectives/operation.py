@@ -32,9 +32,8 @@ class UnsupportedError(ConfigError, NotImplementedError):
 def controller_of(process_set: ProcessSet | None) -> Controller:
     """Return what carries out the operations of a process set; None is the set of all ranks.
 
-    Raises:
-        NotInitializedError: ``init`` was not called.
-        ConfigError: the set is not registered, or this rank is not in it.
+    ``NotInitializedError`` before ``init``; ``ConfigError`` if the set is not registered, or this
+    rank is not in it.
     """
     sets = current().sets
     if process_set is global_process_set or process_set is None:

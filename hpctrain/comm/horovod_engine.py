@@ -119,11 +119,8 @@ class HorovodCommunicator(MpiCommunicator):
     def _run(self, start: Any, values: Tensor, what: str, **options: Any) -> Any:
         """Let Horovod ``start`` an operation; sleep meanwhile and look for lost ranks.
 
-        What has the same name must be alike each time, since Horovod remembers it.
-
-        Raises:
-            CommError: Horovod refuses it, or fails.
-            RankLostError: a rank was lost meanwhile. Horovod may still use the tensors.
+        What has the same name must be alike each time, since Horovod remembers it. ``CommError``
+        if Horovod refuses it, or fails; after a ``RankLostError`` it may still use the tensors.
         """
         name = f"{self._name} {what}"
         self._library_bytes += values.nbytes
@@ -188,8 +185,7 @@ def join(
 ) -> HorovodCommunicator:
     """Start Horovod and make the communicator of all ranks, which keeps ``world``. Collective.
 
-    Raises:
-        LaunchError: some rank has no Horovod that works, or its Horovod is in use; on every rank.
+    ``LaunchError``, on every rank: some rank has no Horovod that works, or its Horovod is in use.
     """
     refusal, here = None, None
     try:
@@ -236,10 +232,9 @@ _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the elements of a tensor of any dtype and layout as numbers that Horovod moves.
+    """Return the elements of any tensor as numbers that Horovod moves, and how many each is.
 
-    Returns:
-        The same memory if possible, and how many numbers an element of the tensor is.
+    The same memory if possible.
     """
     lane = _LANES[tensor.itemsize]
     return flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize
@@ -248,9 +243,8 @@ def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
 def operation(how: Combination) -> str | None:
     """Return the name of Horovod's operation with the same result for values in ``how.wide``.
 
-    Returns:
-        None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod
-        knows nothing.
+    None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod knows
+    nothing.
     """
     if how.wide is torch.bool:
         return _LOGICAL.get(how.function)
@@ -273,8 +267,7 @@ class Library(NamedTuple):
 def library() -> Library:
     """Load Horovod, MPI being loaded; modules that stand in for it are left as they are.
 
-    Raises:
-        LaunchError: it is not installed, does not load, or was built for another MPI.
+    ``LaunchError`` if it is not installed, does not load, or was built for another MPI.
     """
     if problem := _problem():
         raise LaunchError(_remedy(problem))

@@ -165,10 +165,10 @@ class Statistics:
             self.counts.setdefault(call.operation, Count()).add(call)
 
     def report(self) -> None:
-        """Print the table of all ranks on the standard error of rank 0.
+        """Print the table of all ranks on the standard error of rank 0; not in forked children.
 
         Collective: to be called only where every rank is known to come, or the others would wait
-        for one that never does. Does nothing in forked children.
+        for one that never does.
         """
         if not self._owner.is_here:
             return

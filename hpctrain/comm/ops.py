@@ -85,10 +85,7 @@ class Combination:
     """Of two tensors of dtype ``wide``, with ``out``."""
 
     def into(self, total: Tensor, other: Tensor) -> None:
-        """Replace ``total`` by ``total (op) other``.
-
-        Both are flat, of dtype ``lane`` or ``wide``.
-        """
+        """Replace ``total`` by ``total (op) other``; both flat, of dtype ``lane`` or ``wide``."""
         if total.dtype == self.wide:
             self.function(total, other.to(self.wide), out=total)
         elif total.dtype == other.dtype and self.lane in _HALVES:

@@ -83,8 +83,7 @@ class Controller:
     def submit(self, request: Request, take: Take | None = None) -> Handle:
         """Start an operation; ``take`` makes what its handle gives of the result.
 
-        Raises:
-            DuplicateNameError: an operation of this name is under way on this rank.
+        ``DuplicateNameError`` if an operation of this name is under way on this rank.
         """
         handle = Handle(self, request, take=take)
         self._enter(handle)
@@ -145,8 +144,7 @@ class Controller:
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
         """Return when an operation is done; drive until then, unless another thread does.
 
-        Raises:
-            RankLostError: it was not done within ``timeout_s``, by default that of all.
+        ``RankLostError`` if it was not done within ``timeout_s``, by default that of all.
         """
         since = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s

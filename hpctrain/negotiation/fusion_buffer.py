@@ -25,14 +25,12 @@ _MOST_VIEWS = 1 << 14
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
-    """Return the numbers of requests that are carried out together, in the order to do so.
+    """Return the numbers of requests that are carried out together, each once, in order.
 
     A function of the signatures alone, so the same on all ranks. All-reduces of one dtype,
-    operation and factors are put together, in their order, up to ``fusion_bytes``; everything
-    else is alone, and so is a request of several dtypes. A request is never cut.
-
-    Returns:
-        Every number once; a run has its place where its first request has it.
+    operation and factors are put together, in their order, up to ``fusion_bytes``, where the first
+    of them has its place; everything else is alone, and so is a request of several dtypes. A
+    request is never cut.
     """
     found: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -93,10 +91,8 @@ class FusionBuffer:
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """Return the buffer laid out for ``tensors`` of one dtype; until the next call.
 
-        Collective: the buffer grows where it has to, on all ranks at once.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank.
+        Collective: the buffer grows where it has to, on all ranks at once. ``NodeMemoryError``, on
+        every rank, if there is not enough memory.
         """
         dtype = tensors[0].dtype
         key = (dtype, tuple([tensor.shape for tensor in tensors]))

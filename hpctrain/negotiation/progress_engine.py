@@ -86,8 +86,7 @@ class ProgressEngine:
     def enter(self, handle: Handle) -> None:
         """Note an operation, and give it a name if it has none.
 
-        Raises:
-            DuplicateNameError: an operation of this name, which the user gave, is under way.
+        ``DuplicateNameError`` if one of this name, which the user gave, is under way.
         """
         if handle.request.name is not None:
             if self._under_way.setdefault(handle.name, handle) is not handle:
@@ -133,8 +132,7 @@ class ProgressEngine:
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.
 
-        Returns:
-            Whether anything came to its end.
+        Returns whether anything came to its end.
         """
         post, negotiator = self._post, self._negotiator
         is_done = False

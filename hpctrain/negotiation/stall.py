@@ -284,8 +284,8 @@ class StallWatch:
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if there is one to ask; to be called every second or so.
 
-        A question is asked again whenever the wait has become twice as long. ``oldest`` says
-        when this rank has submitted each operation that is not decided, on the clock of ``now``.
+        A question is asked again whenever the wait has become twice as long. ``oldest`` says when
+        this rank has submitted each operation that is not decided, on the clock of ``now``.
         """
         self._asked = {
             name: asked for name, asked in self._asked.items() if oldest.get(name) == asked[0]
@@ -343,10 +343,9 @@ class StallWatch:
                 self._end(HANG)
 
     def reports(self, now: float) -> list[StallReport]:
-        """Return what has been found out.
+        """Return what has been found out: on the root once all have answered, or time is over.
 
-        On the root once all have answered, or time is over; on a rank whose question has not come
-        back from the root, that.
+        On a rank whose question has not come back from the root, that.
         """
         lost = [question for question, until in self._unheard.values() if now >= until]
         for question in lost:

@@ -36,10 +36,9 @@ class Timelines:
     def start(self, path: str | Path, *, mark_cycles: bool = False) -> None:
         """Record from now on; another timeline ends, the same one goes on.
 
-        Args:
-            path: the file. Rank 0 alone records, unless it has ``{rank}``, for which the number
-                of each rank is put in. A file that cannot be made is a warning.
-            mark_cycles: whether to mark each round of the controller.
+        Rank 0 alone records, unless ``path`` has ``{rank}``, for which the number of each rank is
+        put in. A file that cannot be made is a warning. ``mark_cycles`` marks each round of the
+        controller.
         """
         if RANK not in str(path) and self._rank != 0:
             return
@@ -78,11 +77,7 @@ class Timeline:
     """
 
     def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
-        """Make the file, or empty it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Make the file, or empty it; OSError if it cannot be written."""
         self.path = path
         self._mark_cycles = mark_cycles
         self._origin_ns = perf_counter_ns()
@@ -219,8 +214,7 @@ class TraceFile:
     def append(self, events: Sequence[str]) -> None:
         """Write some events, each a JSON object.
 
-        Raises:
-            OSError: the disk is full, or the like; what was there before is whole.
+        OSError if the disk is full, or the like; what was there before is whole.
         """
         if not events:
             return

@@ -40,8 +40,7 @@ class OpenedSteps(Protocol):
     def take_part(self, comm: Communicator) -> bool:
         """Take part in the next step of the other ranks with nothing. Collective.
 
-        Returns:
-            False if all ranks do so: there is no other step.
+        False if all ranks do so: there is no other step.
         """
 
     def last_to_step(self, comm: Communicator) -> Sequence[int]:
@@ -164,12 +163,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
 
 
 def numbers_of(comm: object) -> tuple[int, ...]:
-    """Return which ranks those of an mpi4py communicator are. Not collective.
-
-    Raises:
-        NotInitializedError: there is no world yet.
-        ConfigError: one of them is not in the world.
-    """
+    """Return which ranks those of a communicator are, else ``ConfigError``. Not collective."""
     return tuple(numbers_in(current().ranks, cast("MpiComm", comm)))
 
 

@@ -50,11 +50,7 @@ class Network:
         return any(to is None or one[2] in to for one in self._leaving)
 
     def close(self, watch: Watch) -> None:
-        """Free the communicator once all ranks are here and nothing is under way. Collective.
-
-        Raises:
-            RankLostError: a rank is lost.
-        """
+        """Free the communicator once all ranks are here and nothing is under way. Collective."""
         wait_until(self._is_quiet, watch.look, BY_MPI)
         everyone_came = self._comm.Ibarrier()  # they receive until nobody sends any more
         wait_until(lambda: self._is_quiet() and everyone_came.Test(), watch.look, BY_MPI)

@@ -43,10 +43,8 @@ class SharedMemory:
         """Take what the levels need in one piece: cells to compare, semaphores, the stage.
 
         With ``spin`` each rank has a core of its own, so that a short wait may keep it;
-        ``stage_bytes`` are of each rank, for ``stage``.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        ``stage_bytes`` are of each rank, for ``stage``. ``NodeMemoryError``, on every rank of the
+        node, if there is too little.
         """
         self.local_rank = node.rank
         self.local_size = node.size
@@ -80,11 +78,7 @@ class SharedMemory:
         """Bytes of every rank, by local rank, for what passes through."""
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here.
-
-        Raises:
-            CommError: this node level was closed, or has failed before.
-        """
+        """Return when all ranks of the node are here; ``CommError`` if closed or failed before."""
         if self._unusable:
             raise CommError(self._unusable)
         try:
@@ -100,9 +94,8 @@ class SharedMemory:
     def meet(self, call: Call) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
 
-        Raises:
-            MismatchError: another rank is about to do something else; on every rank.
-            CommError: this is a forked child of a rank.
+        ``MismatchError``, on every rank, if another is about to do something else; ``CommError``
+        in a forked child of a rank.
         """
         self._owner.check()
         turn = self.turn
@@ -116,8 +109,7 @@ class SharedMemory:
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
 
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        ``NodeMemoryError``, on every rank of the node, if there is too little.
         """
         self._num_buckets += 1
         segments = self.allocate(max(numel * dtype.itemsize, 1))
@@ -149,13 +141,10 @@ class SharedMemory:
         self.barrier()
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
-        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all.
+        """Make a zeroed segment on every rank, and map those of all; return them by local rank.
 
-        Returns:
-            The segments by local rank; each lives as long as something refers to it.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        Each lives as long as something refers to it. ``NodeMemoryError``, on every rank of the
+        node, if there is too little.
         """
         refusal, segments = None, None
         try:
@@ -231,8 +220,7 @@ class NodeBarrier:
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
     """Combine the ranks' pieces in rank order, times ``scale``.
 
-    Returns:
-        The first piece, which is overwritten; a wider tensor where one rounding wants it.
+    Returns the first piece, which is overwritten; a wider tensor where one rounding wants it.
     """
     first, *others = (_lane(part, combination) for part in parts)
     total = first if combination.wide is first.dtype else first.to(combination.wide)
@@ -244,10 +232,7 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 def combine_to(
     out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
 ) -> None:
-    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
-
-    ``out`` may be one of the first two pieces.
-    """
+    """Combine the pieces in rank order, times ``scale``; ``out`` may be one of the first two."""
     if combination.wide is not combination.lane or len(parts) == 1:
         total = parts[0].to(combination.wide, copy=True)
         for other in parts[1:]:
@@ -319,8 +304,7 @@ class SharedSlots:
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
 
-        Returns:
-            The slots of all ranks, as a bucket.
+        Returns the slots of all ranks, as a bucket.
         """
         peers = self._put(values, call)
         self._node.num_bytes += values.numel() * values.itemsize

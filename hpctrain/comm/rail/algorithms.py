@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
-from hpctrain.comm.rail.trees import double_tree_allreduce_, tree_allreduce_
-from hpctrain.comm.rail.wire import Arrival, Wire, cut, num_segments, received
+from hpctrain.comm.rail.wire import Wire, cut, received
 from hpctrain.core.units import KIB, MIB
 
 
@@ -162,7 +161,7 @@ def ring_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> Non
     size, rank, numel = wire.size, wire.rank, tensor.numel()
     if size == 1 or numel == 0:
         return
-    num_each = num_segments(-(-numel // size) * tensor.itemsize, SEGMENT_BYTES)
+    num_each = max(1, -(-(-(-numel // size) * tensor.itemsize) // SEGMENT_BYTES))
     pieces = cut(tensor, size * num_each)
     ahead = min(2, num_each)
     inboxes = torch.empty(ahead, -(-numel // len(pieces)), dtype=tensor.dtype)
@@ -177,14 +176,12 @@ def ring_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> Non
     ]
     num_combined = (size - 1) * num_each
 
-    def expected() -> Iterator[Arrival]:
+    def targets() -> Iterator[Tensor]:
         for turn, segment in enumerate(incoming):
-            combined = turn < num_combined
-            target = inboxes[turn % ahead, : segment.numel()] if combined else segment
-            yield Arrival(target, (rank - 1) % size)
+            yield inboxes[turn % ahead, : segment.numel()] if turn < num_combined else segment
 
     leaving = deque(wire.start_send(segment, (rank + 1) % size) for segment in segments_of(rank))
-    for turn, arrived in enumerate(received(wire, expected(), ahead)):
+    for turn, arrived in enumerate(received(wire, (rank - 1) % size, targets(), ahead)):
         segment = incoming[turn]
         if turn < num_combined:
             combination.into(segment, arrived)
@@ -202,8 +199,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "doubling": doubling_allreduce_,
     "halving": halving_allreduce_,
     "ring": ring_allreduce_,
-    "tree": tree_allreduce_,
-    "double_tree": double_tree_allreduce_,
     "library": allreduce_by_messages_,  # where the MPI library cannot; else Rail calls the library
 }
 """By the name that a plan gives them."""
@@ -223,12 +218,9 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
 def pairwise_reduce_scatter(
     wire: Wire, parts: Sequence[Tensor], combination: Combination
 ) -> Tensor:
-    """Combine everybody's ``parts[rank]`` on this rank. Collective.
+    """Return everybody's ``parts[rank]`` combined, as a new tensor of dtype ``wide``. Collective.
 
     Parts are flat and contiguous, of dtype ``combination.lane``, alike on every rank.
-
-    Returns:
-        A new tensor of dtype ``combination.wide``, as long as this rank's part.
     """
     total = parts[wire.rank].to(combination.wide, copy=True)
     inbox = torch.empty_like(parts[wire.rank])

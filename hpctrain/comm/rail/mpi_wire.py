@@ -102,9 +102,8 @@ class MpiWire(Wire):
     def finish(self, transfer: Transfer) -> None:
         """Return when ``transfer`` is complete; sleep meanwhile.
 
-        Raises:
-            RankLostError: a rank is lost, or the wait has lasted too long.
-            CommError: the other end sent more or less than this one takes.
+        ``RankLostError`` if a rank is lost, or the wait has lasted too long; ``CommError`` if the
+        other end sent more or less than this one takes.
         """
         partner = self._world_ranks[transfer.partner]
         status = MPI.Status()

@@ -30,10 +30,9 @@ class Rail:
         world_ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        """Take the ranks and the choice of algorithms.
+        """Take the ranks of ``comm``, which ``close`` frees.
 
         ``table`` has names of ``ALGORITHMS`` by bytes of the part; the rest as for ``MpiWire``.
-        ``close`` frees ``comm``.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -42,15 +42,6 @@ class Wire(Protocol):
         self.finish(leaving)
 
 
-class Arrival(NamedTuple):
-    """A piece that will come."""
-
-    tensor: Tensor
-    """Where it goes."""
-    source: int
-    tag: int = 0
-
-
 def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
     """Cut a flat ``tensor`` into views that differ by one element at most; some may be empty."""
     numel = tensor.numel()
@@ -59,26 +50,21 @@ def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
     ]
 
 
-def num_segments(num_bytes: int, segment_bytes: int) -> int:
-    """Return into how many segments of at most about ``segment_bytes`` a part is cut."""
-    return max(1, -(-num_bytes // segment_bytes))
-
-
-def received(wire: Wire, expected: Iterable[Arrival], ahead: int) -> Iterator[Tensor]:
-    """Yield the tensors of ``expected`` in order, each when it has come.
+def received(wire: Wire, source: int, targets: Iterable[Tensor], ahead: int) -> Iterator[Tensor]:
+    """Yield ``targets`` in order, each when what rank ``source`` sends for it has come.
 
     The next ``ahead`` receives are posted all the time, so they travel while the caller works.
-    A later arrival may go where an earlier one was ``ahead`` pieces before: it is posted when
-    the caller asks for the next piece.
+    A later piece may go where an earlier one was ``ahead`` pieces before: it is posted when the
+    caller asks for the next piece.
     """
 
-    def start(arrival: Arrival) -> tuple[Tensor, Any]:
-        return arrival.tensor, wire.start_receive(*arrival)
+    def start(target: Tensor) -> tuple[Tensor, Any]:
+        return target, wire.start_receive(target, source)
 
-    coming = iter(expected)
-    posted = deque(start(arrival) for arrival in islice(coming, ahead))
+    coming = iter(targets)
+    posted = deque(start(target) for target in islice(coming, ahead))
     while posted:
         tensor, transfer = posted.popleft()
         wire.finish(transfer)
         yield tensor
-        posted.extend(start(arrival) for arrival in islice(coming, 1))
+        posted.extend(start(target) for target in islice(coming, 1))
