@@ -177,11 +177,6 @@ class Statistics:
             sys.stderr.write(describe(counts))
 
 
-def wanted_statistics(comm: Communicator, *, here: bool) -> Statistics | None:
-    """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective."""
-    return Statistics(comm) if comm.broadcast_object(here) else None
-
-
 def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:
     """Return the table: a line per operation, the one that took most time first.
 

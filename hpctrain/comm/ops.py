@@ -94,13 +94,6 @@ class Combination:
             wide = total.to(self.wide)
             total.copy_(self.function(wide, other.to(self.wide), out=wide))
 
-    def of_two(self, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Write ``first (op) second`` into ``out``, where ``lane`` is ``wide``: one call of torch.
-
-        All three are flat and of dtype ``lane``; ``out`` may be one of the two.
-        """
-        self.function(first, second, out=out)
-
     def widened(self) -> "Combination":
         """Return the combination of values that were converted to ``wide`` before."""
         return replace(self, lane=self.wide)

@@ -1,5 +1,6 @@
 """Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one bell for all."""
 
+import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore, private
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch, wait_until
 from hpctrain.core.libc import Segment
 
@@ -39,8 +40,6 @@ class Tree:
 
     rank: int
     """My rank."""
-    size: int
-    """Ranks in the tree."""
     parent: int | None
     """The rank towards the root; None at the root."""
     children: tuple[int, ...]
@@ -66,7 +65,7 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     if rank == mine[0]:
         parent, of_other_nodes = _place(leaders, rank)
         children = of_other_nodes + children
-    return Tree(rank, sum(map(len, members)), parent, children)
+    return Tree(rank, parent, children)
 
 
 def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
@@ -276,7 +275,7 @@ def _part(box: Segment, offset: int) -> memoryview:
 
 def _private_bell() -> Semaphore:
     """Return the bell of a rank that shares no memory."""
-    bell = Semaphore(private(LINE_BYTES))
+    bell = Semaphore((ctypes.c_char * LINE_BYTES)())
     bell.initialise()
     return bell
 

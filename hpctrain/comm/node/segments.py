@@ -54,11 +54,6 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
     return segment
 
 
-def private(num_bytes: int) -> Segment:
-    """Make zeros that no other process sees."""
-    return (ctypes.c_char * num_bytes)()
-
-
 def yield_core() -> None:
     """Let others have the core, and other threads Python's lock, before going on."""
     _YIELD()

@@ -239,7 +239,7 @@ def combine_to(
             combination.into(total, other)
         out.copy_(total if scale is None else total.mul_(scale))
         return
-    combination.of_two(parts[0], parts[1], out)
+    combination.function(parts[0], parts[1], out=out)
     for other in parts[2:]:
         combination.into(out, other)
     if scale is not None:
