@@ -22,7 +22,7 @@ from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.choice import has_equal_nodes
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.tensor_arguments import flat_of, name_of
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, LaunchError
@@ -30,7 +30,7 @@ from hpctrain.launch.installed_horovod import installed
 
 
 class HorovodCommunicator(MpiCommunicator):
-    """All-reduces, gathers and broadcasts are Horovod's, as far as it has them; all else is MPI's.
+    """All-reduces are Horovod's, as far as it has them; all else is MPI's.
 
     The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
     that is late, lost, or about to do something else. Groups of all ranks are Horovod's too, in
@@ -57,7 +57,6 @@ class HorovodCommunicator(MpiCommunicator):
         self._levels = levels
         self._name = name
         self._num_groups = 0
-        self._by_world_rank = sorted(range(comm.size), key=self._world_ranks.__getitem__)
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
         name = operation(how)
@@ -80,23 +79,6 @@ class HorovodCommunicator(MpiCommunicator):
         part = self._run(hvd.reducescatter_async, wire, f"{what}: node", op=hvd.Sum, **node)
         self._run(hvd.allreduce_async_, part, f"{what}: rail", op=hvd.Sum, **rail)
         wire.copy_(self._run(hvd.allgather_async, part, f"{what}: publish", **node))
-
-    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        values, lanes = as_lanes(mine)
-        if not 0 < sum(numels) * lanes <= MOST_LANES:
-            return super()._gather_flat(mine, numels)
-        packed = self._run(self._hvd.allgather_async, values, "all_gather")
-        # Horovod gives them in the order of the world.
-        parts = packed.view(mine.dtype).split([numels[rank] for rank in self._by_world_rank])
-        found = dict(zip(self._by_world_rank, parts, strict=True))
-        return [found[rank].clone() for rank in range(self.size)]
-
-    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
-        values, _ = as_lanes(chunk)
-        if values.numel():
-            source = self._world_ranks[root]
-            what = f"broadcast.{root} {_size(values)}"
-            self._run(self._hvd.broadcast_async_, values, what, root_rank=source)
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """Split the ranks off; all ranks count the groups, also those that they are not in."""
@@ -217,9 +199,6 @@ def unmet_wish(topology: Topology, settings: Settings) -> str:
     )
 
 
-MOST_LANES = (1 << 31) - 1
-"""Elements of all ranks together in one operation: Horovod's offsets have 32 bits."""
-
 _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}
 _WIRE |= dict.fromkeys(
     (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8), torch.int32
@@ -228,16 +207,6 @@ _WIRE |= dict.fromkeys(
 torch has no operations for some of them, and the MPI library below it saturates others."""
 _LOGICAL = {torch.bitwise_or: "Max", torch.bitwise_and: "Min"}
 _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
-_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the elements of any tensor as numbers that Horovod moves, and how many each is.
-
-    The same memory if possible.
-    """
-    lane = _LANES[tensor.itemsize]
-    return flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize
 
 
 def operation(how: Combination) -> str | None:

@@ -130,11 +130,6 @@ def test_what_has_no_meaning_is_refused(dtype, op, message):
         combination(dtype, op)
 
 
-def test_widened_values_are_combined_in_their_own_dtype():
-    how = combination(torch.float8_e5m2, Op.MAX).widened()
-    assert (how.op, how.lane, how.wide) == (Op.MAX, torch.float32, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [*FLOATING, *COMPLEX], ids=str)
 def test_scaling_rounds_once(dtype):
     wide = torch.complex128 if dtype.is_complex else torch.float64
