@@ -162,11 +162,6 @@ def compressed(
     ]
 
 
-def wanted(tensors: Sequence[Tensor]) -> bool:
-    """Say whether somebody may ask for gradients of what is made of ``tensors``."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 class CarriedOut(torch.autograd.Function):
     """Carries a request out; a kind of operation adds its derivative.
 
@@ -190,7 +185,7 @@ def carried_out(
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
     """Return the result of a request, which can be differentiated where that may be wanted."""
-    if wanted(tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return controller_of(process_set).run(request)
 

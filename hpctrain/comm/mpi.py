@@ -18,7 +18,7 @@ from hpctrain.comm.rail.algorithms import (
     pairwise_alltoall_,
     pairwise_reduce_scatter,
 )
-from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
+from hpctrain.comm.rail.rail import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,

@@ -39,13 +39,7 @@ def thread_level() -> str:
     from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     granted = MPI.Query_thread()
-    numbers = (
-        MPI.THREAD_SINGLE,
-        MPI.THREAD_FUNNELED,
-        MPI.THREAD_SERIALIZED,
-        MPI.THREAD_MULTIPLE,
-    )
-    return LEVELS[numbers.index(granted)]
+    return next(level for level in LEVELS if getattr(MPI, f"THREAD_{level}") == granted)
 
 
 def calls_from_threads() -> bool:

@@ -14,24 +14,11 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Owner, Traffic
 from hpctrain.core.units import format_bytes, format_seconds
 
-_OPERATIONS = (
-    "allreduce_",
-    "allreduce",
-    "reduce_scatter",
-    "all_gather",
-    "alltoall",
-    "broadcast_",
-    "broadcast_object",
-    "gather_object",
-    "allgather_object",
-    "send",
-    "recv_",
-    "barrier",
-    "agree",
-    "new_bucket",
-    "node_sum",
-    "publish",
-)
+_OPERATIONS = {
+    *("allreduce_", "allreduce", "reduce_scatter", "all_gather", "alltoall", "broadcast_"),
+    *("broadcast_object", "gather_object", "allgather_object", "send", "recv_", "barrier"),
+    *("agree", "new_bucket", "node_sum", "publish"),
+}
 
 
 class Call(NamedTuple):

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -159,19 +159,15 @@ def _refusal(dtype: torch.dtype, op: Op) -> str:
     return f"{op.value} over ranks takes numbers and bool, got {name}; convert the tensor first"
 
 
-def _minimum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
-    return _order_of_unsigned(torch.minimum, first, second, out)
-
-
-def _maximum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
-    return _order_of_unsigned(torch.maximum, first, second, out)
-
-
-def _order_of_unsigned(function: _Function, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+def _order_of_unsigned(
+    function: _Function, first: Tensor, second: Tensor, *, out: Tensor
+) -> Tensor:
     """Compare signed numbers as if they were unsigned: with the sign bit flipped."""
     sign = torch.iinfo(out.dtype).min
     function(first ^ sign, second ^ sign, out=out)
     return out.bitwise_xor_(sign)
 
 
-_UNSIGNED_ORDER: dict[Op, _Function] = {Op.MIN: _minimum_of_unsigned, Op.MAX: _maximum_of_unsigned}
+_UNSIGNED_ORDER: dict[Op, _Function] = {
+    op: partial(_order_of_unsigned, function) for op, function in _ORDER.items()
+}

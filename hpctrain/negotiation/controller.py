@@ -43,11 +43,11 @@ class Controller:
         self,
         comm: "Communicator",
         *,
+        timelines: "Timelines",
+        stalls: "StallWatch",
         fusion_bytes: int = 64 * MIB,
         cycle_s: float = 0.0,
         timeout_s: float = float("inf"),
-        timelines: "Timelines | None" = None,
-        stalls: "StallWatch | None" = None,
     ) -> None:
         """Make mailboxes. Collective over ``comm``: nobody else may use it, ``close`` closes it.
 
@@ -189,8 +189,7 @@ class Controller:
 
     def _enter(self, handle: Handle) -> None:
         self._owner.check()
-        if self._stalls is not None:
-            self._stalls.last_call.enter()
+        self._stalls.last_call.enter()
         progress = self._progress
         refusal = progress.broken or self._refusal
         if refusal is not None and handle is not progress.closing:

@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.rail import algorithms
 from hpctrain.comm.rail.algorithms import doubling_allreduce_, halving_allreduce_, ring_allreduce_
-from hpctrain.comm.rail.mpi_wire import MpiWire
+from hpctrain.comm.rail.rail import MpiWire
 from tests.comm.fuzz_values import FLOATS, FUNCTIONS, ops_of
 from tests.comm.simulated import run_ranks
 

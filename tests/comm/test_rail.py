@@ -10,8 +10,7 @@ from hpctrain.comm.plan.choice import STEP_BYTES, rail_rule
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.mpi_wire import MpiWire
-from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.rail.rail import MpiWire, Rail
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB

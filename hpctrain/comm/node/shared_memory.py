@@ -66,11 +66,9 @@ class SharedMemory:
         # What each rank is about to do: one cache line each, in the first rank's segment.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
-        rows = [
-            [Semaphore(segment, cell_bytes + k * LINE_BYTES) for k in range(num_rounds)]
-            for segment in self._segments
-        ]
-        self._barrier = self._make_barrier(rows, spin=spin, watch=watch)
+        self._rounds = self._make_rounds(num_rounds, cell_bytes)
+        """Of a barrier: the semaphore to wait for, and the one to post."""
+        self._pace, self._watch = IN_NODE if spin else IN_NODE._replace(spin_s=0.0), watch
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
             for segment in self._segments
@@ -78,11 +76,21 @@ class SharedMemory:
         """Bytes of every rank, by local rank, for what passes through."""
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here; ``CommError`` if closed or failed before."""
+        """Return when all ranks of the node are here; ``CommError`` if closed or failed before.
+
+        Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
+        before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
+        post of the next barrier is counted and not lost.
+
+        Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
+        """
         if self._unusable:
             raise CommError(self._unusable)
         try:
-            self._barrier.wait()
+            for mine, next_one in self._rounds:
+                next_one.post()
+                if not mine.try_wait():
+                    self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
         except BaseException:
             # This rank has said that it is here, and goes on without the others.
             self._unusable = (
@@ -173,48 +181,19 @@ class SharedMemory:
         """Count passes in which this rank touched its slice in the buckets of all ranks."""
         self.num_bytes += passes * bucket.numel * bucket.flat.itemsize
 
-    def _make_barrier(
-        self, rows: list[list[Semaphore]], *, spin: bool, watch: Watch
-    ) -> "NodeBarrier":
-        mine = rows[self.local_rank]
+    def _make_rounds(
+        self, num_rounds: int, first_byte: int
+    ) -> tuple[tuple[Semaphore, Semaphore], ...]:
+        places = [first_byte + k * LINE_BYTES for k in range(num_rounds)]
+        mine = [Semaphore(self._segments[self.local_rank], place) for place in places]
         for semaphore in mine:
             semaphore.initialise()
         self._node.Barrier()
         next_ones = [
-            rows[(self.local_rank + (1 << k)) % self.local_size][k] for k in range(len(mine))
+            Semaphore(self._segments[(self.local_rank + (1 << k)) % self.local_size], place)
+            for k, place in enumerate(places)
         ]
-        return NodeBarrier(mine, next_ones, spin=spin, watch=watch)
-
-
-class NodeBarrier:
-    """A barrier of the ranks of one node over semaphores in memory which they share.
-
-    Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
-    before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
-    post of the next barrier is counted and not lost.
-
-    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
-    """
-
-    def __init__(
-        self,
-        mine: Sequence[Semaphore],
-        next_ones: Sequence[Semaphore],
-        *,
-        spin: bool,
-        watch: Watch,
-    ) -> None:
-        """Take the semaphores of each round: ``mine`` to wait for, ``next_ones`` to post."""
-        self._rounds = tuple(zip(mine, next_ones, strict=True))
-        self._pace = IN_NODE if spin else IN_NODE._replace(spin_s=0.0)
-        self._watch = watch
-
-    def wait(self) -> None:
-        """Return when all ranks of the node are here."""
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if not mine.try_wait():
-                self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
+        return tuple(zip(mine, next_ones, strict=True))
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:

@@ -230,7 +230,7 @@ def _time(value: object) -> float:
 def _seconds(value: Any) -> tuple[float, ...]:
     if not value:
         raise ValueError("at least one run is needed")
-    return tuple(float(seconds) for seconds in value)
+    return tuple(map(_time, value))
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

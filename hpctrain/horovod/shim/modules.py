@@ -1,9 +1,9 @@
 """Table of modules: those of Horovod 0.28.1, and ours behind each of their names."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar
@@ -145,23 +145,14 @@ def resolve(place: str) -> Any:
 TOP = "horovod"
 
 
-class AliasFinder(MetaPathFinder, Loader):
+class AliasFinder(Loader):
     """Finds the modules of ``MODULES``; others of Horovod's are an error that says why."""
 
     hpctrain_shim: ClassVar[bool] = True
     """By this it is known to those who want the real Horovod."""
 
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002 - Python's
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        """Return how a module is made; None if it is not Horovod's.
-
-        Raises:
-            ImportError: it is, and there is nothing to stand for it.
-        """
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        """Return how a module is made, else None; ImportError where nothing stands for it."""
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin="hpctrain", is_package=True)
         if fullname.startswith(f"{TOP}."):
