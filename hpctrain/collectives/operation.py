@@ -32,9 +32,8 @@ class UnsupportedError(ConfigError, NotImplementedError):
 def controller_of(process_set: ProcessSet | None) -> Controller:
     """Return what carries out the operations of a process set; None is the set of all ranks.
 
-    Raises:
-        NotInitializedError: ``init`` was not called.
-        ConfigError: the set is not registered, or this rank is not in it.
+    ``NotInitializedError`` before ``init``; ``ConfigError`` if the set is not registered, or this
+    rank is not in it.
     """
     sets = current().sets
     if process_set is global_process_set or process_set is None:
@@ -163,11 +162,6 @@ def compressed(
     ]
 
 
-def wanted(tensors: Sequence[Tensor]) -> bool:
-    """Say whether somebody may ask for gradients of what is made of ``tensors``."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 class CarriedOut(torch.autograd.Function):
     """Carries a request out; a kind of operation adds its derivative.
 
@@ -191,7 +185,7 @@ def carried_out(
     process_set: ProcessSet | None,
 ) -> list[Tensor]:
     """Return the result of a request, which can be differentiated where that may be wanted."""
-    if wanted(tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
     return controller_of(process_set).run(request)
 

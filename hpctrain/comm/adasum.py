@@ -26,24 +26,18 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
     pairs of neighbours, and so on. Every tensor has products of its own; the tensors travel
     together. A factor common to all ranks is a factor of the result.
 
-    By recursive halving of the vector, as a sum would be: 2 log2(N) messages of
-    2(N-1)/N of all elements together, and at level k another k messages of three numbers for each
-    tensor. Numbers travel in float32, or float64 if a tensor is float64; products and sums are
-    formed in float64 and rounded once at each level. All ranks get the same bits.
+    By recursive halving of the vector, as a sum would be: 2 log2(N) messages of 2(N-1)/N of all
+    elements together, and at level k another k messages of three numbers for each tensor. Numbers
+    travel in float32, or float64 if a tensor is float64; products and sums are formed in float64
+    and rounded once at each level. All ranks get the same bits.
 
     Differs from the source where N is no power of two: the odd ones of the first 2r ranks (r above
     the power of two) combine with their neighbours first, and where a stands for n ranks and b for
     m the two halves above are n/(n+m) and m/(n+m). So N parallel tensors become their mean for
     every N, where each rank counts the same.
 
-    Args:
-        comm: the ranks; only ``send`` and ``recv_`` are used.
-        tensors: floating point, dense, on the CPU, of any layout; as many on each rank, of the
-            same shapes and dtypes.
-
-    Raises:
-        CommError: a tensor is not floating point, dense and on the CPU; or the ranks give
-            tensors of different sizes.
+    Only ``send`` and ``recv_`` of ``comm`` are used. ``CommError`` if a tensor is not floating
+    point, dense and on the CPU, or the ranks give different sizes; any layout will do.
 
     Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", MLSys.
     """
@@ -163,8 +157,7 @@ class _Combining:
     def _chunks(self, span: _Span) -> Iterator[tuple[int, Tensor, int]]:
         """Cut ``span`` at the ends of tensors and into chunks.
 
-        Yields:
-            The tensor's index, the elements, and where they start within the span.
+        Yields the tensor's index, the elements, and where they start within the span.
         """
         start = 0
         for index, end in enumerate(self._ends):

@@ -17,18 +17,11 @@ T = TypeVar("T")
 
 @contextmanager
 def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> Iterator[None]:
-    """Leave the block only if no rank raised in it; else all ranks raise.
+    """Leave the block only if no rank raised in it; else all ranks raise an ``error``.
 
-    Collective at its end; what is collective inside must raise on all ranks or on none.
-
-    Args:
-        comm: the ranks.
-        error: what is raised; ranks whose own error is none of ours, or is an ``error`` that all
-            have, raise their own.
-
-    Raises:
-        HpctrainError: an ``error`` with what the ranks raised: once if all said the same, else
-            with the ranks.
+    Collective at its end; what is collective inside must raise on all ranks or on none. The
+    ``error`` says what the ranks raised: once if all said the same, else with the ranks. Ranks
+    whose own error is none of ours, or is an ``error`` that all have, raise their own.
     """
     try:
         yield
@@ -52,9 +45,7 @@ def on_root(
 ) -> T:
     """Run an action on rank 0; return its result on every rank. Collective.
 
-    Raises:
-        HpctrainError: an ``error`` with what it raised of ours, or of the system (OSError); on
-            every rank.
+    Every rank raises an ``error`` with what it raised of ours, or of the system (OSError).
     """
     result, refusal = None, None
     if comm.rank == 0:
@@ -71,11 +62,7 @@ def on_root(
 def raise_if_any(
     refusals: Sequence[str | None], error: type[HpctrainError] = MismatchError
 ) -> None:
-    """Raise if a rank refused; ``refusals`` holds None or a message for every rank.
-
-    Raises:
-        HpctrainError: an ``error`` that is ``told`` the messages.
-    """
+    """Raise an ``error`` if a rank refused: by rank, ``refusals`` holds None or a message."""
     if any(message is not None for message in refusals):
         raise error(told(refusals))
 
@@ -95,8 +82,7 @@ def require_equal(
 ) -> None:
     """Return if every rank gives the same lines. Collective; sends a digest while all is well.
 
-    Raises:
-        MismatchError: names the first line that differs, by rank.
+    ``MismatchError`` names the first line that differs, by rank.
     """
     require_equal_by(comm.allgather_object, lines, what, way_out)
 
@@ -107,11 +93,7 @@ def require_equal_by(
     what: str,
     way_out: str = "build the same model on every rank",
 ) -> None:
-    """Do what ``require_equal`` does by a function that returns the objects of all ranks.
-
-    Raises:
-        MismatchError: names the first line that differs, by rank.
-    """
+    """Do what ``require_equal`` does by a function that returns the objects of all ranks."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return

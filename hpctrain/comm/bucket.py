@@ -98,22 +98,17 @@ def plan_buckets(
     marks_per_tensor: int = 0,
     groups: Sequence[int | None] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Pack tensors into buckets, in the order in which they are given.
+    """Pack tensors into buckets, in the order in which they become ready and should travel.
 
-    Every tensor lies in exactly one bucket, whole, and starts at a multiple of 64 bytes.
-    A bucket holds one dtype and takes tensors while it stays within ``bucket_bytes``; a tensor
-    that is larger has a bucket to itself. Tensors of one group share a bucket of any size, apart
-    from all others. Buckets are ordered by their first tensor; by their last one, which completes
-    them, where there are groups.
+    Every tensor lies in exactly one bucket, whole, and starts at a multiple of 64 bytes. A bucket
+    holds one dtype and takes tensors while it stays within ``bucket_bytes``; a tensor that is
+    larger has a bucket to itself. Tensors of one group share a bucket of any size, apart from all
+    others. Buckets are ordered by their first tensor; by their last one, which completes them,
+    where there are groups.
 
-    Args:
-        specs: the tensors, in the order in which they become ready.
-        bucket_bytes: largest bucket in bytes, without marks; None for one per dtype.
-        marks_per_tensor: elements kept free behind the last tensor, for each of them.
-        groups: the number of the group of each tensor, None where it has none; empty for none.
-
-    Returns:
-        The buckets, in the order in which they should travel.
+    ``bucket_bytes`` is without marks, None for one bucket per dtype; ``marks_per_tensor`` elements
+    are kept free behind the last tensor for each of them; ``groups`` has the number of the group
+    of each tensor, None where it has none; empty for none.
     """
     members: list[list[int]] = []
     used_bytes: list[int] = []

@@ -27,15 +27,10 @@ LEVELS_SLOT_BYTES = 4 << 20
 def share_memory(
     world: MPI.Intracomm, topology: Topology, wanted: str, watch: Watch
 ) -> tuple[SharedMemory | None, str]:
-    """Share memory on every node, or on none. Collective.
+    """Share memory on every node, or on none, in which case it says why. Collective.
 
-    ``wanted`` is one of ``config.SHARED_MEMORY``.
-
-    Returns:
-        The node level, or None and why there is none.
-
-    Raises:
-        NodeMemoryError: node memory was forced and cannot be had; on every rank.
+    ``wanted`` is one of ``config.SHARED_MEMORY``; ``NodeMemoryError``, on every rank, where it was
+    forced and cannot be had.
     """
     if wanted == "off":
         return None, "HPCTRAIN_SHARED_MEMORY=off"
@@ -70,8 +65,8 @@ def join(
 ) -> Communicator:
     """Make the communicator of all ranks, flat where ``node`` is None. Collective.
 
-    The communicator keeps ``world``; ``world_ranks`` are the world's numbers of its ranks, empty
-    where they are the same.
+    It keeps ``world``; ``world_ranks`` are the world's numbers of its ranks, empty where they are
+    the same.
     """
     world_ranks = world_ranks or range(world.size)
     group = partial(_group, topology=topology, watch=watch, world_ranks=world_ranks)

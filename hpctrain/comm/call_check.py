@@ -50,10 +50,8 @@ def _reduction(op: Op, what: str, scale: float | None) -> Call:
 def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     """Return when every rank is here; sleep meanwhile and look for lost ranks. Collective.
 
-    Comparing what they are about to do costs no more messages than a barrier.
-
-    Raises:
-        MismatchError: another rank is about to do something else; on every rank.
+    Comparing what they are about to do costs no more messages than a barrier. ``MismatchError``,
+    on every rank, if another is about to do something else.
     """
     extremes = np.array([call.number, -call.number], np.int64)
     wait_request(comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MAX), watch)

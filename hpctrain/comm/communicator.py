@@ -259,11 +259,7 @@ class Owner:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Return in that process.
-
-        Raises:
-            CommError: this is a forked child: what it sends would be taken for its parent's.
-        """
+        """Raise ``CommError`` in a forked child: its messages would be taken for its parent's."""
         if not self.is_here:
             raise CommError(
                 f"ranks communicate by the process that has called init(), here {self._pid}, this "

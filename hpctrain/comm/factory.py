@@ -1,7 +1,6 @@
 """From a process to a communicator: what is here, who shares memory, which plan follows."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,12 +33,12 @@ class Connection:
     plan: Plan
     plan_origin: str
     """What the plan was chosen by, for people."""
-    presence: "Liveness | None"
-    """Who is still there; None in a world of one."""
-    notes: tuple[str, ...]
-    """Warnings of this rank, for the user."""
     settings: Settings
     """By which all ranks decide: those of rank 0."""
+    presence: "Liveness | None" = None
+    """Who is still there; None in a world of one."""
+    notes: tuple[str, ...] = ()
+    """Warnings of this rank, for the user."""
 
 
 def connect(
@@ -50,16 +49,17 @@ def connect(
     The communicator keeps ``world``, which is from ``find_world``. Settings of rank 0 decide where
     ranks must not differ. ``threads_wanted`` are torch's, where the user chose them.
 
-    Raises:
-        ConfigError: the plan of ``settings.plan`` cannot be read or used; on every rank.
-        NodeMemoryError: a way to share memory was forced and does not work; on every rank.
-        LaunchError: Horovod is wanted and some rank has none that works; on every rank.
+    On every rank: ``ConfigError`` where the plan of ``settings.plan`` cannot be read or used,
+    ``NodeMemoryError`` where shared memory was forced and does not work, ``LaunchError`` where
+    Horovod is wanted and some rank has none that works.
     """
     if world is None:
         return _alone(settings)
     settings = world.bcast(settings)
     topology = Topology.from_facts(world.allgather(_facts()), world.rank, settings.ranks_per_node)
-    return _together(world, topology, settings, threads_wanted or _threads(topology))
+    num_cores, num_peers = len(topology.cores), len(topology.core_peers)
+    threads = threads_wanted or preflight.threads_for(num_cores, num_peers, quota())
+    return _together(world, topology, settings, threads)
 
 
 def _facts() -> RankFacts:
@@ -73,32 +73,6 @@ def _facts() -> RankFacts:
     )
 
 
-def _threads(topology: Topology) -> int:
-    return preflight.threads_for(len(topology.cores), len(topology.core_peers), quota())
-
-
-def _visible(processes: Sequence[process.ProcessIdentity], rank: int) -> dict[int, int]:
-    """Return the pid of every rank whose process this one can see."""
-    return {
-        other: found.pid
-        for other, found in enumerate(processes)
-        if found.namespace == processes[rank].namespace
-    }
-
-
-def _watch(presence: "Liveness", topology: Topology, settings: Settings) -> Watch:
-    return Watch(
-        presence.check,
-        hosts={
-            rank: host
-            for ranks, host in zip(topology.nodes, topology.hosts, strict=True)
-            for rank in ranks
-        },
-        rank=topology.rank,
-        timeout_s=settings.timeout,
-    )
-
-
 def _alone(settings: Settings) -> Connection:
     topology, comm = Topology.from_facts([_facts()], 0), SerialCommunicator()
     decision = planning.decide(
@@ -109,7 +83,13 @@ def _alone(settings: Settings) -> Connection:
         node_memory="alone",
         num_threads=torch.get_num_threads(),  # torch's own: the plain loop, bit for bit
     )
-    return _connection(comm, topology, decision, settings)
+    return Connection(
+        comm=comm,
+        topology=topology,
+        plan=decision.plan,
+        plan_origin=decision.origin,
+        settings=settings,
+    )
 
 
 def _together(
@@ -120,8 +100,14 @@ def _together(
     from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
 
     sharpen_sleep()
-    presence = Liveness(world.Dup(), _visible(world.allgather(process.identity()), world.rank))
-    watch = _watch(presence, topology, settings)
+    seen, here = world.allgather(process.identity()), process.identity()
+    pids = {
+        rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
+    }
+    presence, rank = Liveness(world.Dup(), pids), topology.rank
+    on_hosts = zip(topology.nodes, topology.hosts, strict=True)
+    hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
+    watch = Watch(presence.check, hosts=hosts, rank=rank, timeout_s=settings.timeout)
     flat = MpiCommunicator(world, watch=watch)
     stored = planning.pinned(flat, settings)
     decide = partial(planning.decide, flat, topology, settings, stored, num_threads=num_threads)
@@ -140,17 +126,6 @@ def _together(
         comm = build.join(world, node, topology, decision.plan, watch)
         decision = planning.measured(decision, comm, world, topology, watch)
         notes.append(refusal and f"gradients go flat over MPI: {refusal}")
-    return _connection(comm, topology, decision, settings, presence, notes)
-
-
-def _connection(
-    comm: Communicator,
-    topology: Topology,
-    decision: planning.PlanDecision,
-    settings: Settings,
-    presence: "Liveness | None" = None,
-    notes: Sequence[str | None] = (),
-) -> Connection:
     return Connection(
         comm=comm,
         topology=topology,

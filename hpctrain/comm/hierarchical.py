@@ -74,11 +74,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self
 
     def use(self, plan: Plan) -> None:
-        """Choose algorithms by ``plan`` from now on.
+        """Choose algorithms by ``plan``, which has as many rails, from now on.
 
         All ranks call it between the same two operations.
-
-        It has as many rails as that of ``__init__``.
         """
         self.plan = plan
         if self.rail is not None:
@@ -138,8 +136,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> Tensor:
         """Sum the bucket inside the node, times ``scale``.
 
-        Returns:
-            The part of it that this rank takes over its rail; empty where it takes none.
+        Returns the part of it that this rank takes over its rail; empty where it takes none.
         """
         how = how or combination(bucket.flat.dtype, Op.SUM)
         self._check_owned(bucket)

@@ -22,7 +22,7 @@ from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.choice import has_equal_nodes
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.tensor_arguments import flat_of, name_of
+from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, LaunchError
@@ -30,7 +30,7 @@ from hpctrain.launch.installed_horovod import installed
 
 
 class HorovodCommunicator(MpiCommunicator):
-    """All-reduces, gathers and broadcasts are Horovod's, as far as it has them; all else is MPI's.
+    """All-reduces are Horovod's, as far as it has them; all else is MPI's.
 
     The ranks meet before each operation, as they do over MPI: Horovod never waits for a rank
     that is late, lost, or about to do something else. Groups of all ranks are Horovod's too, in
@@ -57,7 +57,6 @@ class HorovodCommunicator(MpiCommunicator):
         self._levels = levels
         self._name = name
         self._num_groups = 0
-        self._by_world_rank = sorted(range(comm.size), key=self._world_ranks.__getitem__)
 
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
         name = operation(how)
@@ -81,23 +80,6 @@ class HorovodCommunicator(MpiCommunicator):
         self._run(hvd.allreduce_async_, part, f"{what}: rail", op=hvd.Sum, **rail)
         wire.copy_(self._run(hvd.allgather_async, part, f"{what}: publish", **node))
 
-    def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        values, lanes = as_lanes(mine)
-        if not 0 < sum(numels) * lanes <= MOST_LANES:
-            return super()._gather_flat(mine, numels)
-        packed = self._run(self._hvd.allgather_async, values, "all_gather")
-        # Horovod gives them in the order of the world.
-        parts = packed.view(mine.dtype).split([numels[rank] for rank in self._by_world_rank])
-        found = dict(zip(self._by_world_rank, parts, strict=True))
-        return [found[rank].clone() for rank in range(self.size)]
-
-    def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
-        values, _ = as_lanes(chunk)
-        if values.numel():
-            source = self._world_ranks[root]
-            what = f"broadcast.{root} {_size(values)}"
-            self._run(self._hvd.broadcast_async_, values, what, root_rank=source)
-
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """Split the ranks off; all ranks count the groups, also those that they are not in."""
         self._num_groups += 1
@@ -119,11 +101,8 @@ class HorovodCommunicator(MpiCommunicator):
     def _run(self, start: Any, values: Tensor, what: str, **options: Any) -> Any:
         """Let Horovod ``start`` an operation; sleep meanwhile and look for lost ranks.
 
-        What has the same name must be alike each time, since Horovod remembers it.
-
-        Raises:
-            CommError: Horovod refuses it, or fails.
-            RankLostError: a rank was lost meanwhile. Horovod may still use the tensors.
+        What has the same name must be alike each time, since Horovod remembers it. ``CommError``
+        if Horovod refuses it, or fails; after a ``RankLostError`` it may still use the tensors.
         """
         name = f"{self._name} {what}"
         self._library_bytes += values.nbytes
@@ -188,8 +167,7 @@ def join(
 ) -> HorovodCommunicator:
     """Start Horovod and make the communicator of all ranks, which keeps ``world``. Collective.
 
-    Raises:
-        LaunchError: some rank has no Horovod that works, or its Horovod is in use; on every rank.
+    ``LaunchError``, on every rank: some rank has no Horovod that works, or its Horovod is in use.
     """
     refusal, here = None, None
     try:
@@ -221,9 +199,6 @@ def unmet_wish(topology: Topology, settings: Settings) -> str:
     )
 
 
-MOST_LANES = (1 << 31) - 1
-"""Elements of all ranks together in one operation: Horovod's offsets have 32 bits."""
-
 _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}
 _WIRE |= dict.fromkeys(
     (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8), torch.int32
@@ -232,25 +207,13 @@ _WIRE |= dict.fromkeys(
 torch has no operations for some of them, and the MPI library below it saturates others."""
 _LOGICAL = {torch.bitwise_or: "Max", torch.bitwise_and: "Min"}
 _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
-_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def as_lanes(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the elements of a tensor of any dtype and layout as numbers that Horovod moves.
-
-    Returns:
-        The same memory if possible, and how many numbers an element of the tensor is.
-    """
-    lane = _LANES[tensor.itemsize]
-    return flat_of(tensor).view(lane), tensor.itemsize // lane.itemsize
 
 
 def operation(how: Combination) -> str | None:
     """Return the name of Horovod's operation with the same result for values in ``how.wide``.
 
-    Returns:
-        None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod
-        knows nothing.
+    None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod knows
+    nothing.
     """
     if how.wide is torch.bool:
         return _LOGICAL.get(how.function)
@@ -273,8 +236,7 @@ class Library(NamedTuple):
 def library() -> Library:
     """Load Horovod, MPI being loaded; modules that stand in for it are left as they are.
 
-    Raises:
-        LaunchError: it is not installed, does not load, or was built for another MPI.
+    ``LaunchError`` if it is not installed, does not load, or was built for another MPI.
     """
     if problem := _problem():
         raise LaunchError(_remedy(problem))

@@ -40,7 +40,7 @@ class Liveness:
     def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
         """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
 
-        The processes are those of this node's ranks, in the pid namespace of this one.
+        They are those of this node's ranks, in the pid namespace of this one.
         """
         self.rank: int = control.rank
         self._control = control
@@ -62,13 +62,10 @@ class Liveness:
     def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
 
-        Args:
-            partners: the world ranks that are waited for, None for all. That a third rank has
-                left concerns nobody who waits for these; that it died always does.
-
-        Raises:
-            RankLostError: a rank of this node died, a rank that is waited for left, or one has
-                left by an error a block that this one is in.
+        ``partners`` are the world ranks that are waited for, None for all: that a third rank has
+        left concerns nobody who waits for these, that it died always does. ``RankLostError`` if
+        one died on this node, one that is waited for left, or one has left by an error a block
+        that this one is in.
         """
         if not self._open:
             return
@@ -83,10 +80,10 @@ class Liveness:
             )
 
     def enter(self, name: str) -> int:
-        """Enter a block of the program that all ranks leave together.
+        """Enter a block of the program that all ranks leave together; return its number.
 
-        Not collective, but all ranks enter the same blocks in the same order. Returns the number
-        of the block; its name is for messages.
+        Not collective, but all ranks enter the same blocks in the same order. ``name`` is for
+        messages.
         """
         self._num_blocks += 1
         self._blocks[self._num_blocks] = name
@@ -106,14 +103,11 @@ class Liveness:
 
         Collective. Sleeps meanwhile, and after a second tells the other ranks that this one has
         left: those that wait for it raise, those that work go on and come later. Nothing is under
-        way when it returns, so that ``MPI_Finalize`` finds no message. Harmless the second time
-        and in forked children.
+        way when it returns, so that ``MPI_Finalize`` finds no message. ``RankLostError`` if a rank
+        of this node died before it came here. Harmless the second time and in forked children.
 
-        Raises:
-            RankLostError: a rank of this node died before it came here.
-
-        Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for
-            dynamic sparse data exchange", for the end: synchronous sends, then a barrier.
+        Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
+        sparse data exchange", for the end: synchronous sends, then a barrier.
         """
         if not self._open or not self._owner.is_here:
             return

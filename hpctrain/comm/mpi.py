@@ -18,7 +18,7 @@ from hpctrain.comm.rail.algorithms import (
     pairwise_alltoall_,
     pairwise_reduce_scatter,
 )
-from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
+from hpctrain.comm.rail.rail import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,
@@ -60,10 +60,9 @@ class MpiCommunicator(Communicator):
         world_ranks: Sequence[int] = (),
         make_group: MakeGroup | None = None,
     ) -> None:
-        """Take the ranks.
+        """Take the ranks of ``comm``, which nothing else may use, and which ``close`` frees.
 
-        ``close`` frees ``comm``, which nothing else may use. ``world_ranks`` are the world's
-        numbers of the ranks, empty where they are the same.
+        ``world_ranks`` are the world's numbers of the ranks, empty where they are the same.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -188,11 +187,7 @@ class MpiCommunicator(Communicator):
         self.meet()
 
     def meet(self, call: str = "barrier") -> None:
-        """Return when every rank is here for the same ``call``; sleep meanwhile.
-
-        Raises:
-            MismatchError: another rank is about to do something else; on every rank.
-        """
+        """Sleep until every rank is here for the same ``call``, else ``MismatchError``."""
         self._owner.check()
         if not self.is_open:
             raise CommError("this communicator was closed; make a new one")

@@ -27,10 +27,7 @@ LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 def version() -> str:
-    """Return the first line of the library's version, such as ``Open MPI v5.0.11``.
-
-    Loads MPI where it is not yet loaded. Not collective after that.
-    """
+    """Return the library's version, such as ``Open MPI v5.0.11``; loads MPI. Not collective."""
     from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     line = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
@@ -42,19 +39,13 @@ def thread_level() -> str:
     from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     granted = MPI.Query_thread()
-    numbers = (
-        MPI.THREAD_SINGLE,
-        MPI.THREAD_FUNNELED,
-        MPI.THREAD_SERIALIZED,
-        MPI.THREAD_MULTIPLE,
-    )
-    return LEVELS[numbers.index(granted)]
+    return next(level for level in LEVELS if getattr(MPI, f"THREAD_{level}") == granted)
 
 
 def calls_from_threads() -> bool:
     """Return whether several threads of this process may call MPI at once. Not collective.
 
-    A process that has not loaded MPI, such as a world of one, may.
+    One that has not loaded MPI, such as a world of one, may.
     """
     if "mpi4py.MPI" not in sys.modules:
         return True
@@ -105,12 +96,10 @@ class LibraryAllreduce:
     """
 
     def __init__(self, flat: Tensor, op: Op) -> None:
-        """Take the memory, which must stay as it is until ``close()``. Collective.
+        """Take memory that must stay as it is until ``close()``. Collective.
 
-        It is 1-D and contiguous, with fewer than 2^31 elements.
-
-        Raises:
-            CommError: the library has no such type; on every rank.
+        It is 1-D and contiguous, with fewer than 2^31 elements, of a dtype that the library
+        reduces.
         """
         from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
@@ -132,11 +121,7 @@ class LibraryAllreduce:
 
 
 def require_type(dtype: torch.dtype) -> None:
-    """Refuse what the library cannot reduce.
-
-    Raises:
-        CommError: it has no such type.
-    """
+    """Refuse, by ``CommError``, what the library cannot reduce."""
     if dtype not in _TYPES:
         raise CommError(
             f"MPI_Allreduce has no {name_of(dtype)} to compare with; "

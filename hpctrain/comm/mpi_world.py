@@ -23,14 +23,12 @@ _HEAD_START_S = 1.0
 def doubt() -> None:
     """Join MPI's world at once where srun seems to offer the wrong interface; else do nothing.
 
-    Rank 0 says so first, and the others give it a second: MPI may end them all.
+    Rank 0 says so first, and the others give it a second: MPI may end them all. ``LaunchError`` if
+    the ranks do not find each other.
 
     To be called before torch is loaded, which takes seconds on many ranks. Not before all
-    launches: MPI waits at the end of a process for all others, those in which something else
-    fails before they join would hang.
-
-    Raises:
-        LaunchError: the ranks do not find each other.
+    launches: MPI waits at the end of a process for all others, those in which something else fails
+    before they join would hang.
     """
     launched = env.launched()
     text = mismatch(launched, expected_libmpi())
@@ -47,16 +45,13 @@ def doubt() -> None:
 def find_world(chosen: object = None) -> "MPI.Intracomm | None":
     """Return a private communicator of the ranks to train with; None for a process that is alone.
 
-    Collective over these ranks: the others need not call it.
+    ``chosen`` is None for all that were started together; a sequence of their numbers, of which
+    the i-th becomes rank i; or an intracommunicator of mpi4py, which is duplicated. Collective
+    over these ranks: the others need not call it.
 
-    Args:
-        chosen: None for all that were started together; a sequence of their numbers, of which
-            the i-th becomes rank i; or an intracommunicator of mpi4py, which is duplicated.
-
-    Raises:
-        LaunchError: the launcher, the MPI library and the world do not fit together.
-        ConfigError: ``chosen`` is something else, names a rank that does not exist, or this
-            rank is not among the chosen ones.
+    ``LaunchError`` if the launcher, the MPI library and the world do not fit together;
+    ``ConfigError`` if ``chosen`` is something else, names a rank that does not exist, or not this
+    one.
     """
     world = _join(env.launched())
     if is_communicator(chosen):
@@ -87,8 +82,7 @@ def is_communicator(value: object) -> bool:
 def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
     """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
 
-    Raises:
-        ConfigError: a rank of ``comm`` is not in ``world``.
+    ``ConfigError`` if one is not in ``world``.
     """
     from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
 

@@ -14,24 +14,11 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Owner, Traffic
 from hpctrain.core.units import format_bytes, format_seconds
 
-_OPERATIONS = (
-    "allreduce_",
-    "allreduce",
-    "reduce_scatter",
-    "all_gather",
-    "alltoall",
-    "broadcast_",
-    "broadcast_object",
-    "gather_object",
-    "allgather_object",
-    "send",
-    "recv_",
-    "barrier",
-    "agree",
-    "new_bucket",
-    "node_sum",
-    "publish",
-)
+_OPERATIONS = {
+    *("allreduce_", "allreduce", "reduce_scatter", "all_gather", "alltoall", "broadcast_"),
+    *("broadcast_object", "gather_object", "allgather_object", "send", "recv_", "barrier"),
+    *("agree", "new_bucket", "node_sum", "publish"),
+}
 
 
 class Call(NamedTuple):
@@ -165,21 +152,16 @@ class Statistics:
             self.counts.setdefault(call.operation, Count()).add(call)
 
     def report(self) -> None:
-        """Print the table of all ranks on the standard error of rank 0.
+        """Print the table of all ranks on the standard error of rank 0; not in forked children.
 
         Collective: to be called only where every rank is known to come, or the others would wait
-        for one that never does. Does nothing in forked children.
+        for one that never does.
         """
         if not self._owner.is_here:
             return
         counts = self._comm.gather_object(self.counts)
         if counts is not None:
             sys.stderr.write(describe(counts))
-
-
-def wanted_statistics(comm: Communicator, *, here: bool) -> Statistics | None:
-    """Make the statistics if rank 0 wants them: all ranks count, or none does. Collective."""
-    return Statistics(comm) if comm.broadcast_object(here) else None
 
 
 def describe(counts_by_rank: Sequence[Mapping[str, Count]]) -> str:

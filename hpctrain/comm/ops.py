@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -85,10 +85,7 @@ class Combination:
     """Of two tensors of dtype ``wide``, with ``out``."""
 
     def into(self, total: Tensor, other: Tensor) -> None:
-        """Replace ``total`` by ``total (op) other``.
-
-        Both are flat, of dtype ``lane`` or ``wide``.
-        """
+        """Replace ``total`` by ``total (op) other``; both flat, of dtype ``lane`` or ``wide``."""
         if total.dtype == self.wide:
             self.function(total, other.to(self.wide), out=total)
         elif total.dtype == other.dtype and self.lane in _HALVES:
@@ -96,13 +93,6 @@ class Combination:
         else:
             wide = total.to(self.wide)
             total.copy_(self.function(wide, other.to(self.wide), out=wide))
-
-    def of_two(self, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Write ``first (op) second`` into ``out``, where ``lane`` is ``wide``: one call of torch.
-
-        All three are flat and of dtype ``lane``; ``out`` may be one of the two.
-        """
-        self.function(first, second, out=out)
 
     def widened(self) -> "Combination":
         """Return the combination of values that were converted to ``wide`` before."""
@@ -169,19 +159,15 @@ def _refusal(dtype: torch.dtype, op: Op) -> str:
     return f"{op.value} over ranks takes numbers and bool, got {name}; convert the tensor first"
 
 
-def _minimum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
-    return _order_of_unsigned(torch.minimum, first, second, out)
-
-
-def _maximum_of_unsigned(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
-    return _order_of_unsigned(torch.maximum, first, second, out)
-
-
-def _order_of_unsigned(function: _Function, first: Tensor, second: Tensor, out: Tensor) -> Tensor:
+def _order_of_unsigned(
+    function: _Function, first: Tensor, second: Tensor, *, out: Tensor
+) -> Tensor:
     """Compare signed numbers as if they were unsigned: with the sign bit flipped."""
     sign = torch.iinfo(out.dtype).min
     function(first ^ sign, second ^ sign, out=out)
     return out.bitwise_xor_(sign)
 
 
-_UNSIGNED_ORDER: dict[Op, _Function] = {Op.MIN: _minimum_of_unsigned, Op.MAX: _maximum_of_unsigned}
+_UNSIGNED_ORDER: dict[Op, _Function] = {
+    op: partial(_order_of_unsigned, function) for op, function in _ORDER.items()
+}

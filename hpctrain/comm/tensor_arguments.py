@@ -10,11 +10,7 @@ from hpctrain.core.errors import CommError
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Refuse a tensor that is not dense and on the CPU.
-
-    Raises:
-        CommError: it is not.
-    """
+    """Refuse, by ``CommError``, a tensor that is not dense and on the CPU."""
     if not tensor.is_cpu:
         raise CommError(f"tensors must be on the CPU, got one on {tensor.device}; move it first")
     if tensor.layout is not torch.strided:
@@ -22,11 +18,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_scale(tensor: Tensor, scale: float | None) -> None:
-    """Refuse what ``check_tensor`` does, and a factor that would round integers in silence.
-
-    Raises:
-        CommError: the tensor or the factor cannot be taken.
-    """
+    """Refuse what ``check_tensor`` does, and a factor that would round integers in silence."""
     check_tensor(tensor)
     if scale is None:
         return
@@ -38,21 +30,13 @@ def check_scale(tensor: Tensor, scale: float | None) -> None:
 
 
 def check_rank(rank: int, size: int, name: str) -> None:
-    """Refuse a rank that the communicator does not have.
-
-    Raises:
-        CommError: there is no such rank.
-    """
+    """Refuse, by ``CommError``, a rank that the communicator does not have."""
     if not 0 <= rank < size:
         raise CommError(f"{name} must be a rank from 0 to {size - 1}, got {rank}")
 
 
 def check_group(ranks: Sequence[int], size: int) -> None:
-    """Refuse a group that is empty, or names a rank twice or one that does not exist.
-
-    Raises:
-        CommError: it does.
-    """
+    """Refuse, by ``CommError``, no ranks, and one named twice or that does not exist."""
     if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
         raise CommError(
             f"a group has one or more ranks from 0 to {size - 1}, each once, got {list(ranks)}"
@@ -62,8 +46,7 @@ def check_group(ranks: Sequence[int], size: int) -> None:
 def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int]:
     """Return how many elements each rank gets: ``numels``, or as even as possible.
 
-    Raises:
-        CommError: ``numels`` does not give every rank a part of all ``numel`` elements.
+    ``CommError`` if ``numels`` does not give every rank a part of all ``numel`` elements.
     """
     if numels is None:
         return [numel // size + (rank < numel % size) for rank in range(size)]
@@ -75,11 +58,7 @@ def part_numels(numel: int, size: int, numels: Sequence[int] | None) -> list[int
 
 
 def check_alltoall(tensors: Sequence[Tensor], size: int) -> None:
-    """Refuse anything but one tensor for each rank, all of one dtype.
-
-    Raises:
-        CommError: the number or the dtypes are wrong.
-    """
+    """Refuse, by ``CommError``, anything but one tensor for each rank, all of one dtype."""
     dtypes = sorted({name_of(tensor.dtype) for tensor in tensors})
     if len(tensors) != size or len(dtypes) != 1:
         raise CommError(

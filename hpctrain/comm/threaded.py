@@ -71,10 +71,7 @@ class ThreadedCommunicator:
         return self._comm.levels
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
-        """Call a function of several operations on the thread, after all that was started.
-
-        What it returns is lost.
-        """
+        """Call a function of several operations on the thread, after all that was started."""
         work = ThreadWork(self._start(partial(function, *args)))
         self._works = [w for w in self._works if not w.is_awaited] + [work]
         return work

@@ -48,13 +48,10 @@ def wait_until(
     nap: Callable[[float], object] = time.sleep,
     timeout_s: float = math.inf,
 ) -> bool:
-    """Return when it is done: awake for a moment, then in naps that grow with the wait.
+    """Say whether it is done in time: awake for a moment, then in naps that grow with the wait.
 
     ``look`` is told the seconds waited, ten times a second, and raises to end the wait; ``nap``
     sleeps for so many seconds, and is true where the wait is over.
-
-    Returns:
-        False if the time is over.
     """
     start = now = time.perf_counter()
     end = start + timeout_s
@@ -152,10 +149,8 @@ class Watch:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
 
         ``partner`` is the rank that is waited for, None for all; ``over`` the link to it, such as
-        ``rail 0``, empty inside a node.
-
-        Raises:
-            RankLostError: a rank is lost, or the wait has lasted too long.
+        ``rail 0``, empty inside a node. ``RankLostError`` if a rank is lost, or the wait has
+        lasted too long.
         """
         self._find_lost(self._ranks if partner is None else (partner,))
         if waited_s > self._timeout_s:

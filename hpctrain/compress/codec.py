@@ -17,15 +17,11 @@ class Codec(Protocol):
     """
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Make what is needed to reduce a new bucket.
+        """Make what is needed to reduce a new bucket, which lives as long as it is reduced.
 
-        Collective: every rank calls it, for the same buckets, in the same order.
-
-        Args:
-            bucket: lives as long as it is reduced.
-            parts: views of the bucket: its tensors in their shapes, then their marks, a zero or
-                one for each, of which only "more than zero" matters after the sum.
-            comm: the ranks.
+        Collective: every rank calls it, for the same buckets, in the same order. ``parts`` are
+        views of the bucket: its tensors in their shapes, then their marks, a zero or one for each,
+        of which only "more than zero" matters after the sum.
         """
 
     def forget(self) -> None:
@@ -41,10 +37,7 @@ class Codec(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on, such as an error that was not sent yet.
-
-        It is this rank's own. Not collective.
-        """
+        """Return what this rank's next step depends on: an unsent error, say. Not collective."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` has given. Not collective."""

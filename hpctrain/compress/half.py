@@ -114,12 +114,7 @@ class HalfCodec(Stateless):
 
 
 def codec_for(compressor: Compressor) -> Codec:
-    """Return a codec that sends buckets as ``compressor`` sends tensors.
-
-    Args:
-        compressor: one of ``Compression``, or anything with its two functions; a class too, as in
-            Horovod.
-    """
+    """Return a codec that sends buckets as a compressor, or a class of such, sends tensors."""
     if isinstance(compressor, NoCompression):
         return Identity()
     if isinstance(compressor, Half):

@@ -43,11 +43,11 @@ class Controller:
         self,
         comm: "Communicator",
         *,
+        timelines: "Timelines",
+        stalls: "StallWatch",
         fusion_bytes: int = 64 * MIB,
         cycle_s: float = 0.0,
         timeout_s: float = float("inf"),
-        timelines: "Timelines | None" = None,
-        stalls: "StallWatch | None" = None,
     ) -> None:
         """Make mailboxes. Collective over ``comm``: nobody else may use it, ``close`` closes it.
 
@@ -83,8 +83,7 @@ class Controller:
     def submit(self, request: Request, take: Take | None = None) -> Handle:
         """Start an operation; ``take`` makes what its handle gives of the result.
 
-        Raises:
-            DuplicateNameError: an operation of this name is under way on this rank.
+        ``DuplicateNameError`` if an operation of this name is under way on this rank.
         """
         handle = Handle(self, request, take=take)
         self._enter(handle)
@@ -145,8 +144,7 @@ class Controller:
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
         """Return when an operation is done; drive until then, unless another thread does.
 
-        Raises:
-            RankLostError: it was not done within ``timeout_s``, by default that of all.
+        ``RankLostError`` if it was not done within ``timeout_s``, by default that of all.
         """
         since = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -191,8 +189,7 @@ class Controller:
 
     def _enter(self, handle: Handle) -> None:
         self._owner.check()
-        if self._stalls is not None:
-            self._stalls.last_call.enter()
+        self._stalls.last_call.enter()
         progress = self._progress
         refusal = progress.broken or self._refusal
         if refusal is not None and handle is not progress.closing:

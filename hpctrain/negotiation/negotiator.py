@@ -50,8 +50,7 @@ class Negotiator:
     def announce(self, name: str, signature: Signature) -> None:
         """Say that this rank has submitted an operation; the last one of this name is decided.
 
-        Raises:
-            CommError: this rank has joined.
+        ``CommError`` if this rank has joined.
         """
         tally = self._tally
         if tally.joined[OWN]:

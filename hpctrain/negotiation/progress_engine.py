@@ -51,8 +51,8 @@ class ProgressEngine:
         post: "Mailbox",
         *,
         fusion_bytes: int,
-        timelines: "Timelines | None",
-        stalls: StallWatch | None,
+        timelines: "Timelines",
+        stalls: StallWatch,
     ) -> None:
         self._under_way: dict[str, Handle] = {}
         self._unnamed = _from_zero()
@@ -86,8 +86,7 @@ class ProgressEngine:
     def enter(self, handle: Handle) -> None:
         """Note an operation, and give it a name if it has none.
 
-        Raises:
-            DuplicateNameError: an operation of this name, which the user gave, is under way.
+        ``DuplicateNameError`` if one of this name, which the user gave, is under way.
         """
         if handle.request.name is not None:
             if self._under_way.setdefault(handle.name, handle) is not handle:
@@ -133,8 +132,7 @@ class ProgressEngine:
     def turn(self) -> bool:
         """Announce, read the mail, send mail and carry out what is decided, while there is any.
 
-        Returns:
-            Whether anything came to its end.
+        Returns whether anything came to its end.
         """
         post, negotiator = self._post, self._negotiator
         is_done = False
@@ -160,8 +158,6 @@ class ProgressEngine:
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
-        if self._stalls is None:
-            return
         now = time.monotonic()
         self._stalls.tell(now)
         question = self._stalls.due(now, self.oldest())
@@ -230,7 +226,7 @@ class ProgressEngine:
         return has_failed
 
     def _timeline(self) -> "Timeline | None":
-        return None if self._timelines is None else self._timelines.current
+        return self._timelines.current
 
     def _carry_out(self, batch: OperationBatch) -> None:
         timeline = self._timeline()
@@ -243,8 +239,7 @@ class ProgressEngine:
             self._in_hand = handles
             self._executor.carry_out(handles, timeline, batch)
             self._in_hand = []
-            if self._stalls is not None:
-                self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
+            self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
             joined, self._joining = self._joining, []
             self._unnamed = _from_zero()  # who has joined has missed some
@@ -278,18 +273,11 @@ class ProgressEngine:
                 self._post.flush(down=True)  # nobody drives this rank any more
                 self.broken = HorovodInternalError(question.reason)
                 self.fail_all(self.broken)
-            elif self._stalls is not None:
+            else:
                 assert isinstance(question, Question)
-                negotiator.answer(
-                    self._stalls.heard(
-                        time.monotonic(),
-                        question,
-                        self.oldest(),
-                        joined=bool(self._joining),
-                    )
-                )
+                now, oldest, joined = time.monotonic(), self.oldest(), bool(self._joining)
+                negotiator.answer(self._stalls.heard(now, question, oldest, joined=joined))
         for number, answer in negotiator.answers():
-            assert self._stalls is not None  # it alone asks for answers
             assert isinstance(answer, Answer)
             self._stalls.take(number, answer)
             self._stalls.tell(time.monotonic())

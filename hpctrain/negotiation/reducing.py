@@ -50,14 +50,11 @@ class Recipe(NamedTuple):
 def recipe(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
 ) -> Recipe:
-    """Return how to reduce values of ``dtype`` over ``size`` ranks.
+    """Return how to reduce values of ``dtype`` over ``size`` ranks, else ``CommError``.
 
     The factor before the sum is applied before it, as Horovod does: it may be there because the
     sum would overflow. The other one, and that of an average, cost no pass of their own. Averages
     of integers are exact, rounded towards zero; those of 8 and 16 bits are summed in 32.
-
-    Raises:
-        CommError: there is no such reduction of this dtype.
     """
     how = combination(dtype, _OPS[op])
     before = None if prescale == 1.0 else prescale

@@ -164,11 +164,8 @@ class Handle:
     def wait(self) -> Any:
         """Return the result, or raise what went wrong; the caller's thread drives meanwhile.
 
-        It may be called again.
-
-        Raises:
-            HorovodInternalError: the ranks disagree about this operation; on every rank.
-            RankLostError: another rank died.
+        It may be called again. ``HorovodInternalError``, on every rank, if the ranks disagree
+        about this operation; ``RankLostError`` if another rank died.
         """
         if not self.is_done and self._driver is not None:
             self._driver.finish(self)

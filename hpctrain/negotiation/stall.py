@@ -69,10 +69,9 @@ class SetMember(NamedTuple):
 class Inquiry:
     """A question and the answers so far, by numbers of ranks in the process set."""
 
-    ages_s: Mapping[str, float]
+    question: Question
     until: float
     """When answers are not waited for any more."""
-    is_final: bool
     answers: dict[int, Answer] = field(default_factory=dict)
 
 
@@ -96,7 +95,7 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember]) -> str:
         lines.append(f"  {_who(rest, members)}: something else again")
     if silent:
         lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
-    lines.append(_outlook(is_final=inquiry.is_final))
+    lines.append(_outlook(is_final=inquiry.question.is_final))
     return "\n".join(lines)
 
 
@@ -122,7 +121,7 @@ def _outlook(*, is_final: bool) -> str:
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
     """A line for each operation that somebody waits for and somebody lacks."""
     lines = []
-    for name, age_s in inquiry.ages_s.items():
+    for name, age_s in inquiry.question.ages_s.items():
         waiting = [n for n, answer in inquiry.answers.items() if name in answer.waiting]
         lacking = [n for n, answer in inquiry.answers.items() if name in answer.lacking] + silent
         if waiting and lacking:
@@ -242,14 +241,6 @@ MAX_NAMES = 50
 _OTHERS = 3
 
 
-class StallReport(NamedTuple):
-    """What has been found out about operations that some rank does not submit."""
-
-    text: str
-    is_final: bool
-    """Whether all ranks are to end now, with code ``HANG``."""
-
-
 class StallWatch:
     """Asks, answers and, on the root, reports. Not thread-safe.
 
@@ -284,8 +275,8 @@ class StallWatch:
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if there is one to ask; to be called every second or so.
 
-        A question is asked again whenever the wait has become twice as long. ``oldest`` says
-        when this rank has submitted each operation that is not decided, on the clock of ``now``.
+        A question is asked again whenever the wait has become twice as long. ``oldest`` says when
+        this rank has submitted each operation that is not decided, on the clock of ``now``.
         """
         self._asked = {
             name: asked for name, asked in self._asked.items() if oldest.get(name) == asked[0]
@@ -315,9 +306,7 @@ class StallWatch:
         self._unheard.pop(question.key, None)
         names = question.ages_s
         if self._number == 0 and not self._is_known(question):
-            self._inquiries[question.key] = Inquiry(
-                names, until=now + self.answer_s, is_final=question.is_final
-            )
+            self._inquiries[question.key] = Inquiry(question, until=now + self.answer_s)
         last, last_ago_s = self.last_call.describe()
         lacking = () if joined else tuple(name for name in names if name not in oldest)
         return Answer(
@@ -337,13 +326,13 @@ class StallWatch:
 
     def tell(self, now: float) -> None:
         """Log what has been found out, and end all ranks where that is asked."""
-        for report in self.reports(now):
-            _LOG.log(logging.ERROR if report.is_final else logging.WARNING, "%s", report.text)
-            if report.is_final and self._end is not None:
+        for text, is_final in self.reports(now):
+            _LOG.log(logging.ERROR if is_final else logging.WARNING, "%s", text)
+            if is_final and self._end is not None:
                 self._end(HANG)
 
-    def reports(self, now: float) -> list[StallReport]:
-        """Return what has been found out.
+    def reports(self, now: float) -> list[tuple[str, bool]]:
+        """Return what has been found out, and whether all ranks are to end by that.
 
         On the root once all have answered, or time is over; on a rank whose question has not come
         back from the root, that.
@@ -358,8 +347,8 @@ class StallWatch:
         ]
         inquiries = [self._inquiries.pop(key) for key in over]
         texts = [(unanswered(each, self._number, self._members), each.is_final) for each in lost]
-        texts += [(describe(each, self._members), each.is_final) for each in inquiries]
-        return [StallReport(text, is_final) for text, is_final in texts if text]
+        texts += [(describe(each, self._members), each.question.is_final) for each in inquiries]
+        return [(text, is_final) for text, is_final in texts if text]
 
     def _is_due(self, name: str, age_s: float) -> bool:
         return age_s >= (self._asked[name][1] if name in self._asked else self._first_s)
@@ -372,5 +361,6 @@ class StallWatch:
 
     def _is_known(self, question: Question) -> bool:
         return not question.is_final and any(
-            question.ages_s.keys() <= inquiry.ages_s.keys() for inquiry in self._inquiries.values()
+            question.ages_s.keys() <= inquiry.question.ages_s.keys()
+            for inquiry in self._inquiries.values()
         )

@@ -36,10 +36,9 @@ class Timelines:
     def start(self, path: str | Path, *, mark_cycles: bool = False) -> None:
         """Record from now on; another timeline ends, the same one goes on.
 
-        Args:
-            path: the file. Rank 0 alone records, unless it has ``{rank}``, for which the number
-                of each rank is put in. A file that cannot be made is a warning.
-            mark_cycles: whether to mark each round of the controller.
+        Rank 0 alone records, unless ``path`` has ``{rank}``, for which the number of each rank is
+        put in. A file that cannot be made is a warning. ``mark_cycles`` marks each round of the
+        controller.
         """
         if RANK not in str(path) and self._rank != 0:
             return
@@ -75,14 +74,14 @@ class Timeline:
 
     Slices of one operation lie inside each other. What one of communication moved is drawn inside
     it: ``WAIT`` for other ranks, ``RAIL`` between nodes, ``NODE`` in the memory of the node.
+
+    The file is an array of events in Chrome's trace format, which Perfetto opens too. What follows
+    the last event is written anew with every batch of events: a process that is killed leaves a
+    file that any JSON reader takes.
     """
 
     def __init__(self, path: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
-        """Make the file, or empty it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Make the file, or empty it; OSError if it cannot be written."""
         self.path = path
         self._mark_cycles = mark_cycles
         self._origin_ns = perf_counter_ns()
@@ -92,8 +91,9 @@ class Timeline:
             "rank": rank,
             "size": size,
         }
-        self._file = TraceFile(path)
-        self._file.append(_head(0, f"rank {rank}", about))
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._num_bytes = 0
+        self._append(_head(0, f"rank {rank}", about))
         # When in nanoseconds, phase of Chrome's format, name of the tensor, title, details.
         self._records: deque[tuple[int, str, str, Any, Any]] = deque()
         self._writing = threading.Lock()
@@ -128,7 +128,7 @@ class Timeline:
             for _ in range(len(self._records)):
                 events += self._events(*self._records.popleft())
             try:
-                self._file.append(events)
+                self._append(events)
             except OSError as error:
                 _LOG.warning("the timeline %s ends here: %s", self.path, error)
                 self._is_open = False
@@ -140,7 +140,26 @@ class Timeline:
         with self._writing:
             if not self._is_over and os.getpid() == self._owner:
                 self._is_over = True
-                self._file.close()
+                os.close(self._file)
+
+    def _append(self, events: Sequence[str]) -> None:
+        """Write some events; after an OSError, such as a full disk, those before are whole."""
+        if not events:
+            return
+        data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
+        try:
+            self._write(data + _END)
+        except OSError:
+            os.ftruncate(self._file, self._num_bytes)
+            self._write(_END if self._num_bytes else b"")
+            raise
+        self._num_bytes += len(data)
+
+    def _write(self, data: bytes) -> None:
+        """Write behind the last event."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, data[written:], self._num_bytes + written)
 
     def _add(self, phase: str, name: str, title: object, details: object) -> None:
         if self._is_open:
@@ -203,42 +222,3 @@ def _head(number: int, name: str, about: dict[str, Any]) -> list[str]:
         json.dumps({"name": "process_name", **place, "args": {"name": name, **about}}),
         json.dumps({"name": "process_sort_index", **place, "args": {"sort_index": number}}),
     ]
-
-
-class TraceFile:
-    """An array of events in Chrome's trace format, which Perfetto opens too.
-
-    What follows the last event is written anew with every batch of events: a process that is
-    killed leaves a file that any JSON reader takes.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._num_bytes = 0
-
-    def append(self, events: Sequence[str]) -> None:
-        """Write some events, each a JSON object.
-
-        Raises:
-            OSError: the disk is full, or the like; what was there before is whole.
-        """
-        if not events:
-            return
-        data = ((",\n" if self._num_bytes else "[\n") + ",\n".join(events)).encode()
-        try:
-            self._write(data + _END)
-        except OSError:
-            os.ftruncate(self._file, self._num_bytes)
-            self._write(_END if self._num_bytes else b"")
-            raise
-        self._num_bytes += len(data)
-
-    def _write(self, data: bytes) -> None:
-        """Write behind the last event."""
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._file, data[written:], self._num_bytes + written)
-
-    def close(self) -> None:
-        """Write nothing more."""
-        os.close(self._file)

@@ -43,10 +43,8 @@ class Wanted(NamedTuple):
 def wanted_by_all(lists: Sequence[Sequence[Wanted]]) -> list[tuple[int, ...]]:
     """Return the sets that all ranks ask for, of what each does, in the order of their numbers.
 
-    As in Horovod, those of communicators come before those of ranks.
-
-    Raises:
-        MismatchError: the ranks ask for different sets.
+    As in Horovod, those of communicators come before those of ranks. ``MismatchError`` if the
+    ranks ask for different sets.
     """
     shown = [
         ", ".join("a communicator" if by else str(list(ranks)) for ranks, by in wanted)
@@ -135,8 +133,7 @@ class ProcessSets:
     def controller(self, process_set: "ProcessSet | None") -> Controller:
         """Return what carries out the named operations of a set; None is the set of all ranks.
 
-        Raises:
-            ConfigError: the set is not registered, or this rank is not in it.
+        ``ConfigError`` as ``registered``.
         """
         if process_set is None:
             return self.global_controller
@@ -147,19 +144,14 @@ class ProcessSets:
     def communicator(self, process_set: "ProcessSet | None") -> Communicator:
         """Return the communicator of a set for buckets, apart from that of its controller.
 
-        Raises:
-            ConfigError: the set is not registered, or this rank is not in it.
+        ``ConfigError`` as ``registered``.
         """
         found = self.everyone if process_set is None else self.registered(process_set)
         assert found.comm is not None
         return found.comm
 
     def registered(self, process_set: "ProcessSet") -> Registered:
-        """Return what is known of a set that this rank is in.
-
-        Raises:
-            ConfigError: the set is not registered, or this rank is not in it.
-        """
+        """Return what is known of a set; ``ConfigError`` if it is none, or not of this rank."""
         found = process_set.registered
         if found is None or not found.is_open:
             raise ConfigError(
@@ -184,12 +176,9 @@ class ProcessSets:
         """Return a set for each entry, made where it is not there yet. Collective over the world.
 
         ``wanted`` is the same on every rank, but for the ranks of communicators; of those a rank
-        gets the set that it is in.
-
-        Raises:
-            MismatchError: the ranks want different sets; on every rank.
-            ConfigError: a set cannot be made, or all are to be ``new`` and it is there already;
-                on every rank.
+        gets the set that it is in. On every rank: ``MismatchError`` if the ranks want different
+        sets, ``ConfigError`` if one cannot be made, or all are to be ``new`` and it is there
+        already.
         """
         lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
         every = wanted_by_all(lists)
@@ -205,10 +194,8 @@ class ProcessSets:
         """Close a set, once all that all of its ranks have started is done.
 
         Collective over the world. What only some of its ranks have started fails there. False if
-        there is no such set, or it has all ranks.
-
-        Raises:
-            MismatchError: the ranks name different sets; on every rank. None is closed.
+        there is no such set, or it has all ranks. ``MismatchError``, on every rank, if the ranks
+        name different sets: none is closed.
         """
         known = registered is not None and registered.is_open
         number = registered.number if registered is not None and known else None

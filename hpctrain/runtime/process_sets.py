@@ -97,11 +97,7 @@ class ProcessSet:
         self._ranks = list(found.ranks)
 
     def wanted(self) -> Wanted:
-        """Return what to ask the world for.
-
-        Raises:
-            ConfigError: a rank of its communicator is not in the world.
-        """
+        """Return what to ask the world for; ``ConfigError`` if it lacks one of the ranks."""
         if self._comm is None:
             return Wanted(tuple(self._ranks or ()), by_communicator=False)
         return Wanted(world.numbers_of(self._comm), by_communicator=True)
@@ -191,15 +187,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -> int:
-    """Return the number in a process set of a rank of the world.
+    """Return the number of a rank of the world in a process set (None: all), else ``ConfigError``.
 
-    Args:
-        process_set: None for all ranks.
-        rank: of the world.
-        name: of the argument that says it, for the error.
-
-    Raises:
-        ConfigError: the rank is not in the set.
+    ``name`` is that of the argument that says it, for the error.
     """
     ranks = (process_set or global_process_set).ranks or []
     if rank not in ranks:

@@ -44,10 +44,9 @@ class Rebuild:
     ) -> None:
         """Take one more; in the same order on every rank, as both functions may be collective.
 
-        Args:
-            stage: when its turn is; those of one stage take turns as they came.
-            renew: makes anew what it holds; None where nothing of it depends on the ranks.
-            close: lets go of it; None where nothing has to be done.
+        ``stage`` says when its turn is, those of one stage take turns as they came; ``renew``
+        makes anew what it holds, None where nothing of it depends on the ranks; ``close`` lets go
+        of it, None where nothing has to be done.
         """
         self._holders.append(_Holder(stage, renew, close))
         self._holders.sort(key=lambda holder: holder.stage)  # stable

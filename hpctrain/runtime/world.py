@@ -14,7 +14,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
-from hpctrain.comm.observed import Statistics, observed, trace, wanted_statistics
+from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
@@ -40,8 +40,7 @@ class OpenedSteps(Protocol):
     def take_part(self, comm: Communicator) -> bool:
         """Take part in the next step of the other ranks with nothing. Collective.
 
-        Returns:
-            False if all ranks do so: there is no other step.
+        False if all ranks do so: there is no other step.
         """
 
     def last_to_step(self, comm: Communicator) -> Sequence[int]:
@@ -164,12 +163,7 @@ def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> 
 
 
 def numbers_of(comm: object) -> tuple[int, ...]:
-    """Return which ranks those of an mpi4py communicator are. Not collective.
-
-    Raises:
-        NotInitializedError: there is no world yet.
-        ConfigError: one of them is not in the world.
-    """
+    """Return which ranks those of a communicator are, else ``ConfigError``. Not collective."""
     return tuple(numbers_in(current().ranks, cast("MpiComm", comm)))
 
 
@@ -180,14 +174,14 @@ def join(settings: Settings, chosen: object = None) -> None:
         return
     lazy_dynamo.install()
     ranks = find_world(chosen)
-    hooks = (
-        FailureHooks(ranks, settings.log_dir) if ranks else None
-    )  # from here on nobody fails alone
+    # From here on nobody fails alone.
+    hooks = FailureHooks(ranks, settings.log_dir) if ranks else None
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:
         torch.set_num_threads(found.plan.threads)
-    statistics = wanted_statistics(found.comm, here=settings.stats)
+    # All ranks count, or none does: as rank 0 wants it.
+    statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
     comm = beside(inside, found.plan)
     controllers = Controllers(

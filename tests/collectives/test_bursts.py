@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hpctrain.core.errors import ConfigError, DuplicateNameError, OperationMismatchError
+from hpctrain.core.errors import ConfigError
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -75,33 +75,3 @@ def test_a_name_may_come_again_with_another_tensor(hvd):
         hvd.allreduce_async_(torch.eye(2).to_sparse(), name="0", op=hvd.Sum)
     with pytest.raises(ConfigError, match="operations take tensors"):
         hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
-
-
-@pytest.mark.ranks(2, 3)
-def test_errors_of_names_that_were_known_are_those_of_new_ones(hvd):
-    tensors = [torch.ones(7) for _ in range(12)]
-    for _ in range(2):
-        summed(hvd, tensors, range(12))
-    handles = [
-        hvd.allreduce_async_(
-            torch.ones(8 if number == 5 and hvd.rank() == 1 else 7), name=f"{number}", op=hvd.Sum
-        )
-        for number in range(12)
-    ]
-    for number, handle in enumerate(handles):
-        if number == 5:
-            with pytest.raises(OperationMismatchError, match="rank 1"):
-                hvd.synchronize(handle)
-        else:
-            assert hvd.synchronize(handle)[0] == hvd.size()
-    tensors = [torch.ones(7) for _ in range(12)]
-    summed(hvd, tensors, range(12))
-    assert all(tensor[0] == hvd.size() for tensor in tensors)
-    if hvd.rank() == 0:  # the others have not come: it stays under way
-        first = hvd.allreduce_async_(tensors[0], name="0", op=hvd.Sum)
-        with pytest.raises(DuplicateNameError):
-            hvd.allreduce_async_(tensors[1], name="0", op=hvd.Sum)
-    hvd.barrier()
-    if hvd.rank() > 0:
-        first = hvd.allreduce_async_(tensors[0], name="0", op=hvd.Sum)
-    hvd.synchronize(first)

@@ -234,19 +234,6 @@ def test_ranks_at_different_calls_all_learn_it(world, comm):
     comm.barrier()
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("path", ["flat MPI", "one node"])
-def test_ranks_that_disagree_about_a_sum_all_learn_it(world, path):
-    connection = connect(find_world(), PATHS[path])
-    last = world.rank == world.size - 1
-    for numel in (100, 3_000_000):
-        for dtype in (torch.float32, torch.float64):
-            mine = torch.zeros(numel + last, dtype=torch.float32 if last else dtype)
-            with pytest.raises(MismatchError, match="the same calls in the same order"):
-                connection.comm.allreduce_(mine).wait()
-    close(connection)
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_all_ranks_raise_or_none_does(world, comm):
     comm.agree(True)

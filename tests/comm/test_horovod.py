@@ -24,7 +24,7 @@ pytestmark = pytest.mark.requires("horovod")
 
 HOROVOD = Settings(probe="off", engine="horovod")
 
-OPERATIONS = ("allreduce_async_", "allgather_async", "broadcast_async_", "reducescatter_async")
+OPERATIONS = ("allreduce_async_", "allgather_async", "reducescatter_async")
 """Horovod's functions that are used."""
 
 
@@ -60,12 +60,6 @@ def test_horovod_does_what_it_can(calls):
     comm.allreduce_(torch.ones(5, dtype=torch.bool), op=Op.BAND)
     comm.allreduce_(torch.ones(5, dtype=torch.int16), op=Op.MAX)
     assert calls == ["allreduce_async_"] * 7
-    calls.clear()
-    comm.reduce_scatter(torch.ones(7))
-    comm.all_gather(torch.ones(comm.rank + 1, dtype=torch.bfloat16))
-    comm.alltoall([torch.ones(3, dtype=torch.complex128)] * comm.size)
-    comm.broadcast_(torch.ones(3, dtype=torch.bool), comm.size - 1)
-    assert calls == list(OPERATIONS[1:3])
     close(made)
 
 
@@ -80,8 +74,9 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
     comm.allreduce_(largest, op=Op.MAX)
     assert largest.item() == 0xFFFF
     comm.allreduce_(torch.ones(2, dtype=torch.int32), op=Op.BXOR)
-    comm.reduce_scatter(torch.ones(5), numels=[5] + [0] * (world.size - 1))
-    comm.all_gather(torch.ones(0))
+    comm.reduce_scatter(torch.ones(5))
+    comm.all_gather(torch.ones(3))
+    comm.broadcast_(torch.ones(3))
     assert calls == []
     close(made)
 
@@ -90,14 +85,8 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
 def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(world, comm):
     backwards = comm.group(range(world.size)[::-1])
     assert isinstance(backwards, HorovodCommunicator)
-    gathered = backwards.all_gather(torch.full((backwards.rank + 1,), float(world.rank)))
     last = world.size - 1
-    assert [tensor.tolist() for tensor in gathered] == [
-        [float(last - rank)] * (rank + 1) for rank in range(world.size)
-    ]
-    value = torch.tensor([world.rank])
-    backwards.broadcast_(value, root=0)
-    assert value.item() == last
+    assert backwards.allreduce(torch.tensor([world.rank])).item() == sum(range(world.size))
     inner = backwards.group([0, 1])
     assert (inner is None) == (world.rank < last - 1)
     if inner is not None:
@@ -134,9 +123,7 @@ def test_two_levels_that_cannot_be_are_flat_and_it_is_said():
 def test_worlds_come_one_after_the_other_with_any_ranks(world):
     for _ in range(2):
         made = connect(world.Split(0, -world.rank), HOROVOD)  # backwards
-        value = torch.tensor([world.rank])
-        made.comm.broadcast_(value, root=0)
-        assert value.item() == world.size - 1
+        assert made.comm.allreduce(torch.tensor([world.rank])).item() == sum(range(world.size))
         close(made)
     assert not library().torch.is_initialized()
 

@@ -169,10 +169,6 @@ def test_measurements_are_a_table_that_marks_what_was_chosen():
     assert plan_for(4).measurements("tensors") == []
 
 
-def test_one_node_has_no_rail_to_choose_for():
-    assert plan_for(4).rail == rail_rule(1)
-
-
 ONE = topology_of(4)
 TWO = topology_of(4, per_node=2)
 STORED = StoredPlan.of(TWO, plan_for(4, per_node=2))
@@ -237,26 +233,22 @@ def test_equal_facts_have_the_same_key_and_others_another():
     assert key_of(facts) != key_of(facts | {"mpi": "an MPI 5.1"})
 
 
-def test_what_is_remembered_is_found_again():
-    assert load_cached("nothing") is None
+def test_what_is_remembered_is_found_again_unless_it_is_damaged(caplog):
+    assert load_cached("something") is None
     store_cached("something", STORED)
     assert load_cached("something") == STORED
     (file,) = (config.cache_folder() / "plans").glob("something*")
     assert file.suffix == ".json"
+    file.write_text("{")
+    with caplog.at_level(logging.DEBUG, logger="hpctrain"):
+        assert load_cached("something") is None
+    assert "left aside" in caplog.text
 
 
 def test_what_is_remembered_has_its_name_when_it_is_on_disk(disk, monkeypatch):
     monkeypatch.setattr(config, "cache_folder", lambda: disk.root)
     store_cached("something", STORED)
     assert disk.kept(disk.root / "plans" / "something.json")
-
-
-def test_a_damaged_memory_counts_as_none(caplog):
-    store_cached("damaged", STORED)
-    (config.cache_folder() / "plans" / "damaged.json").write_text("{")
-    with caplog.at_level(logging.DEBUG, logger="hpctrain"):
-        assert load_cached("damaged") is None
-    assert "left aside" in caplog.text
 
 
 @pytest.mark.parametrize("folder", [None, Path("/proc/none"), Path("/dev/null/none")])

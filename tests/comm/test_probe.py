@@ -1,6 +1,7 @@
 """The probe: all ranks come to one plan, within the budget, and sums stay sums."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -79,15 +80,20 @@ def test_an_algorithm_that_fails_anywhere_is_dropped_everywhere(world, connectio
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_the_slowest_rank_counts(world):
-    def run():
+def test_the_slowest_rank_counts_and_what_fails_on_one_has_no_time_on_any(world):
+    def run(error=None):
         world.Barrier()
         if world.rank == world.size - 1:
             time.sleep(0.02)
+            if error is not None:
+                raise error
 
-    seconds = Stopwatch(world, Watch()).time(run, 2)
+    stopwatch = Stopwatch(world, Watch())
+    seconds = stopwatch.time(run, 2)
     assert seconds >= 0.02
     assert len(set(world.allgather(seconds))) == 1
+    assert stopwatch.time(partial(run, CommError("no memory for this")), 1) is None
+    assert stopwatch.time(lambda: None, 1) >= 0
 
 
 @pytest.mark.ranks(2)
@@ -97,14 +103,3 @@ def test_a_lost_rank_is_not_a_slow_algorithm(world):
 
     with pytest.raises(RankLostError):
         Stopwatch(world, Watch()).time(run, 1)
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_what_fails_on_one_rank_has_no_time_on_any(world):
-    def run():
-        if world.rank == 0:
-            raise CommError("no memory for this")
-
-    stopwatch = Stopwatch(world, Watch())
-    assert stopwatch.time(run, 1) is None
-    assert stopwatch.time(lambda: None, 1) >= 0

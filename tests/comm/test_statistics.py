@@ -7,7 +7,7 @@ import torch
 
 import hpctrain
 from hpctrain.comm.communicator import Traffic
-from hpctrain.comm.observed import Call, Count, Statistics, describe, observed, wanted_statistics
+from hpctrain.comm.observed import Call, Count, Statistics, describe, observed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
@@ -59,7 +59,6 @@ def test_what_took_most_time_comes_first_and_an_absent_rank_counts_as_nothing():
 def test_nothing_is_in_the_way_when_nobody_listens():
     comm = SerialCommunicator()
     assert observed(comm, None, None) is comm
-    assert wanted_statistics(comm, here=False) is None
 
 
 def test_a_group_is_heard_by_the_same_listeners():

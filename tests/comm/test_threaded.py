@@ -32,9 +32,6 @@ class Gate(SerialCommunicator):
         self.done.append(tensor.numel())
         return super().allreduce_(tensor, op=op, scale=scale)
 
-    def barrier(self):
-        self.done.append("barrier")
-
     def close(self):
         self.done.append("close")
 
@@ -78,26 +75,17 @@ def test_errors_come_with_the_operation_that_made_them(world, threaded):
         threaded.agree(world.rank > 0, "no")
 
 
-def test_operations_run_in_the_order_of_the_calls():
+def test_operations_run_in_the_order_of_the_calls_and_close_waits_for_them():
     gate = Gate()
     threaded = ThreadedCommunicator(gate)
     works = [threaded.allreduce_(torch.zeros(k)) for k in range(5)]
     assert not any(work.done() for work in works)
-    gate.opened.set()
-    threaded.barrier()
-    assert gate.done == [0, 1, 2, 3, 4, "barrier"]
-
-
-def test_close_waits_for_what_was_started():
-    gate = Gate()
-    threaded = ThreadedCommunicator(gate)
-    threaded.allreduce_(torch.zeros(1))
     threaded.submit(gate.done.append, "composite")
     closing = threading.Thread(target=threaded.close)
     closing.start()
     gate.opened.set()
     closing.join()
-    assert gate.done == [1, "composite", "close"]
+    assert gate.done == [0, 1, 2, 3, 4, "composite", "close"]
 
 
 def test_what_a_composite_raises_comes_with_its_work():

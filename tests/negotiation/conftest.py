@@ -10,6 +10,7 @@ from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.controller import Controller
 from tests.comm.conftest import PATHS, SAME, close
+from tests.negotiation.controlling import controller_of
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def ranks() -> Generator[Communicator]:
 def controller(request: pytest.FixtureRequest) -> Generator[Controller]:
     """Make a controller by each path in turn."""
     connection = connect(find_world(), PATHS[request.param])
-    made = Controller(connection.comm.group(range(connection.comm.size)))
+    made = controller_of(connection.comm.group(range(connection.comm.size)))
     yield made
     connection.comm.barrier()
     made.close()

@@ -2,10 +2,20 @@
 
 import pytest
 
+from hpctrain.core.config import Settings
+from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request, Sum
+from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
+from hpctrain.negotiation.timeline import Timelines
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
+
+
+def controller_of(comm):
+    members = [SetMember(rank, "here") for rank in range(comm.size)]
+    stalls = StallWatch(Settings(), comm.rank, members, LastCall())
+    return Controller(comm, timelines=Timelines(comm.rank, comm.size), stalls=stalls)
 
 
 def allreduce(name, tensor, op=Sum):

@@ -33,7 +33,7 @@ def star(size: int) -> list[Tree]:
 def trees_of(parents: Sequence[int | None]) -> list[Tree]:
     size = len(parents)
     return [
-        Tree(rank, size, parent, tuple(r for r in range(size) if parents[r] == rank))
+        Tree(rank, parent, tuple(r for r in range(size) if parents[r] == rank))
         for rank, parent in enumerate(parents)
     ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.core.errors import CommError, HorovodInternalError, OperationMismatchError
-from hpctrain.negotiation.request import Average, Kind, Max, Request
+from hpctrain.negotiation.request import Average, Kind, Request
 from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, broadcast, joined
 
 
@@ -114,22 +114,6 @@ def test_a_name_under_way_is_refused(controller):
         controller.run(Request(Kind.BARRIER, "go", ()))
         first = controller.submit(allreduce("twice", torch.ones(2)))
     assert first.wait()[0].tolist() == [controller.comm.size] * 2
-
-
-@SIZES
-def test_who_has_joined_takes_part_with_nothing(controller):
-    rank, size = controller.comm.rank, controller.comm.size
-    for _ in range(2):
-        for step in range(3 * (rank + 1)):
-            there = [r for r in range(size) if step < 3 * (r + 1)]
-            (total,) = controller.run(allreduce(f"step {step}", torch.tensor([rank + 1])))
-            assert total.item() == sum(r + 1 for r in there)
-            (most,) = controller.run(allreduce(f"max {step}", torch.tensor([-rank - 1]), Max))
-            assert most.item() == -min(there) - 1
-            controller.run(allreduce(None, torch.tensor([rank])))
-        assert joined(controller) == size - 1
-        (total,) = controller.run(allreduce(None, torch.tensor([1])))
-        assert total.item() == size
 
 
 @SEVERAL

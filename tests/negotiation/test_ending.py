@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from hpctrain.core.errors import HorovodInternalError
-from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request, Sum
-from tests.negotiation.controlling import SEVERAL, SIZES, allreduce
+from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, controller_of
 
 
 @SEVERAL
@@ -72,7 +71,7 @@ def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
     rank, size = comm.rank, comm.size
     chance = random.Random(rank)
     for epoch in range(4):
-        other = Controller(comm.group(range(size)))
+        other = controller_of(comm.group(range(size)))
         num_named = 1100 if epoch == 3 else 30
         handles = [
             other.submit(allreduce(None if n % 2 else f"{n}", torch.ones(1)))
@@ -140,7 +139,7 @@ def test_breaking_off_in_the_midst_of_work_leaves_nobody_behind(controller):
     comm = controller.comm
     chance = random.Random(0)  # the same on every rank
     for _ in range(8):
-        current = Controller(comm)
+        current = controller_of(comm)
         end = threading.Timer(chance.random() * 0.004, current.break_off, ["enough"])
         if comm.rank == chance.randrange(comm.size):
             end.start()

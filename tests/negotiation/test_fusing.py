@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.negotiation.fusion_buffer import DIRECT_BYTES, fusible_bytes, runs
+from hpctrain.negotiation.execution import DIRECT_BYTES, fusible_bytes, runs
 from hpctrain.negotiation.request import Adasum, Average, Kind, Max, Request, Sum
 
 DTYPES = (torch.float32, torch.int64)

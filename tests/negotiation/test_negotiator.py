@@ -2,7 +2,6 @@
 
 import pytest
 
-from hpctrain.core.errors import CommError
 from hpctrain.negotiation.messages import (
     BITS,
     REPORT,
@@ -30,19 +29,6 @@ def announced(ranks: Ranks, *names: str, signature=FOUR) -> list[OperationBatch]
 
 def plain(*names: str) -> tuple[Entry, ...]:
     return tuple(Entry(name, FOUR) for name in names)
-
-
-def test_nothing_is_decided_before_the_last_rank_has_announced():
-    ranks = Ranks(chain(3))
-    first, second, third = ranks.negotiators
-    for negotiator in (first, second):
-        negotiator.announce("a", FOUR)
-    assert ranks.settle() == []
-    assert list(first.pending()) == list(second.pending()) == ["a"]
-    assert not third.pending()
-    third.announce("a", FOUR)
-    assert ranks.settle() == [OperationBatch(plain("a"), None)]
-    assert not any(negotiator.pending() for negotiator in ranks.negotiators)
 
 
 def test_everything_that_is_ready_becomes_one_batch_in_the_order_of_the_root():
@@ -132,24 +118,6 @@ def test_the_first_names_have_numbers_as_long_as_there_are_some():
         assert ranks.messages[0][2][0] == kind, name
 
 
-def test_a_rank_that_has_joined_counts_for_everything_after_its_own_operations():
-    ranks = Ranks(chain(3))
-    last = ranks.negotiators[2]
-    last.announce("a", FOUR)
-    last.join()
-    for negotiator in ranks.negotiators[:2]:
-        negotiator.announce("a", FOUR)
-        negotiator.announce("b", FOUR)
-    assert ranks.settle() == [OperationBatch(plain("a") + plain("b"), None)]
-    with pytest.raises(CommError, match="rank 2; submit it before"):
-        last.announce("c", FOUR)
-    ranks.negotiators[1].join()
-    ranks.settle()
-    ranks.negotiators[0].join()
-    assert ranks.settle() == [OperationBatch((), 0)]
-    assert announced(ranks, "a", "b") == [OperationBatch(plain("a", "b"), None)]
-
-
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]])
 @pytest.mark.parametrize("shape", [chain, star])
 def test_the_last_to_join_is_named_again_and_again(order, shape):
@@ -195,13 +163,3 @@ def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
     answers = ranks.negotiators[0].answers()
     assert sorted(answers) == [(rank, f"from {rank}") for rank in range(4)]
     assert ranks.negotiators[0].answers() == ranks.negotiators[2].answers() == []
-
-
-def test_a_rank_by_itself_sends_nothing():
-    ranks = Ranks(star(1))
-    assert announced(ranks, "a", "b") == [OperationBatch(plain("a", "b"), None)]
-    ranks.negotiators[0].ask("who?")
-    ranks.negotiators[0].join()
-    assert ranks.settle() == [OperationBatch((), 0)]
-    assert ranks.negotiators[0].questions() == ["who?"]
-    assert ranks.messages == []

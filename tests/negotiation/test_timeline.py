@@ -6,11 +6,8 @@ import time
 
 import pytest
 
-import hpctrain
 from hpctrain.comm.communicator import Traffic
-from hpctrain.core.errors import NotInitializedError
 from hpctrain.negotiation.timeline import Timeline, Timelines
-from hpctrain.runtime import world
 from tests.full_disk import largest_file
 
 MOVED = Traffic(node_bytes=100, rail_bytes=50, waited_s=0.001, rail_s=0.002)
@@ -177,13 +174,3 @@ def test_a_file_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     assert timelines.current is None
     assert "there will be no timeline" in caplog.text
     assert str(tmp_path) in caplog.text
-
-
-def test_timelines_need_a_world(tmp_path):
-    assert not hpctrain.is_initialized()
-    for call in (
-        lambda: world.start_timeline(str(tmp_path / "t")),
-        world.stop_timeline,
-    ):
-        with pytest.raises(NotInitializedError):
-            call()

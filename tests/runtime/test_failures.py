@@ -88,7 +88,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+AT_LENGTH = pytest.param("an exception in a thread that computes", marks=pytest.mark.conformance)
+
+
+@pytest.mark.parametrize("name", [*sorted(CASES.keys() - {*AT_LENGTH.values}), AT_LENGTH])
 def test_an_end_of_one_rank_ends_all_and_it_is_said_why(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if "slow" in name else ""
@@ -163,7 +166,10 @@ def test_a_failure_ends_ranks_that_are_done(tmp_path: Path) -> None:
     assert "[rank 1] ValueError: bad luck" in outcome.err
 
 
-@pytest.mark.parametrize("reached", ["mpirun", "all ranks", "a rank that waits"])
+@pytest.mark.parametrize(
+    "reached",
+    ["mpirun", "a rank that waits", pytest.param("all ranks", marks=pytest.mark.conformance)],
+)
 def test_ctrl_c_is_clean(reached: str, tmp_path: Path) -> None:
     def interrupt(mpirun) -> None:
         files = {"all ranks": "pid-*", "a rank that waits": "pid-0"}

@@ -53,7 +53,13 @@ def test_init_twice_is_harmless_and_again_after_shutdown(world):
 
 @pytest.mark.ranks(1)
 def test_what_needs_the_world_says_so():
-    for needs in (hpctrain.rank, hpctrain.barrier, lambda: hpctrain.allreduce(torch.zeros(1))):
+    for needs in (
+        hpctrain.rank,
+        hpctrain.barrier,
+        hpctrain.stop_timeline,
+        lambda: hpctrain.start_timeline("t.json"),
+        lambda: hpctrain.allreduce(torch.zeros(1)),
+    ):
         with pytest.raises(NotInitializedError, match=r"hpctrain\.init"):
             needs()
 
@@ -62,6 +68,8 @@ def test_what_needs_the_world_says_so():
 def test_settings_are_checked(monkeypatch):
     with pytest.raises(ConfigError, match="ranks_per_node must be at least 1, got 0"):
         hpctrain.init(ranks_per_node=0)
+    with pytest.raises(ConfigError, match="engine is one of hpctrain, horovod, got 'gloo'"):
+        hpctrain.init(engine="gloo")
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "sometimes")
     with pytest.raises(ConfigError, match="HPCTRAIN_OVERLAP: one of auto, thread, inline, end"):
         hpctrain.init()

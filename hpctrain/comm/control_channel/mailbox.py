@@ -1,5 +1,6 @@
 """Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one bell for all."""
 
+import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore, private
+from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch, wait_until
 from hpctrain.core.libc import Segment
 
@@ -39,8 +40,6 @@ class Tree:
 
     rank: int
     """My rank."""
-    size: int
-    """Ranks in the tree."""
     parent: int | None
     """The rank towards the root; None at the root."""
     children: tuple[int, ...]
@@ -56,10 +55,8 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     """Return the place of ``rank`` in the tree of all ranks.
 
     The first ranks of the nodes form a tree, and the ranks of each node another one below its
-    first rank. So a node's messages leave it once.
-
-    ``nodes`` has the ranks of each node, numbered from 0 without gaps, in any order; a node is
-    what shares memory, at worst each rank by itself.
+    first rank. So a node's messages leave it once. ``nodes`` has the ranks of each node, numbered
+    from 0 without gaps, in any order; a node is what shares memory, at worst each rank by itself.
     """
     members = sorted(sorted(ranks) for ranks in nodes)
     leaders = [ranks[0] for ranks in members]
@@ -68,7 +65,7 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     if rank == mine[0]:
         parent, of_other_nodes = _place(leaders, rank)
         children = of_other_nodes + children
-    return Tree(rank, sum(map(len, members)), parent, children)
+    return Tree(rank, parent, children)
 
 
 def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
@@ -145,12 +142,9 @@ class Mailbox:
         """Return when all that was sent has left; to be called before waiting for anything else.
 
         A large message leaves when its receiver calls ``receive``, ``flush`` or ``sleep``. What
-        comes meanwhile is read, so that neighbours that send too get on.
-
-        With ``down`` only what goes to children counts.
-
-        Raises:
-            RankLostError: a rank is lost, or the wait has lasted too long.
+        comes meanwhile is read, so that neighbours that send too get on. With ``down`` only what
+        goes to children counts. ``RankLostError`` if a rank is lost, or the wait has lasted too
+        long.
         """
         start = time.perf_counter()
         woken = False
@@ -163,16 +157,11 @@ class Mailbox:
             self.ring()  # it may have been for somebody else
 
     def sleep(self, timeout_s: float) -> bool:
-        """Return when something may have come, or somebody rang, or the time is over.
+        """Return True when something may have come, or somebody rang; False when the time is over.
 
         The first microseconds are spent awake where ranks have a core each; then the others are
-        looked at ten times a second.
-
-        Returns:
-            False if the time is over; True otherwise, now and then without a reason.
-
-        Raises:
-            RankLostError: a rank is lost, or the sleep has lasted too long.
+        looked at ten times a second. ``RankLostError`` if one is lost, or the sleep has lasted too
+        long.
         """
         self._push()
         if self._something_came() or self._inbox:
@@ -189,10 +178,7 @@ class Mailbox:
         self._bell.post()
 
     def close(self) -> None:
-        """Give back what the mailboxes hold. Collective; what nobody has received is lost.
-
-        Memory lives as long as something refers to it.
-        """
+        """Give back what the mailboxes hold. Collective; what nobody has received is lost."""
         if self._network is not None:
             self._network.close(self._watch)
             self._network = None
@@ -238,8 +224,7 @@ def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
 def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
     """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
 
-    Raises:
-        NodeMemoryError: there is not enough memory; on every rank of the node.
+    ``NodeMemoryError``, on every rank of the node, if there is not enough memory.
     """
     mine = node.ranks_of(comm)
     leaders = comm.allgather(mine[0])
@@ -290,7 +275,7 @@ def _part(box: Segment, offset: int) -> memoryview:
 
 def _private_bell() -> Semaphore:
     """Return the bell of a rank that shares no memory."""
-    bell = Semaphore(private(LINE_BYTES))
+    bell = Semaphore((ctypes.c_char * LINE_BYTES)())
     bell.initialise()
     return bell
 

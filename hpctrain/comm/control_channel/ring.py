@@ -22,14 +22,10 @@ STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 
 def fence_of(semaphore: Semaphore) -> Callable[[], object] | None:
-    """Return what keeps loads and stores before it apart from those after it.
+    """Return what keeps loads and stores before it apart from those after it; None for no need.
 
-    A post releases, taking it again acquires: together nothing passes them.
-
-    Nobody else uses the semaphore.
-
-    Returns:
-        None where the processor needs none.
+    A post releases, taking it again acquires: together nothing passes them. Nobody else uses the
+    semaphore.
     """
     if STORES_IN_ORDER:
         return None

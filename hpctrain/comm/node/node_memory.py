@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def reserve(num_bytes: int) -> int:
-    """Make this rank's memory with all its pages; return its descriptor.
-
-    Raises:
-        OSError: there is too little.
-    """
+    """Make this rank's memory with all its pages, else OSError; return its descriptor."""
     descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -37,10 +33,11 @@ def reserve(num_bytes: int) -> int:
 def allocate(
     node: "MPI.Intracomm", num_bytes: int, reserve: Callable[[int], int] = reserve
 ) -> Sequence[Segment]:
-    """Make a zeroed segment of ``num_bytes`` on every rank and map those of all ranks.
+    """Make a zeroed segment on every rank and map those of all; return them by local rank.
 
     Collective over ``node``; every rank gives the same number of bytes. A segment lives as long as
-    something refers to it.
+    something refers to it. ``NodeMemoryError`` if this rank could not: the caller agrees with the
+    others.
 
     It is anonymous memory, mapped by the peers through ``/proc/PID/fd``, not limited by /dev/shm
     and gone with its last process. ``posix_fallocate`` by the owner takes the pages at once: on
@@ -50,12 +47,6 @@ def allocate(
 
     Where /proc does not lead to the peers (another PID namespace, processes that hide), they hand
     their descriptors over by Unix sockets.
-
-    Returns:
-        The segments by local rank.
-
-    Raises:
-        NodeMemoryError: this rank could not; the caller agrees with the others.
     """
     if refusal := shortage(node.allgather(rooms()), num_bytes):
         raise NodeMemoryError(refusal)
@@ -147,16 +138,11 @@ _TOKEN_BYTES = 16
 
 
 def exchange(node: "MPI.Intracomm", descriptor: int) -> list[int]:
-    """Open the file of every rank. Collective over ``node``.
+    """Return new descriptors of the file of every rank, for the caller to close. Collective.
 
     A file is taken only with the token of the receiver, which its peers got over MPI: other
-    processes of the host can see a socket's name and connect to it.
-
-    Returns:
-        New descriptors of the ranks' files by local rank; the caller closes them.
-
-    Raises:
-        OSError: a rank could not send, on every rank; or this rank could not receive.
+    processes of the host can see a socket's name and connect to it. OSError if a rank could not
+    send, on every rank; or this rank could not receive.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     failure: OSError | None = None

@@ -44,9 +44,7 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
     """Map a file's first bytes, shared and already in the page table; the file may be closed.
 
     The map is undone when nobody refers to the segment, or what was made from it, any more.
-
-    Raises:
-        OSError: the kernel refuses.
+    OSError if the kernel refuses.
     """
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
     address = map_memory(num_bytes, access, kind, descriptor=descriptor)
@@ -54,11 +52,6 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
     # Not at the end of the process: others may still use the memory then.
     weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
     return segment
-
-
-def private(num_bytes: int) -> Segment:
-    """Make zeros that no other process sees."""
-    return (ctypes.c_char * num_bytes)()
 
 
 def yield_core() -> None:

@@ -43,10 +43,8 @@ class SharedMemory:
         """Take what the levels need in one piece: cells to compare, semaphores, the stage.
 
         With ``spin`` each rank has a core of its own, so that a short wait may keep it;
-        ``stage_bytes`` are of each rank, for ``stage``.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        ``stage_bytes`` are of each rank, for ``stage``. ``NodeMemoryError``, on every rank of the
+        node, if there is too little.
         """
         self.local_rank = node.rank
         self.local_size = node.size
@@ -68,11 +66,9 @@ class SharedMemory:
         # What each rank is about to do: one cache line each, in the first rank's segment.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
         self._calls = cells.data
-        rows = [
-            [Semaphore(segment, cell_bytes + k * LINE_BYTES) for k in range(num_rounds)]
-            for segment in self._segments
-        ]
-        self._barrier = self._make_barrier(rows, spin=spin, watch=watch)
+        self._rounds = self._make_rounds(num_rounds, cell_bytes)
+        """Of a barrier: the semaphore to wait for, and the one to post."""
+        self._pace, self._watch = IN_NODE if spin else IN_NODE._replace(spin_s=0.0), watch
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
             for segment in self._segments
@@ -80,15 +76,21 @@ class SharedMemory:
         """Bytes of every rank, by local rank, for what passes through."""
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here.
+        """Return when all ranks of the node are here; ``CommError`` if closed or failed before.
 
-        Raises:
-            CommError: this node level was closed, or has failed before.
+        Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
+        before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
+        post of the next barrier is counted and not lost.
+
+        Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
         """
         if self._unusable:
             raise CommError(self._unusable)
         try:
-            self._barrier.wait()
+            for mine, next_one in self._rounds:
+                next_one.post()
+                if not mine.try_wait():
+                    self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
         except BaseException:
             # This rank has said that it is here, and goes on without the others.
             self._unusable = (
@@ -100,9 +102,8 @@ class SharedMemory:
     def meet(self, call: Call) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
 
-        Raises:
-            MismatchError: another rank is about to do something else; on every rank.
-            CommError: this is a forked child of a rank.
+        ``MismatchError``, on every rank, if another is about to do something else; ``CommError``
+        in a forked child of a rank.
         """
         self._owner.check()
         turn = self.turn
@@ -116,8 +117,7 @@ class SharedMemory:
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
 
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        ``NodeMemoryError``, on every rank of the node, if there is too little.
         """
         self._num_buckets += 1
         segments = self.allocate(max(numel * dtype.itemsize, 1))
@@ -149,13 +149,10 @@ class SharedMemory:
         self.barrier()
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
-        """Make a zeroed segment of ``num_bytes`` on every rank, and map those of all.
+        """Make a zeroed segment on every rank, and map those of all; return them by local rank.
 
-        Returns:
-            The segments by local rank; each lives as long as something refers to it.
-
-        Raises:
-            NodeMemoryError: there is not enough memory; on every rank of the node.
+        Each lives as long as something refers to it. ``NodeMemoryError``, on every rank of the
+        node, if there is too little.
         """
         refusal, segments = None, None
         try:
@@ -184,55 +181,25 @@ class SharedMemory:
         """Count passes in which this rank touched its slice in the buckets of all ranks."""
         self.num_bytes += passes * bucket.numel * bucket.flat.itemsize
 
-    def _make_barrier(
-        self, rows: list[list[Semaphore]], *, spin: bool, watch: Watch
-    ) -> "NodeBarrier":
-        mine = rows[self.local_rank]
+    def _make_rounds(
+        self, num_rounds: int, first_byte: int
+    ) -> tuple[tuple[Semaphore, Semaphore], ...]:
+        places = [first_byte + k * LINE_BYTES for k in range(num_rounds)]
+        mine = [Semaphore(self._segments[self.local_rank], place) for place in places]
         for semaphore in mine:
             semaphore.initialise()
         self._node.Barrier()
         next_ones = [
-            rows[(self.local_rank + (1 << k)) % self.local_size][k] for k in range(len(mine))
+            Semaphore(self._segments[(self.local_rank + (1 << k)) % self.local_size], place)
+            for k, place in enumerate(places)
         ]
-        return NodeBarrier(mine, next_ones, spin=spin, watch=watch)
-
-
-class NodeBarrier:
-    """A barrier of the ranks of one node over semaphores in memory which they share.
-
-    Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
-    before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
-    post of the next barrier is counted and not lost.
-
-    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
-    """
-
-    def __init__(
-        self,
-        mine: Sequence[Semaphore],
-        next_ones: Sequence[Semaphore],
-        *,
-        spin: bool,
-        watch: Watch,
-    ) -> None:
-        """Take the semaphores of each round: ``mine`` to wait for, ``next_ones`` to post."""
-        self._rounds = tuple(zip(mine, next_ones, strict=True))
-        self._pace = IN_NODE if spin else IN_NODE._replace(spin_s=0.0)
-        self._watch = watch
-
-    def wait(self) -> None:
-        """Return when all ranks of the node are here."""
-        for mine, next_one in self._rounds:
-            next_one.post()
-            if not mine.try_wait():
-                self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
+        return tuple(zip(mine, next_ones, strict=True))
 
 
 def combine(parts: Sequence[Tensor], combination: Combination, scale: float | None) -> Tensor:
     """Combine the ranks' pieces in rank order, times ``scale``.
 
-    Returns:
-        The first piece, which is overwritten; a wider tensor where one rounding wants it.
+    Returns the first piece, which is overwritten; a wider tensor where one rounding wants it.
     """
     first, *others = (_lane(part, combination) for part in parts)
     total = first if combination.wide is first.dtype else first.to(combination.wide)
@@ -244,17 +211,14 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 def combine_to(
     out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
 ) -> None:
-    """Combine the ranks' pieces in rank order, times ``scale``, and leave them as they are.
-
-    ``out`` may be one of the first two pieces.
-    """
+    """Combine the pieces in rank order, times ``scale``; ``out`` may be one of the first two."""
     if combination.wide is not combination.lane or len(parts) == 1:
         total = parts[0].to(combination.wide, copy=True)
         for other in parts[1:]:
             combination.into(total, other)
         out.copy_(total if scale is None else total.mul_(scale))
         return
-    combination.of_two(parts[0], parts[1], out)
+    combination.function(parts[0], parts[1], out=out)
     for other in parts[2:]:
         combination.into(out, other)
     if scale is not None:
@@ -319,8 +283,7 @@ class SharedSlots:
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
 
-        Returns:
-            The slots of all ranks, as a bucket.
+        Returns the slots of all ranks, as a bucket.
         """
         peers = self._put(values, call)
         self._node.num_bytes += values.numel() * values.itemsize

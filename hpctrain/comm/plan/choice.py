@@ -31,8 +31,8 @@ GAIN = 0.15
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
-_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
-_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
+_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "library")
+_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "library")
 _NO_RAIL = SizeTable(((0, "library"),))
 
 
@@ -158,9 +158,8 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
     """Return the fastest of the algorithms that gain enough over ``default``; else ``default``.
 
     One that gains does so in its median, and in each of several runs over each of the default's:
-    what the machine does besides must not choose a plan.
-
-    Of equals the first is taken; ``default`` stays where it was not measured.
+    what the machine does besides must not choose a plan. Of equals the first is taken; ``default``
+    stays where it was not measured.
     """
     if default not in measured:
         return default
@@ -210,21 +209,16 @@ DEFAULT = Batching(64 * MIB, 0.0)
 
 
 def batching(seconds: Mapping[int, float]) -> Batching:
-    """Choose from how long all-reduces over all ranks take; pure.
+    """Choose from how long all-reduces over all ranks take, by size in bytes; pure.
 
     A message of n bytes takes ``a + b n`` seconds. What is fused saves ``a`` for each operation
     but the first; what waits longer than ``a`` loses more than it can save. So operations are
-    fused up to a size at which the latency is a small share of the time, and wait for about half
-    a latency: they wait as long again, on average, for the message before theirs.
+    fused up to a size at which the latency is a small share of the time, and wait for about half a
+    latency: they wait as long again, on average, for the message before theirs.
 
     Both figures are powers of four, in bytes and in microseconds: what is nearer to one of them
-    than to the next is the same link, measured at another moment.
-
-    Args:
-        seconds: by size in bytes, each the shortest of several runs.
-
-    Returns:
-        ``DEFAULT`` where fewer than two sizes were measured, or the largest took no longer.
+    than to the next is the same link, measured at another moment. ``DEFAULT`` where fewer than two
+    sizes were measured, or the largest took no longer.
     """
     if len(seconds) < 2:
         return DEFAULT

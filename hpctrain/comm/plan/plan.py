@@ -22,11 +22,7 @@ class SizeTable:
     _sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the order.
-
-        Raises:
-            ConfigError: the sizes do not begin at 0, or do not grow.
-        """
+        """Refuse, by ``ConfigError``, sizes that do not begin at 0, or do not grow."""
         sizes = [num_bytes for num_bytes, _ in self.steps]
         if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
             raise ConfigError(f"sizes of a plan begin at 0 and grow, got {sizes}")
@@ -104,9 +100,8 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` gave these fields.
 
-        Raises:
-            ConfigError: a field is missing, unknown, or of another type; names it. Fields that
-                older versions did not have may be missing.
+        ``ConfigError`` names a field that is missing, unknown, or of another type. Fields that
+        older versions did not have may be missing.
         """
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in values and name not in _ADDED_LATER]
@@ -151,10 +146,8 @@ class Plan:
     def measurements(self, what: str) -> list[tuple[str, ...]]:
         """Return a table of what was measured: sizes down, algorithms across, the first row names.
 
-        The algorithm that the plan takes for a size is marked by ``*``.
-
-        Returns:
-            No row at all where nothing was measured.
+        The algorithm that the plan takes for a size is marked by ``*``. No row at all where
+        nothing was measured.
         """
         measured = [m for m in self.measured if m.what == what]
         if not measured:
@@ -237,7 +230,7 @@ def _time(value: object) -> float:
 def _seconds(value: Any) -> tuple[float, ...]:
     if not value:
         raise ValueError("at least one run is needed")
-    return tuple(float(seconds) for seconds in value)
+    return tuple(map(_time, value))
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

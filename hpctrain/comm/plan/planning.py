@@ -61,8 +61,7 @@ class StoredPlan:
     def from_dict(cls, content: object) -> Self:
         """Return what ``as_dict`` gave; further keys are left to other readers.
 
-        Raises:
-            ConfigError: a key is missing or its value is not valid; names it.
+        ``ConfigError`` names a key that is missing or whose value is not valid.
         """
         if not isinstance(content, dict):
             raise ConfigError("it is no table with the keys nodes and plan")
@@ -79,11 +78,7 @@ class StoredPlan:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file that holds a plan, such as the ``plan.json`` of a run.
-
-        Raises:
-            ConfigError: it cannot be read, or what it says is no plan.
-        """
+        """Read a file that holds a plan, such as ``plan.json`` of a run, else ``ConfigError``."""
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, ConfigError) as error:
@@ -130,8 +125,7 @@ class PlanDecision:
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:
     """Return what ``settings.plan`` holds, None where there is none. Collective.
 
-    Raises:
-        ConfigError: it cannot be read; on every rank.
+    ``ConfigError``, on every rank, if it cannot be read.
     """
     if settings.plan is None:
         return None
@@ -157,8 +151,7 @@ def decide(
 ) -> PlanDecision:
     """Take the pinned plan, else what an earlier run has measured, else the rule. Collective.
 
-    Raises:
-        ConfigError: the pinned plan cannot be used in this world; on every rank.
+    ``ConfigError``, on every rank, if the pinned plan cannot be used in this world.
     """
     threads = comm.allgather_object(num_threads)
     rule = choose_plan(topology, settings, node_memory=node_memory, threads=threads)

@@ -58,17 +58,11 @@ def measure(
     watch: Watch,
     budget_s: float = BUDGET_S,
 ) -> Plan:
-    """Measure, and make ``comm`` use the plan that follows. Collective.
+    """Measure, and make ``comm`` use the plan that follows, which is returned. Collective.
 
-    Also opens the connections between ranks, so that the first step need not.
-
-    Sizes that ``budget_s`` seconds do not reach keep what the rule says.
-
-    Returns:
-        The plan with refined tables, what follows for small operations, and all measurements.
-
-    Raises:
-        RankLostError: a rank was lost meanwhile.
+    Also opens the connections between ranks, so that the first step need not. Sizes that
+    ``budget_s`` seconds do not reach keep what the rule says. ``RankLostError`` if a rank was lost
+    meanwhile.
     """
     how = combination(torch.float32, Op.SUM)
     rail = comm.rail
@@ -140,9 +134,8 @@ def _shortest(
 ) -> dict[int, float]:
     """Time ordinary all-reduces by the plan that ``comm`` uses. Collective.
 
-    Returns:
-        The shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached until
-        the stopwatch shows ``until_s`` are missing.
+    Returns the shortest time for each size of ``BATCHING_SIZES``; sizes that were not reached
+    until the stopwatch shows ``until_s`` are missing.
     """
     tensors = [torch.zeros(size // torch.float32.itemsize) for size in BATCHING_SIZES]
     times: dict[int, float] = {}
@@ -170,15 +163,10 @@ class Stopwatch:
     def time(
         self, run: Callable[[], object], calls: int, *, warm_up: bool = False
     ) -> float | None:
-        """Call ``run`` so many times by the clock. Collective.
+        """Call ``run`` so many times by the clock; with ``warm_up`` once before. Collective.
 
-        With ``warm_up`` once before, to open what the first call has to open.
-
-        Returns:
-            The mean seconds of a call, of the slowest rank; None where it failed on any.
-
-        Raises:
-            RankLostError: a rank was lost meanwhile.
+        Returns the mean seconds of a call, of the slowest rank; None where it failed on any.
+        ``RankLostError`` if a rank was lost meanwhile.
         """
         seconds, failed = 0.0, False
         try:

@@ -1,18 +1,141 @@
-"""The rail level: ranks that own the same slice on every node reduce it over the slow link."""
+"""The rail level, and wires of MPI: owners of the same slice reduce it over the slow link."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.mpi_wire import CHUNK_ELEMENTS, MpiWire, buffer_of, library_sums
+from hpctrain.comm.rail.algorithms import ALGORITHMS, Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.core.errors import CommError
+from hpctrain.core.units import format_bytes
+
+CHUNK_ELEMENTS = 1 << 26
+"""Largest message in elements: counts of MPI-3 are 32-bit."""
+
+
+_MPI_TYPE = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+}
+
+
+def library_sums(dtype: torch.dtype) -> bool:
+    """Say whether the MPI library may sum this dtype.
+
+    Not 8 and 16 bits: Open MPI saturates vectorised sums, 245 + 245 is 255 there and not 234.
+    """
+    return dtype in _MPI_TYPE
+
+
+def buffer_of(tensor: torch.Tensor) -> list[object]:
+    """Describe a contiguous tensor that the library may sum to mpi4py, in place."""
+    return [_bytes_of(tensor), tensor.numel(), _MPI_TYPE[tensor.dtype]]
+
+
+def bytes_of(tensor: torch.Tensor) -> list[object]:
+    """Describe a contiguous tensor of any dtype to mpi4py as plain bytes, in place."""
+    return [_bytes_of(tensor), tensor.numel() * tensor.itemsize, MPI.BYTE]
+
+
+def _bytes_of(tensor: torch.Tensor) -> MPI.buffer:
+    # Not tensor.numpy(): that pins the storage, and bfloat16 has no numpy type.
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """A message under way."""
+
+    tensor: Tensor
+    partner: int
+    """Rank of the communicator at the other end."""
+    arrives: bool
+    """Whether it is received, not sent."""
+    requests: list[MPI.Request]
+
+
+class MpiWire(Wire):
+    """Point to point, by rank of an MPI communicator: counted, and waited for asleep."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        watch: Watch | None = None,
+        world_ranks: Sequence[int] = (),
+        name: str = "",
+    ) -> None:
+        """Take the ranks and how they are called.
+
+        ``world_ranks`` are the world's numbers of the ranks, empty where they are the same;
+        ``name``, such as ``rail 0``, is for messages.
+        """
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.num_bytes_sent = 0
+        """Bytes that this rank has sent so far."""
+        self._comm = comm
+        self._watch = watch or Watch()
+        self._world_ranks = world_ranks or range(comm.size)
+        self._name = name
+        # An error leaves transfers unfinished: their memory must not go before the library does.
+        self._under_way: set[Transfer] = set()
+
+    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
+        """Begin to send ``tensor``, which stays as it is until ``finish``."""
+        self.num_bytes_sent += tensor.numel() * tensor.itemsize
+        parts = tensor.split(CHUNK_ELEMENTS)
+        requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
+        return self._started(Transfer(tensor, dest, False, requests))  # noqa: FBT003
+
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
+        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
+        parts = tensor.split(CHUNK_ELEMENTS)
+        requests = [self._comm.Irecv(bytes_of(part), source, tag) for part in parts]
+        return self._started(Transfer(tensor, source, True, requests))  # noqa: FBT003
+
+    def finish(self, transfer: Transfer) -> None:
+        """Return when ``transfer`` is complete; sleep meanwhile.
+
+        ``RankLostError`` if a rank is lost, or the wait has lasted too long; ``CommError`` if the
+        other end sent more or less than this one takes.
+        """
+        partner = self._world_ranks[transfer.partner]
+        status = MPI.Status()
+        num_bytes = 0
+        try:
+            for request in transfer.requests:
+                wait_request(request, self._watch, partner, self._name, status)
+                num_bytes += status.Get_count(MPI.BYTE) if transfer.arrives else 0
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise self._misfit(transfer, "more") from error
+        self._under_way.discard(transfer)
+        if transfer.arrives and num_bytes != transfer.tensor.nbytes:
+            raise self._misfit(transfer, format_bytes(num_bytes))
+
+    def _misfit(self, transfer: Transfer, sent: str) -> CommError:
+        me, other = self._world_ranks[self.rank], self._world_ranks[transfer.partner]
+        return CommError(
+            f"both ends of a message must give tensors of the same size and dtype, rank {me} "
+            f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "
+            f"every rank make the same calls in the same order"
+        )
+
+    def _started(self, transfer: Transfer) -> Transfer:
+        self._under_way.add(transfer)
+        return transfer
 
 
 class Rail:
@@ -30,10 +153,9 @@ class Rail:
         world_ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        """Take the ranks and the choice of algorithms.
+        """Take the ranks of ``comm``, which ``close`` frees.
 
         ``table`` has names of ``ALGORITHMS`` by bytes of the part; the rest as for ``MpiWire``.
-        ``close`` frees ``comm``.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size

@@ -147,11 +147,7 @@ class Resets:
         self._limit = world.current().settings.elastic_reset_limit
 
     def count(self, ending: Ending) -> None:
-        """Count one more, and say on rank 0 why.
-
-        Raises:
-            CommError: it is one too many; on every rank.
-        """
+        """Count one more, and say on rank 0 why; ``CommError``, on all ranks, if one too many."""
         is_failure = ending.end is End.FAILED
         if self._state.num_commits != self._commits or not is_failure:
             self._in_vain = 0

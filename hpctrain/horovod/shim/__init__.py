@@ -9,6 +9,6 @@
     import horovod.torch as hvd
 """
 
-from hpctrain.horovod.shim.finder import install, is_installed, uninstall
+from hpctrain.horovod.shim.modules import install, is_installed, uninstall
 
 __all__ = ["install", "is_installed", "uninstall"]

@@ -21,7 +21,7 @@ def begin() -> None:
         before = list(sys.path)
         sys.path.insert(0, str(HERE.parents[2]))  # hpctrain may be in the folder of a script alone
         try:
-            from hpctrain.horovod.shim.finder import install  # noqa: PLC0415
+            from hpctrain.horovod.shim.modules import install  # noqa: PLC0415
 
             install()
         finally:
