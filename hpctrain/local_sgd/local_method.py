@@ -24,8 +24,7 @@ from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.step_check import SKIPPED, CheckedSteps, StepCheck
 from hpctrain.local_sgd.replica import Exchange, Replica
-from hpctrain.local_sgd.rounds import Rounds, SampleSums
-from hpctrain.local_sgd.state_fields import Fields, StateFields
+from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, StateFields
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.fixed_tree import Node, push, whole_nodes
-from hpctrain.gradients.micro_shards import (
+from hpctrain.gradients.fixed_tree import (
+    Node,
     aligned_part,
     num_samples_of,
     own_micro_shards,
+    push,
     sample_range,
     seed_of,
+    whole_nodes,
 )
 
 COUNTS = st.integers(0, 7).map(lambda power: 2**power)

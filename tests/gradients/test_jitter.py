@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpctrain.compress.codec import Identity
-from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import Tensors
+from hpctrain.local_sgd.averaging import AnchoredAveraging
 from hpctrain.runtime.world import current
 from tests.gradients.training import sgd
 from tests.local_sgd.local_methods import METHODS, Normed, replica_of, train

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.gradients.micro_shards import ALIGNMENT, own_micro_shards, sample_range
+from hpctrain.gradients.fixed_tree import ALIGNMENT, own_micro_shards, sample_range
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.world import current
 from tests.gradients.training import EVERY_SIZE, MANY, distributed, make_model, sgd

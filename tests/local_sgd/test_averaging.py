@@ -6,9 +6,8 @@ import torch
 from hpctrain.compress.codec import Identity
 from hpctrain.compress.half import HalfCodec
 from hpctrain.core.errors import MismatchError
-from hpctrain.local_sgd.anchored import AnchoredAveraging, NodeVector
 from hpctrain.local_sgd.averaged_tensors import Tensors
-from hpctrain.local_sgd.averaging import Averaging
+from hpctrain.local_sgd.averaging import AnchoredAveraging, Averaging, NodeVector
 from hpctrain.runtime.world import current
 
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)

@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.sync_interval import SyncInterval
+from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import train
 
