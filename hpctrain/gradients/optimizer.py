@@ -148,7 +148,7 @@ class AdasumStep:
         raise AssertionError(opening)
 
     @torch.no_grad()
-    def combine(self) -> None:
+    def end_step(self) -> None:
         """Replace this rank's changes by those of all ranks. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
@@ -345,21 +345,15 @@ def before_step(
 
 @eager
 def after_step(stepped: Any, *_: object) -> None:
-    """Expect the next step: torch calls this at the end of ``step()``."""
+    """Expect the next step, or combine those of all ranks: torch calls this behind ``step()``."""
     stepped._was_synchronized = False  # noqa: SLF001
-    stepped._reducer.end_step()  # noqa: SLF001
+    stepped._exchange.end_step()  # noqa: SLF001
 
 
 @eager
 def begin_step(stepping: Any, *_: object) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
     stepping._exchange.begin()  # noqa: SLF001
-
-
-@eager
-def combine_steps(stepped: Any, *_: object) -> None:
-    """Combine the steps of all ranks: torch calls this at the end of ``step()``."""
-    stepped._exchange.combine()  # noqa: SLF001
 
 
 def _upgraded(
@@ -375,7 +369,7 @@ def _upgraded(
         optimizer._reducer = None if combines else exchange  # noqa: SLF001
         # They find it by the optimizer: functions that held it would keep both for ever.
         optimizer.register_step_pre_hook(begin_step if combines else before_step)
-        optimizer.register_step_post_hook(combine_steps if combines else after_step)
+        optimizer.register_step_post_hook(after_step)
     return optimizer
 
 

@@ -425,9 +425,9 @@ class Reduction:
             )
 
     def _launch_next(self) -> None:
-        index = self._next_bucket
+        bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        self._works.append(self._run(self._reduce, index))
+        self._works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
         """Fill what is missing, send what is not sent, and wait for all of it."""
@@ -436,8 +436,9 @@ class Reduction:
         while self._next_bucket < len(self._buckets):
             self._launch_next()
         for sparse in self._sparse:
-            self._works.append(self._run(self._gather, sparse))
-        self._clocked(self._wait)
+            self._works.append(self._run(self._reduce, sparse))
+        for work in self._works:
+            self._clocked(work.wait)
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
@@ -449,10 +450,6 @@ class Reduction:
         result = function(*args)
         self._waited_s += time.perf_counter() - start
         return result
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
     def _announced(
         self, told: Announcement, *, new_sparse: bool, outdated: bool = False
@@ -482,18 +479,14 @@ class Reduction:
         self.count.total_weight = opening.total_weight
         self.steps.take(opening)
 
-    def _reduce(self, index: int) -> None:
+    def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
+        count = self.count
         with torch.no_grad():
-            bucket = self._buckets[index]
-            bucket.write_marks()
-            self._codec.allreduce_(bucket.bucket, self._comm, scale=self.count.scale).wait()
-
-    def _gather(self, slot: SparseSlot) -> None:
-        if self._is_refused:
-            return
-        with torch.no_grad():
-            slot.reduce(
-                self._comm, self.count.factor, self.count.scale, keeps_result=self.keeps_result
-            )
+            if isinstance(what, SparseSlot):
+                keeps = self.keeps_result
+                what.reduce(self._comm, count.factor, count.scale, keeps_result=keeps)
+            else:
+                what.write_marks()
+                self._codec.allreduce_(what.bucket, self._comm, scale=count.scale).wait()

@@ -221,14 +221,9 @@ class LocalMethod(StateFields):
         }
 
     @property
-    def has_met(self) -> bool:
-        """Whether all ranks have spoken with each other in the last step."""
-        return self.rounds.has_met
-
-    @property
     def raised_flags(self) -> int:
         """Bits that any rank had raised when the ranks met in the last step; else 0."""
-        if not self.has_met:
+        if not self.rounds.has_met:
             return 0
         if self._comm.size == 1:
             return self.rounds.flags & ~SWITCH

@@ -106,7 +106,7 @@ def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
         for step in range(20):
             time.sleep(0.01)
             train(hvd_nodes, model, optimizer, method, step, step + 1)
-            met.append(method.has_met)
+            met.append(method.rounds.has_met)
     assert met[0]  # nothing is known of the time of a step yet
     assert 2 <= sum(met) <= 16
 
@@ -121,6 +121,6 @@ def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
     for step in range(16):
         method.rounds.must_meet = step == 11
         train(hvd_nodes, model, optimizer, method, step, step + 1)
-        met.append(method.has_met)
+        met.append(method.rounds.has_met)
     assert met == [True] * 8 + [False] * 3 + [True] + [False] + [True] * 3
     method.close()
