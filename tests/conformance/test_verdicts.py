@@ -3,9 +3,8 @@
 import pytest
 
 from tests.conformance.expected import expected_failures
-from tests.conformance.launches import Suite
+from tests.conformance.launches import LOST, Outcome, Suite, decide, have_finished, read
 from tests.conformance.suite import HOW_TO_GET_IT, Table, main
-from tests.conformance.verdicts import LOST, Outcome, decide, have_finished, read
 
 PASSED, STARTED, SKIPPED = Outcome("passed", "", 1.0), Outcome("started"), Outcome("skipped", "no")
 FAILED, FINISHED = Outcome("failed", "wrong"), Outcome("finished")
