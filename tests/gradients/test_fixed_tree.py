@@ -72,12 +72,6 @@ def test_what_is_missing_counts_as_what_stands_for_it():
     assert pending[0].values == [None]
 
 
-@pytest.mark.parametrize("count", [0, -1, 3, 12])
-def test_micro_shards_are_a_power_of_two(count):
-    with pytest.raises(ConfigError, match="power of two"):
-        own_micro_shards(count, 0, 1)
-
-
 def test_parts_lie_in_aligned_memory_of_their_own():
     memory = torch.arange(1000, dtype=torch.float32)
     batch = {"x": memory[3:903].view(90, 10), "more": [memory[1:91].to(torch.int16), memory[:90]]}
