@@ -156,8 +156,8 @@ soak: .venv/stamp ## kill writers, let jobs overlap, run 500 training scripts dr
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
-	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 2 -n 250
-	$(SIDE_BY_SIDE) python -m tests.gradients.programs --ranks 3 -n 250
+	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
+	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)
 
 .PHONY: bench
 bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results

@@ -7,28 +7,15 @@ _REDUCTION = "op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=gl
 _SCATTER = "op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0"
 _SET = "name=None, process_set=global_process_set"
 
-FUNCTIONS = {
+_WITHOUT_ARGUMENTS = """
+shutdown is_initialized rank size local_rank local_size cross_rank cross_size
+mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built
+ccl_built cuda_built rocm_built stop_timeline
+"""
+
+FUNCTIONS = dict.fromkeys(_WITHOUT_ARGUMENTS.split(), "") | {
     "init": "comm=None, process_sets=None",
-    "shutdown": "",
-    "is_initialized": "",
-    "rank": "",
-    "size": "",
-    "local_rank": "",
-    "local_size": "",
-    "cross_rank": "",
-    "cross_size": "",
-    "mpi_threads_supported": "",
-    "mpi_enabled": "",
-    "mpi_built": "",
-    "gloo_enabled": "",
-    "gloo_built": "",
-    "nccl_built": "",
-    "ddl_built": "",
-    "ccl_built": "",
-    "cuda_built": "",
-    "rocm_built": "",
     "start_timeline": "file_path, mark_cycles=False",
-    "stop_timeline": "",
     "allreduce": f"tensor, average=None, name=None, compression=Compression.none, {_REDUCTION}",
     "allreduce_": f"tensor, average=None, name=None, {_REDUCTION}",
     "allreduce_async": f"tensor, average=None, name=None, {_REDUCTION}",
@@ -102,24 +89,10 @@ METHODS = {
 }
 """What objects can do, and what that takes."""
 
-OTHERS = (
-    "Adasum",
-    "Average",
-    "Compression",
-    "Compression.fp16",
-    "Compression.none",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "Product",
-    "ProcessSet.included",
-    "ProcessSet.mpi_comm",
-    "ProcessSet.process_set_id",
-    "ProcessSet.rank",
-    "ProcessSet.ranks",
-    "ProcessSet.size",
-    "Sum",
-    "elastic",
-    "global_process_set",
-)
+_OTHERS = """
+Adasum Average Compression Compression.fp16 Compression.none HorovodInternalError Max Min
+Product ProcessSet.included ProcessSet.mpi_comm ProcessSet.process_set_id ProcessSet.rank
+ProcessSet.ranks ProcessSet.size Sum elastic global_process_set
+"""
+OTHERS = tuple(_OTHERS.split())
 """All other public names."""

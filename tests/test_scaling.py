@@ -18,8 +18,7 @@ ALLOWED = {
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
-    "local_sgd/averaging.py": "a replica, by its rank's weight",
-    "local_sgd/anchored.py": "momentum of the outer step",
+    "local_sgd/averaging.py": "a replica, by its rank's weight; momentum of the outer step",
     "local_sgd/averaged_tensors.py": "optimizer state, by the share of the ranks that have it",
     # No gradients:
     "negotiation/reducing.py": "factors and averages of integers, for which there is no scale",

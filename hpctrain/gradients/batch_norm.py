@@ -67,12 +67,9 @@ class SyncBatchNorm(_BatchNorm):
             output: Tensor = super().forward(input)
             return output
         self._check_input_dim(input)
+        controller = world.current().sets.controller(self.process_set)
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input,
-            self.weight,
-            self.bias,
-            self.eps,
-            world.current().sets.controller(self.process_set),
+            input, self.weight, self.bias, self.eps, controller
         )
         if self.training and self.track_running_stats:
             self._track(mean, variance, int(count))
@@ -92,9 +89,9 @@ class SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked += 1
         if not count:
             return
-        momentum = (
-            1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        )
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
         assert self.running_mean is not None
         assert self.running_var is not None
         self.running_mean.lerp_(mean.to(self.running_mean), momentum)
@@ -115,15 +112,10 @@ class _Normalise(Function):
         controller: Controller,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _statistics(input, controller)
-        at = mean.to(_wide(input)), variance.to(_wide(input))
-        output = functional.batch_norm(
-            input.to(_wide(input)),
-            *at,
-            None if weight is None else weight.to(_wide(input)),
-            None if bias is None else bias.to(_wide(input)),
-            training=False,
-            eps=eps,
-        )
+        wide = _wide(input)
+        scale, shift = (None if part is None else part.to(wide) for part in (weight, bias))
+        at = mean.to(wide), variance.to(wide)
+        output = functional.batch_norm(input.to(wide), *at, scale, shift, training=False, eps=eps)
         ctx.save_for_backward(input, weight, mean, variance)
         ctx.eps, ctx.controller, ctx.count = eps, controller, count
         number = torch.tensor(count)
@@ -134,8 +126,8 @@ class _Normalise(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors  # noqa: A001
-        dims, shape = _other_dims(input), _feature_shape(input)
-        wide = _wide(input)
+        dims, wide = _other_dims(input), _wide(input)
+        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
         inverse = torch.rsqrt(variance + ctx.eps)
         grad_wide = grad.to(wide)
         normal = (input.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
@@ -205,7 +197,3 @@ def _wide(values: Tensor) -> torch.dtype:
 
 def _other_dims(values: Tensor) -> list[int]:
     return [dim for dim in range(values.dim()) if dim != 1]
-
-
-def _feature_shape(values: Tensor) -> list[int]:
-    return [-1 if dim == 1 else 1 for dim in range(values.dim())]

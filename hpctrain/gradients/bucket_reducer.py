@@ -73,7 +73,7 @@ class Reducer:
         self._forget_backward()
         self._superseded = ""
         """Why these gradients are no longer reduced here, if so."""
-        self._gradient_hook = _GradientHook(self)
+        self._gradient_hook = _Hook(self, Reducer._on_ready, None)
         self._hooks: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
         """By parameter: what torch had hooked; a conversion may swap it for another."""
@@ -194,7 +194,8 @@ class Reducer:
             parameter.requires_grad_()  # torch hooks no frozen parameter
             hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
             if not self.reduction.count.average:
-                hooks.append(parameter.register_hook(_SumHook(self, id(parameter))))
+                hook = _Hook(self, Reducer._before_sum, id(parameter))
+                hooks.append(parameter.register_hook(hook))
             parameter.requires_grad_(is_trained)
             self._hooks += hooks
 
@@ -207,7 +208,7 @@ class Reducer:
     def _take_over(self, parameter: Parameter, name: str) -> None:
         """Tell an older optimizer that reduces this gradient that another does from now on."""
         for hook in _hooks_of(parameter):
-            other = hook.reducer() if isinstance(hook, _GradientHook) else None
+            other = hook.reducer() if isinstance(hook, _Hook) else None
             if other is not None and self._is_exclusive and other._is_exclusive:  # noqa: SLF001
                 other._superseded = name  # noqa: SLF001
 
@@ -378,32 +379,19 @@ class Reducer:
             self._nested_fires = self._num_fires // self._num_passes
 
 
-class _GradientHook:
-    """Tells a reducer that autograd has added to a gradient; does not keep the reducer."""
+class _Hook:
+    """Tells a reducer what autograd does to a gradient; does not keep the reducer."""
 
-    __slots__ = ("reducer",)
+    __slots__ = ("about", "reducer", "tell")
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = weakref.ref(reducer)
-
-    @eager
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if (reducer := self.reducer()) is not None:
-            reducer._on_ready(parameter)  # noqa: SLF001
-
-
-class _SumHook:
-    """Tells a reducer that sums that autograd is about to add to a gradient."""
-
-    __slots__ = ("parameter_id", "reducer")
-
-    def __init__(self, reducer: Reducer, parameter_id: int) -> None:
-        self.reducer, self.parameter_id = weakref.ref(reducer), parameter_id
+    def __init__(self, reducer: Reducer, tell: Callable[..., None], about: int | None) -> None:
+        """Take a method of the reducer, and what it is told; None for what autograd gives."""
+        self.reducer, self.tell, self.about = weakref.ref(reducer), tell, about
 
     @eager
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, given: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
-            reducer._before_sum(self.parameter_id)  # noqa: SLF001
+            self.tell(reducer, given if self.about is None else self.about)
 
 
 def _writes(grad: torch.Tensor) -> tuple[int, int]:

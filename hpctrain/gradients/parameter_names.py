@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 
 NamedParameters = Sequence[tuple[str, Parameter]]
@@ -56,19 +54,6 @@ def places_of(optimizer: Optimizer) -> NamedParameters:
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
-
-
-def require_same_parameters(
-    comm: Communicator, parameters: NamedParameters, groups: Sequence[int | None]
-) -> None:
-    """Return if all ranks have the same parameters in the same groups. Collective.
-
-    Groups are those of ``Grouping.numbers``. Else raise ``MismatchError``, on every rank.
-    """
-    lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
-    if groups:
-        lines = [f"{line} group {group}" for line, group in zip(lines, groups, strict=True)]
-    require_equal(comm, lines, "parameters")
 
 
 Groups = int | Sequence[Sequence[Tensor]]

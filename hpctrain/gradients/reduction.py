@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.plan.plan import Plan
@@ -19,14 +20,9 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
-from hpctrain.gradients.parameter_names import Grouping, NamedParameters, require_same_parameters
+from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
-from hpctrain.gradients.sparse_gradients import (
-    GradientState,
-    SparseSlot,
-    agreed_sparse_dims,
-    as_sparse,
-)
+from hpctrain.gradients.sparse_gradients import GradientState, SparseSlot, as_sparse
 from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
 from hpctrain.gradients.weight_sample import checksum_of
 
@@ -242,10 +238,15 @@ class Reduction:
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
         """Lay the buckets out for all these parameters, the same on every rank. Collective.
 
-        ``results`` are those whose gradients are alike on all ranks, beside those known.
+        Where ranks have other parameters or groups all raise ``MismatchError``. ``results`` are
+        those whose gradients are alike on all ranks, beside those known.
         """
-        numbers = self._grouping.numbers([p for _, p in parameters])
-        require_same_parameters(self._comm, parameters, numbers)
+        self._groups = self._grouping.numbers([p for _, p in parameters])
+        lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+        if self._groups:
+            pairs = zip(lines, self._groups, strict=True)
+            lines = [f"{line} group {group}" for line, group in pairs]
+        require_equal(self._comm, lines, "parameters")
         results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
         self._parameters = parameters
         self.steps.watch(parameters)
@@ -359,8 +360,7 @@ class Reduction:
 
         Without memory enough all ranks raise ``NodeMemoryError``.
         """
-        named = self._parameters
-        numbers = self._grouping.numbers([p for _, p in named])
+        named, numbers = self._parameters, self._groups
         apart = {} if self._grouping.sparse_as_dense else self._sparse_dims
         order = [i for i in reversed(range(len(named))) if named[i][1] not in apart]
         dense = [named[i] for i in order]
@@ -398,8 +398,11 @@ class Reduction:
 
     def _learn_sparse(self) -> None:
         """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
-        slots = [self.slot_of[p] for _, p in self._parameters]
-        self._sparse_dims = agreed_sparse_dims(self._comm, slots)
+        own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
+        self._sparse_dims = {}
+        for dims in reversed(self._comm.allgather_object(own)):  # the first rank's word counts
+            pairs = zip(self._parameters, dims, strict=True)
+            self._sparse_dims |= {p: dim for (_, p), dim in pairs if dim is not None}
         self._lay_out()
         for slot in self.slot_of.values():
             slot.adopt()
@@ -426,9 +429,9 @@ class Reduction:
             )
 
     def _launch_next(self) -> None:
-        index = self._next_bucket
+        bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        self._works.append(self._run(self._reduce, index))
+        self._works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
         """Fill what is missing, send what is not sent, and wait for all of it."""
@@ -437,8 +440,9 @@ class Reduction:
         while self._next_bucket < len(self._buckets):
             self._launch_next()
         for sparse in self._sparse:
-            self._works.append(self._run(self._gather, sparse))
-        self._clocked(self._wait)
+            self._works.append(self._run(self._reduce, sparse))
+        for work in self._works:
+            self._clocked(work.wait)
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
@@ -450,10 +454,6 @@ class Reduction:
         result = function(*args)
         self._waited_s += time.perf_counter() - start
         return result
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
     def _announced(
         self, told: Announcement, *, new_sparse: bool, outdated: bool = False
@@ -483,18 +483,14 @@ class Reduction:
         self.count.total_weight = opening.total_weight
         self.steps.take(opening)
 
-    def _reduce(self, index: int) -> None:
+    def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
+        count = self.count
         with torch.no_grad():
-            bucket = self._buckets[index]
-            bucket.write_marks()
-            self._codec.allreduce_(bucket.bucket, self._comm, scale=self.count.scale).wait()
-
-    def _gather(self, slot: SparseSlot) -> None:
-        if self._is_refused:
-            return
-        with torch.no_grad():
-            slot.reduce(
-                self._comm, self.count.factor, self.count.scale, keeps_result=self.keeps_result
-            )
+            if isinstance(what, SparseSlot):
+                keeps = self.keeps_result
+                what.reduce(self._comm, count.factor, count.scale, keeps_result=keeps)
+            else:
+                what.write_marks()
+                self._codec.allreduce_(what.bucket, self._comm, scale=count.scale).wait()

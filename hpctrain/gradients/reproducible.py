@@ -19,91 +19,42 @@ from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.logs import logger
-from hpctrain.gradients.fixed_tree import Node, arithmetic, exact_sum, push, sum_over_ranks
-from hpctrain.gradients.micro_shards import (
+from hpctrain.gradients.fixed_tree import (
     ALIGNMENT,
+    Node,
     aligned_part,
+    arithmetic,
+    exact_sum,
     num_samples_of,
     own_micro_shards,
+    push,
     sample_range,
     seed_of,
+    sum_over_ranks,
 )
 from hpctrain.gradients.optimizer import DistributedMethods
 
 
-class BufferStates:
-    """The buffers of a model at the start of a step, and what each pass makes of them.
+class StepValues:
+    """The gradients of some parameters and the buffers of their model, in one row of entries.
 
-    Every pass begins with the buffers of the start of the step; after it, ``take`` returns what
-    it has changed and puts them back.
+    Every pass begins with the buffers of the start of the step, of which there are copies.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Keep copies of all buffers: the only memory that this needs."""
+    def __init__(self, model: nn.Module, parameters: Sequence[Parameter] = ()) -> None:
+        """Forget all gradients, and keep copies of all buffers."""
         found: dict[int, tuple[nn.Module, str, Tensor]] = {}
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 found.setdefault(id(buffer), (module, name, buffer))
-        self._places = list(found.values())
+        self._parameters, self._places = parameters, list(found.values())
         self._start = [buffer.detach().clone() for _, _, buffer in self._places]
-
-    def __len__(self) -> int:
-        """Return the number of buffers."""
-        return len(self._places)
-
-    def start(self, entry: int) -> Tensor:
-        """Return a buffer as it was at the start of the step."""
-        return self._start[entry]
-
-    def has_mean(self, entry: int) -> bool:
-        """Say whether a buffer can be averaged; integers and truth values cannot."""
-        start = self._start[entry]
-        return start.is_floating_point() or start.is_complex()
-
-    def take(self) -> list[Tensor | None]:
-        """Return copies of the buffers that have changed, None for the others; put all back."""
-        changed: list[Tensor | None] = []
-        for entry, ((module, name, _), start) in enumerate(
-            zip(self._places, self._start, strict=True)
-        ):
-            now = getattr(module, name).detach()
-            # By value: batch_norm changes its statistics without a new version of the tensor.
-            is_changed = not torch.equal(now, start)
-            changed.append(now.clone() if is_changed else None)
-            if is_changed:
-                self.put(entry, start)
-        return changed
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Give all buffers what they held at the start of the step."""
-        for entry, start in enumerate(self._start):
-            self.put(entry, start)
-
-    def put(self, entry: int, value: Tensor) -> None:
-        """Give a buffer a value; a pass may have put another tensor into its place."""
-        module, name, buffer = self._places[entry]
-        buffer.detach().copy_(value)
-        if getattr(module, name) is not buffer:
-            setattr(module, name, buffer)
-
-
-class StepValues:
-    """The gradients of some parameters and the buffers of their model, in one row of entries."""
-
-    def __init__(self, model: nn.Module, parameters: Sequence[Parameter]) -> None:
-        """Note the buffers of the start of the step."""
-        self._parameters = parameters
-        self._buffers = BufferStates(model)
+        for parameter in parameters:
+            parameter.grad = None
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return len(self._parameters) + len(self._buffers)
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        return len(self._parameters) + len(self._places)
 
     def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         """Take what forward and backward of a micro-shard have left, and put the buffers back.
@@ -123,33 +74,49 @@ class StepValues:
                 memories.add(memory)
             values.append(gradient)
         counters = {}
-        for entry, buffer in enumerate(self._buffers.take()):
-            has_mean = self._buffers.has_mean(entry)
-            values.append(buffer if has_mean else None)
-            if buffer is not None and not has_mean:
-                counters[len(self._parameters) + entry] = buffer
+        for (module, name, _), start in zip(self._places, self._start, strict=True):
+            now, entry = getattr(module, name).detach(), len(values)
+            # By value: batch_norm changes its statistics without a new version of the tensor.
+            changed = None if torch.equal(now, start) else now.clone()
+            has_mean = start.is_floating_point() or start.is_complex()
+            values.append(changed if has_mean else None)
+            if changed is not None:
+                self._put(entry, start)
+                if not has_mean:
+                    counters[entry] = changed
         return values, counters
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give all buffers what they held at the start of the step."""
+        for entry, start in enumerate(self._start, len(self._parameters)):
+            self._put(entry, start)
 
     def absent(self, entry: int, level: int) -> Tensor:
         """Return what 2^level micro-shards without a value sum to: no gradient, an old buffer."""
         if entry < len(self._parameters):
             return torch.zeros_like(self._parameters[entry])
-        return self._buffers.start(entry - len(self._parameters)).mul(2**level)
+        return self._start[entry - len(self._parameters)].mul(2**level)
 
     def settle(
         self, sums: Sequence[Tensor | None], scale: float, counters: Mapping[int, Tensor]
     ) -> None:
         """Give parameters and buffers the sums times ``scale``; other buffers ``counters``."""
         for entry, total in enumerate(sums):
-            if total is None:
-                continue
-            total.mul_(scale)
-            if entry < len(self._parameters):
-                self._parameters[entry].grad = total
-            else:
-                self._buffers.put(entry - len(self._parameters), total)
+            if total is not None:
+                self._put(entry, total.mul_(scale))
         for entry, counter in counters.items():
-            self._buffers.put(entry - len(self._parameters), counter)
+            self._put(entry, counter)
+
+    def _put(self, entry: int, value: Tensor) -> None:
+        """Give an entry a value; a pass may have put another tensor into a buffer's place."""
+        if entry < len(self._parameters):
+            self._parameters[entry].grad = value
+            return
+        module, name, buffer = self._places[entry - len(self._parameters)]
+        buffer.detach().copy_(value)
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)
 
 
 @dataclass(slots=True)
@@ -205,7 +172,10 @@ class Reproducible:
             )
         if num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
-        self.own = own_micro_shards(num_micro_shards, comm.rank, comm.size)
+        self._ranges = [
+            own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
+        ]
+        self.own = self._ranges[comm.rank]
         """Numbers of the micro-shards of this rank."""
         self.next_step = 0
         """Number of the next step; random numbers depend on it."""
@@ -217,9 +187,6 @@ class Reproducible:
         """What the samples of this rank have added to the loss of the last step."""
         self._model, self._optimizer, self._comm = model, optimizer, comm
         self._num_micro_shards, self._seed, self._num_threads = num_micro_shards, seed, num_threads
-        self._ranges = [
-            own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
-        ]
         self._flags = 0
         self._check_same()
         torch.set_num_threads(num_threads)
@@ -265,7 +232,6 @@ class Reproducible:
             torch.set_num_threads(self._num_threads)
         with torch.no_grad():
             values = StepValues(self._model, _trained(self._optimizer))
-        values.clear()
         work = _Work(values, _Report(self.next_step, num_samples, flags=self._flags))
         try:
             sizes = self._sizes(batch, num_samples)

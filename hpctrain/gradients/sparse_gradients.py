@@ -1,7 +1,5 @@
 """Sparse gradients: rows of all ranks are gathered, and ``.grad`` stays sparse."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -136,16 +134,6 @@ class SparseSlot(GradientState):
         if weight == 0.0:  # the mean over no samples is NaN
             return rows.indices()[:, :0], rows.values()[:0]
         return rows.indices(), rows.values() if weight == 1.0 else rows.values().mul(weight)
-
-
-def agreed_sparse_dims(comm: Communicator, slots: Sequence[GradientState]) -> dict[Tensor, int]:
-    """Return the parameters whose gradients are sparse on some rank. Collective."""
-    dims: dict[Tensor, int] = {}
-    for of_rank in comm.allgather_object([slot.found_sparse_dim for slot in slots]):
-        for slot, sparse_dim in zip(slots, of_rank, strict=True):
-            if sparse_dim is not None:
-                dims.setdefault(slot.parameter, sparse_dim)
-    return dims
 
 
 def as_sparse(gradient: Tensor, sparse_dim: int) -> Tensor:

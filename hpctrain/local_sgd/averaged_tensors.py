@@ -21,17 +21,17 @@ Mark = tuple[int, int]
 class Tensors:
     """Tensors that are averaged as they are, such as buffers."""
 
-    def __init__(self, today: Callable[[], NamedTensors]) -> None:
+    def __init__(self, found: Callable[[], NamedTensors]) -> None:
         """Take a function that returns the tensors of today, floating point or complex."""
-        self._today = today
+        self._found = found
+
+    def find(self) -> dict[str, Tensor]:
+        """Return the tensors of today by name, also those that are no longer averaged."""
+        return dict(self._found())
 
     def today(self) -> NamedTensors:
         """Return what the next averaging is of; the same names on every rank after ``agree``."""
-        return self._today()
-
-    def find(self) -> Mapping[str, Tensor]:
-        """Return the tensors of today by name, also those that are no longer averaged."""
-        return dict(self._today())
+        return [*self.find().items()]
 
     def is_outdated(self) -> bool:
         """Say whether this rank's have changed since ``agree``."""
@@ -56,7 +56,7 @@ class Roster(Tensors):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(lambda: [*self.find().items()])
+        super().__init__(lambda: [*model.named_parameters()])
         self._model, self._optimizer = model, optimizer
         self._told: dict[str, bool] = {}
         self._names: set[str] = set()
@@ -101,10 +101,6 @@ class Roster(Tensors):
     def today(self) -> NamedTensors:
         """Return those that the ranks have agreed on."""
         return [(name, p) for name, p in self.find().items() if name in self._names]
-
-    def find(self) -> dict[str, Tensor]:
-        """Return all parameters of the model by name."""
-        return dict(self._model.named_parameters())
 
     def held(self) -> Collection[str]:
         """Return the agreed ones that are not trained."""
@@ -190,7 +186,7 @@ class OptimizerState(Tensors):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(lambda: [*self.find().items()])
+        super().__init__(self._entries)
         self._optimizer = optimizer
         self._layout: Layout = {}
         self._missing: set[str] = set()
@@ -205,20 +201,21 @@ class OptimizerState(Tensors):
     def agree(self, comm: Communicator) -> None:
         """Give every rank all entries that some rank has. Collective."""
         own = self._own_layout()
-        if len(set(comm.allgather_object(str(own)))) == 1:
-            self._layout = own
-        else:
-            self._unite(own, comm.allgather_object((own, self._plain_entries())))
+        of_ranks = comm.allgather_object((own, self._plain_entries()))
+        layouts = [layout for layout, _ in of_ranks]
+        united = _united(layouts)
+        self._layout = {p: united[p] for p, _ in places_of(self._optimizer) if p in united}
+        for place, keys in self._layout.items():
+            if any({*keys} - {*layout.get(place, {})} for layout in layouts):
+                self._missing.add(place)
+            if {*keys} - {*own.get(place, {})}:
+                self._own_missing.add(place)
+        for place, state in self._states():
+            if place in self._own_missing:
+                plain = {k: v for _, of in of_ranks for k, v in of.get(place, {}).items()}
+                for key, spec in self._layout[place].items():
+                    state[key] = torch.zeros(spec[0], dtype=spec[1]) if spec else plain.get(key)
         self._numbers = torch.zeros(2, len(self._layout), dtype=torch.float64)
-
-    def find(self) -> Mapping[str, Tensor]:
-        """Return the state by name, and which of it counts on this rank."""
-        tensors: dict[str, Tensor] = {}
-        for number, (place, state) in enumerate(self._states()):
-            self._numbers[0, number] = float(place not in self._own_missing)
-            self._numbers[1, number] = float(state.get("step", 0.0))
-            tensors |= {f"{place}, {key}": value for key, value in entries_with_mean(state)}
-        return tensors | {_NUMBERS: self._numbers}
 
     def became_equal(self, names: Collection[str]) -> None:  # noqa: ARG002 - always all of it
         """Divide by the weight of those that have state; see ``Averaging.finish``."""
@@ -234,34 +231,14 @@ class OptimizerState(Tensors):
                 state["step"] = before.fill_(step) if is_tensor else type(before)(step)
         self._missing, self._own_missing = set(), set()
 
-    def _unite(self, own: Layout, of_ranks: list[tuple[Layout, dict[str, Any]]]) -> None:
-        """Take what any rank has, and make here what this one lacks."""
-        self._layout = {place: {} for layout, _ in of_ranks for place in layout}
-        plain: dict[str, dict[str, Any]] = {}
-        for layout, entries in of_ranks:
-            for place, keys in layout.items():
-                for key, spec in keys.items():
-                    if self._layout[place].setdefault(key, spec) != spec:
-                        raise MismatchError(
-                            f"the optimizer's state must have the same shapes on every rank, "
-                            f"{place}, {key} has {self._layout[place][key]} and {spec}; build the "
-                            f"same optimizer on every rank"
-                        )
-                plain.setdefault(place, {}).update(entries.get(place, {}))
-        united = self._layout
-        self._layout = {p: united[p] for p, _ in places_of(self._optimizer) if p in united}
-        for place, keys in self._layout.items():
-            if any({*keys} - {*layout.get(place, {})} for layout, _ in of_ranks):
-                self._missing.add(place)
-            if {*keys} - {*own.get(place, {})}:
-                self._own_missing.add(place)
-        for place, parameter in places_of(self._optimizer):
-            if place in self._own_missing:
-                self._fill(self._optimizer.state[parameter], self._layout[place], plain[place])
-
-    def _fill(self, state: dict[str, Any], keys: dict[str, Any], plain: dict[str, Any]) -> None:
-        for key, spec in keys.items():
-            state[key] = plain.get(key) if spec is None else torch.zeros(spec[0], dtype=spec[1])
+    def _entries(self) -> NamedTensors:
+        """Return the state by name, and which of it counts on this rank."""
+        tensors: list[tuple[str, Tensor]] = []
+        for number, (place, state) in enumerate(self._states()):
+            self._numbers[0, number] = float(place not in self._own_missing)
+            self._numbers[1, number] = float(state.get("step", 0.0))
+            tensors += [(f"{place}, {key}", value) for key, value in entries_with_mean(state)]
+        return [*tensors, (_NUMBERS, self._numbers)]
 
     def _own_layout(self) -> Layout:
         return {
@@ -288,6 +265,22 @@ class OptimizerState(Tensors):
         """Return the state of each parameter that the ranks have agreed on."""
         of_places = dict(places_of(self._optimizer))
         return [(place, self._optimizer.state[of_places[place]]) for place in self._layout]
+
+
+def _united(layouts: Sequence[Layout]) -> Layout:
+    """Return all entries of all ranks; ``MismatchError`` where two differ in shape or dtype."""
+    united: Layout = {}
+    for layout in layouts:
+        for place, keys in layout.items():
+            known = united.setdefault(place, {})
+            for key, spec in keys.items():
+                if known.setdefault(key, spec) != spec:
+                    raise MismatchError(
+                        f"the optimizer's state must have the same shapes on every rank, "
+                        f"{place}, {key} has {known[key]} and {spec}; build the same optimizer on "
+                        f"every rank"
+                    )
+    return united
 
 
 def entries_with_mean(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

@@ -12,9 +12,7 @@ from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod, require
-from hpctrain.local_sgd.rounds import RoundOpening, SampleSums
-from hpctrain.local_sgd.state_fields import Fields
-from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
+from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Steps, SyncInterval
 
 
 class DiLoCo(LocalMethod):

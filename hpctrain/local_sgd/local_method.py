@@ -24,8 +24,7 @@ from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.step_check import SKIPPED, CheckedSteps, StepCheck
 from hpctrain.local_sgd.replica import Exchange, Replica
-from hpctrain.local_sgd.rounds import Rounds, SampleSums
-from hpctrain.local_sgd.state_fields import Fields, StateFields
+from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, StateFields
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)
@@ -222,14 +221,9 @@ class LocalMethod(StateFields):
         }
 
     @property
-    def has_met(self) -> bool:
-        """Whether all ranks have spoken with each other in the last step."""
-        return self.rounds.has_met
-
-    @property
     def raised_flags(self) -> int:
         """Bits that any rank had raised when the ranks met in the last step; else 0."""
-        if not self.has_met:
+        if not self.rounds.has_met:
             return 0
         if self._comm.size == 1:
             return self.rounds.flags & ~SWITCH

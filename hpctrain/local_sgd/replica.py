@@ -14,7 +14,6 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.codec import Compressor, Identity
 from hpctrain.compress.half import codec_for
 from hpctrain.gradients.parameter_names import places_of
-from hpctrain.local_sgd.anchored import AnchoredAveraging
 from hpctrain.local_sgd.averaged_tensors import (
     NamedTensors,
     OptimizerState,
@@ -22,9 +21,8 @@ from hpctrain.local_sgd.averaged_tensors import (
     Tensors,
     entries_with_mean,
 )
-from hpctrain.local_sgd.averaging import Averaging
-from hpctrain.local_sgd.rounds import RoundOpening, Rounds, SampleSums
-from hpctrain.local_sgd.state_fields import Fields, StateFields
+from hpctrain.local_sgd.averaging import AnchoredAveraging, Averaging
+from hpctrain.local_sgd.rounds import Fields, RoundOpening, Rounds, SampleSums, StateFields
 from hpctrain.runtime.world import World
 
 

@@ -1,14 +1,90 @@
 """Steps, rounds, and what is known to all ranks: the bookkeeping of methods that agree rarely."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, check_count, flags_of
+
+Fields = Mapping[str, str | tuple[str, ...]]
+"""From a name in a state to an attribute, or to several in a row; dots lead into parts, and ``[]``
+is behind the name of a list of objects that have states."""
+
+_PARTS = "[]"
+
+
+class StateFields:
+    """What an object goes on from: shared by all ranks, and a rank's own in mid-round.
+
+    Attributes that have such states themselves give and load them; others are copied. A class
+    adds to the tables of its bases.
+    """
+
+    _SHARED: ClassVar[Fields] = {}
+    _OWN: ClassVar[Fields] = {}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank, for any number of ranks. Collective."""
+        return _state_of(self, "_SHARED", "shared_state")
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Begin a round after a state of any number of ranks. Collective."""
+        _load(self, "_SHARED", "load_shared_state", state)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is this rank's own in the middle of a round. Collective."""
+        return _state_of(self, "_OWN", "own_state")
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a round, after ``load_shared_state``. Collective."""
+        _load(self, "_OWN", "load_own_state", state)
+
+
+def _fields(owner: object, table: str) -> dict[str, str | tuple[str, ...]]:
+    bases = reversed(type(owner).__mro__)
+    return {name: path for base in bases for name, path in vars(base).get(table, {}).items()}
+
+
+def _state_of(owner: object, table: str, method: str) -> dict[str, Any]:
+    def at(path: str | tuple[str, ...]) -> Any:
+        if isinstance(path, tuple):
+            return [at(one) for one in path]
+        value = attrgetter(path.removesuffix(_PARTS))(owner)
+        if path.endswith(_PARTS):
+            return [getattr(part, method)() for part in value]
+        return getattr(value, method)() if hasattr(value, method) else deepcopy(value)
+
+    return {name: at(path) for name, path in _fields(owner, table).items()}
+
+
+def _load(owner: object, table: str, method: str, state: Mapping[str, Any]) -> None:
+    for name, path in _fields(owner, table).items():
+        paths, values = ((path,), (state[name],)) if isinstance(path, str) else (path, state[name])
+        for one, value in zip(paths, values, strict=True):
+            _put(owner, one, method, value)
+
+
+def _put(owner: object, path: str, method: str, state: Any) -> None:
+    *parents, name = path.removesuffix(_PARTS).split(".")
+    holder = reduce(getattr, parents, owner)
+    now = getattr(holder, name)
+    if path.endswith(_PARTS):
+        for part, own in zip(now, state, strict=True):
+            getattr(part, method)(own)
+    elif hasattr(now, method):
+        getattr(now, method)(state)
+    else:
+        setattr(holder, name, deepcopy(state))
+
 
 _NUM_SUMS = 9
 """Of what ranks report when they meet."""
@@ -209,3 +285,65 @@ class Rounds:
     def start_here(self) -> None:
         """Let the present round begin with the next step."""
         self.start = self.step
+
+
+Steps = int | str | Callable[[int], int]
+"""A number, ``"auto"``, or a function from the number of a round, counted from 0."""
+
+TRIAL_ROUNDS = 3
+"""Rounds of the smallest number of steps before ``auto`` decides; the first is not measured."""
+
+
+class SyncInterval(StateFields):
+    """The number of steps of each round, the same on every rank.
+
+    ``auto`` measures the first rounds and takes the smallest number with which averaging costs at
+    most ``share`` of the time. It decides once: a later part of the run has the same rounds.
+    """
+
+    _SHARED: ClassVar[Fields] = {"chosen": "_chosen", "measured": "_measured"}
+
+    def __init__(
+        self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
+    ) -> None:
+        """Check the arguments; all but ``steps`` are for ``auto``."""
+        if isinstance(steps, str) and steps != "auto":
+            raise ConfigError(f'steps is a number, a function or "auto", got {steps!r}')
+        if isinstance(steps, int) and steps < 1:
+            raise ConfigError(f"a round has at least 1 step, got steps={steps}")
+        if not 0 < share < 1:
+            raise ConfigError(f"share is between 0 and 1, got {share}")
+        if not 1 <= least <= most:
+            raise ConfigError(f"least is from 1 to most, got least={least}, most={most}")
+        self._steps, self._share, self._least, self._most = steps, share, least, most
+        self._chosen: int | None = None
+        self._measured: list[list[float]] = []
+
+    def steps_of(self, number: int) -> int:
+        """Return the steps of a round; ``ConfigError`` if a function gives no such number."""
+        if isinstance(self._steps, int):
+            return self._steps
+        if isinstance(self._steps, str):
+            return self._chosen or self._least
+        steps = self._steps(number)
+        if steps < 1:
+            raise ConfigError(f"steps({number}) is a number of at least 1, got {steps!r}")
+        return steps
+
+    def learn(self, step_s: float, round_s: float) -> None:
+        """Take a measurement that all ranks agree on: of a step alone, and of an averaging."""
+        if self._steps != "auto" or self._chosen is not None:
+            return
+        self._measured.append([step_s, round_s])
+        if len(self._measured) == TRIAL_ROUNDS:
+            measured = self._measured[1:]
+            step_s = min(step for step, _ in measured)
+            round_s = min(seconds for _, seconds in measured)
+            self._chosen = self._affordable(step_s, round_s)
+
+    def _affordable(self, step_s: float, round_s: float) -> int:
+        """Return the fewest steps with which a round costs at most its share, within bounds."""
+        if step_s <= 0:
+            return self._most
+        steps = math.ceil(round_s * (1 - self._share) / (self._share * step_s))
+        return min(max(steps, self._least), self._most)

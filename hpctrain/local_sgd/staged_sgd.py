@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.codec import Compressor
 from hpctrain.local_sgd.local_method import LocalMethod, require
-from hpctrain.local_sgd.state_fields import Fields
+from hpctrain.local_sgd.rounds import Fields
 
 
 class StagedSGD(LocalMethod):

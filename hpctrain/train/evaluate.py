@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.gradients.fixed_tree import exact_sum
-from hpctrain.gradients.micro_shards import aligned_parts
+from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
 from hpctrain.train.task import Task
 
 

@@ -10,7 +10,7 @@ import torch
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
-from hpctrain.gradients.reproducible import BufferStates
+from hpctrain.gradients.reproducible import StepValues
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics
@@ -68,7 +68,7 @@ class StepGuard:
         self._task, self._metrics = task, metrics
         self._mode = task.config.train.on_non_finite
         self._flags, self._lr, self._step = 0, 0.0, 0
-        self._buffers: BufferStates | None = None
+        self._buffers: StepValues | None = None
         self._finding: NotFiniteFinding | None = None
         self._told_of_test = False
 
@@ -78,7 +78,7 @@ class StepGuard:
         self._flags = flags | (NOT_FINITE if self._finding else 0)
         self._task.exchange.raise_flags(self._flags)
         if self._mode == "skip":
-            self._buffers = BufferStates(self._task.model)
+            self._buffers = StepValues(self._task.model)
 
     def see_loss(self, loss: float) -> None:
         """Tell the other ranks of a loss that is not finite, before its gradients travel."""

@@ -1,55 +1,40 @@
 """Tests of Horovod 0.28.1 that fail, and why."""
 
-from collections.abc import Container
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Some tests of ``test_torch.py`` that fail for one reason."""
-
-    reason: str
-    tests: tuple[str, ...]
-    ranks: Container[int]
-    """On so many ranks."""
-    with_horovod: bool
-    """Horovod itself fails too, under today's torch."""
-
-
 EXPECTED = (
-    Expected(
+    # reason, tests of ``test_torch.py``, numbers of ranks, whether Horovod itself fails too
+    (
         "the test gives biases to every optimizer of torch, and Muon takes matrices only",
         ("test_broadcast_state", "test_broadcast_state_options", "test_force_allreduce"),
-        ranks=(2, 3, 4),
-        with_horovod=True,
+        (2, 3, 4),
+        True,
     ),
-    Expected(
+    (
         "the test compares a float16 sum with one that was not rounded to float16",
         (
             "test_horovod_allreduce_prescale",
             "test_horovod_grouped_reducescatter_prescale",
             "test_horovod_reducescatter_prescale",
         ),
-        ranks=(3,),
-        with_horovod=True,
+        (3,),
+        True,
     ),
-    Expected(
+    (
         "the test divides by 3, where an average is multiplied by a rounded third",
         ("test_horovod_join_allreduce",),
-        ranks=(3,),
-        with_horovod=True,
+        (3,),
+        True,
     ),
-    Expected(
+    (
         "the test wants an error: Horovod's join() has no all-gather, hpctrain's has",
         ("test_horovod_join_allgather",),
-        ranks=(2, 3, 4),
-        with_horovod=False,
+        (2, 3, 4),
+        False,
     ),
-    Expected(
+    (
         "the test wants an error: Horovod's join() has no broadcast, hpctrain's has",
         ("test_horovod_join_broadcast",),
-        ranks=(2,),  # on more, the roots differ
-        with_horovod=False,
+        (2,),  # on more, the roots differ
+        False,
     ),
 )
 
@@ -57,8 +42,8 @@ EXPECTED = (
 def expected_failures(ranks: int, *, horovod: bool) -> dict[str, str]:
     """Return the reason for each test that should fail, with Horovod or with hpctrain."""
     return {
-        f"test_torch.py::TorchTests::{test}": group.reason
-        for group in EXPECTED
-        for test in group.tests
-        if ranks in group.ranks and (group.with_horovod or not horovod)
+        f"test_torch.py::TorchTests::{test}": reason
+        for reason, tests, sizes, with_horovod in EXPECTED
+        for test in tests
+        if ranks in sizes and (with_horovod or not horovod)
     }

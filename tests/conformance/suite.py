@@ -17,8 +17,7 @@ from pathlib import Path
 
 from hpctrain.core.config import ENGINES
 from tests.conformance.expected import expected_failures
-from tests.conformance.launches import ROOT, Suite
-from tests.conformance.verdicts import Outcome, Record
+from tests.conformance.launches import ROOT, Outcome, Record, Suite
 
 FILES = (
     "test/parallel/test_torch.py",

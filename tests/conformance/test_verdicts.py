@@ -3,9 +3,8 @@
 import pytest
 
 from tests.conformance.expected import expected_failures
-from tests.conformance.launches import Suite
+from tests.conformance.launches import LOST, Outcome, Suite, decide, have_finished, read
 from tests.conformance.suite import HOW_TO_GET_IT, Table, main
-from tests.conformance.verdicts import LOST, Outcome, decide, have_finished, read
 
 PASSED, STARTED, SKIPPED = Outcome("passed", "", 1.0), Outcome("started"), Outcome("skipped", "no")
 FAILED, FINISHED = Outcome("failed", "wrong"), Outcome("finished")
@@ -54,31 +53,31 @@ def temppath():
 """
 
 
-def test_a_test_passes_if_it_passed_on_all_ranks_that_had_a_part_in_it():
-    records = [{"a": PASSED, "b": SKIPPED}, {"a": PASSED, "b": PASSED}]
-    assert decide(records) == {"a": PASSED, "b": PASSED}
-    assert decide([{"c": SKIPPED}, {"c": SKIPPED}]) == {"c": SKIPPED}
-
-
-def test_a_test_fails_if_it_failed_on_any_rank_and_what_it_cut_short_is_open():
-    records = [{"a": PASSED, "b": FAILED}, {"a": PASSED, "b": PASSED, "c": STARTED}]
-    assert decide(records) == {"a": PASSED, "b": Outcome("failed", "rank 0: wrong")}
-    records[1]["b"] = FAILED
-    assert decide(records)["b"] == Outcome("failed", "on every rank: wrong")
-
-
-def test_of_ranks_that_ended_without_a_word_the_first_open_test_is_to_blame():
-    records = [{"a": PASSED, "b": STARTED}, {"a": STARTED}]
-    assert decide(records) == {"a": Outcome("failed", LOST)}
-    assert decide([{}, {}]) == {}
+@pytest.mark.parametrize(
+    ("records", "verdicts"),
+    [
+        # it passes if it passed on all ranks that had a part in it
+        ([{"a": PASSED, "b": SKIPPED}, {"a": PASSED, "b": PASSED}], {"a": PASSED, "b": PASSED}),
+        ([{"c": SKIPPED}, {"c": SKIPPED}], {"c": SKIPPED}),
+        # it fails if it failed on any rank, and what it cut short is open
+        (
+            [{"a": PASSED, "b": FAILED}, {"a": PASSED, "b": PASSED, "c": STARTED}],
+            {"a": PASSED, "b": Outcome("failed", "rank 0: wrong")},
+        ),
+        ([{"b": FAILED}, {"b": FAILED}], {"b": Outcome("failed", "on every rank: wrong")}),
+        # of ranks that ended without a word the first open test is to blame
+        ([{"a": PASSED, "b": STARTED}, {"a": STARTED}], {"a": Outcome("failed", LOST)}),
+        ([{}, {}], {}),
+        ([{"a": PASSED, "": FINISHED}, {"a": PASSED, "": FINISHED}], {"a": PASSED}),
+    ],
+)
+def test_a_verdict_is_of_all_ranks(records, verdicts):
+    assert decide(records) == verdicts
 
 
 def test_a_launch_has_finished_when_every_rank_has():
-    records = [{"a": PASSED, "": FINISHED}, {"a": PASSED}]
-    assert not have_finished(records)
-    records[1][""] = FINISHED
-    assert have_finished(records)
-    assert decide(records) == {"a": PASSED}
+    assert not have_finished([{"a": PASSED, "": FINISHED}, {"a": PASSED}])
+    assert have_finished([{"a": PASSED, "": FINISHED}, {"": FINISHED}])
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):

@@ -63,10 +63,6 @@ class Statement:
     """Lines and kinds that mean the same, where the line itself is no such thing."""
 
 
-Move = tuple[Statement, ...]
-"""Statements that only make sense together."""
-
-
 @dataclass(frozen=True)
 class Program:
     """A script, and where it runs."""
@@ -74,16 +70,12 @@ class Program:
     size: int
     per_node: int | None
     overlap: str
-    moves: tuple[Move, ...]
+    statements: tuple[Statement, ...]
 
     @property
     def nodes(self):
         step = self.per_node or self.size
         return [list(range(self.size))[i : i + step] for i in range(0, self.size, step)]
-
-    @property
-    def statements(self):
-        return [statement for move in self.moves for statement in move]
 
     def says(self, *words):
         """Say whether one of the words is in a statement."""
@@ -220,23 +212,13 @@ class Draw:
     def edits(self, place, most):
         rows = [row for row in EDITS if place in row[1]]
         lines = [self.weighted(rows)[2] for _ in range(self.luck.randint(0, most))]
-        return [(Statement(self.fill(line)),) for line in lines]
+        return [Statement(self.fill(line)) for line in lines]
 
     def backward(self, wrapper="{}"):
         lines = [self.fill(line) for line in self.weighted(BACKWARDS)[1]]
         if wrapper != "{}":
             lines = [wrapper.format(self.fill(LOSS)) + ".backward()"]
-        return [
-            (Statement(line, "backward" if "backward(" in line else "each"),) for line in lines
-        ]
-
-    def program(self):
-        local = self.chance(0.25)
-        moves = LocalScript(self).moves() if local else Script(self).moves()
-        per_node = self.luck.choice((None, 1, 2))
-        return Program(
-            self.size, per_node, self.luck.choice(("thread", "inline", "end")), tuple(moves)
-        )
+        return [Statement(line, "backward" if "backward(" in line else "each") for line in lines]
 
 
 class Script:
@@ -261,10 +243,10 @@ class Script:
         if draw.chance(0.1):
             draw.parts.append("reentrant")
 
-    def moves(self):
-        draw, found = self.draw, [(Statement(self.model),), *self.wraps()]
+    def statements(self):
+        draw, found = self.draw, [Statement(self.model), *self.wraps()]
         if self.scaled:
-            found.append((Statement("scaler = torch.amp.GradScaler('cpu', init_scale=8.0)"),))
+            found.append(Statement("scaler = torch.amp.GradScaler('cpu', init_scale=8.0)"))
         for _ in range(draw.luck.randint(2, 5)):
             found += self.round()
         if self.op != "Adasum" and self.shape == "one" and draw.chance(0.1):
@@ -292,12 +274,12 @@ class Script:
             plain = luck.choice(OPTIMIZERS[:1] if self.sparse else OPTIMIZERS)
             made = plain.format(of=of[name])
             line = f"{name} = hvd.DistributedOptimizer({made}, {', '.join(options)})"
-            yield (Statement(line, "each", name),)
+            yield Statement(line, "each", name)
 
     def round(self):
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(FREE, 2) if draw.chance(0.5) else []
-        if any("set_backward_passes" in edit.line for (edit,) in found):
+        if any("set_backward_passes" in edit.line for edit in found):
             self.passes = 0  # not known any more
         is_new = False
         if draw.chance(0.9):
@@ -306,13 +288,13 @@ class Script:
             )
             names = ["model"] if draw.chance(0.35) else self.optimizers
             is_new = names != ["model"]  # an optimizer that zeroes gradients begins a step
-            found += [(Statement(zero.format(name)),) for name in names]
+            found += [Statement(zero.format(name)) for name in names]
         if self.weighted:
             line = "{}.set_num_samples({} + hvd.rank())"
             number = luck.randint(1, 4)
-            found.append(tuple(Statement(line.format(name, number)) for name in self.optimizers))
+            found += [Statement(line.format(name, number)) for name in self.optimizers]
         if self.shape == "one" and draw.chance(0.15) and is_new:
-            return [*found, self.skipping()]
+            return [*found, *self.skipping()]
         if self.shape == "one" and not self.scaled and draw.chance(0.08):
             return [*found, self.closure()]
         passes = max(self.passes, 1) + luck.choice((0,) * 8 + (1, -1))
@@ -358,7 +340,7 @@ class Script:
             (f"{loss}.backward()", "backward"),
             ("opt.step()", "step"),
         )
-        return (Statement(line, "step", meaning=meaning),)
+        return Statement(line, "step", meaning=meaning)
 
     def step(self):
         luck = self.draw.luck
@@ -371,34 +353,24 @@ class Script:
                 continue
             if self.scaled:
                 if self.passes != 1:  # or the ranks may find different gradients to be finite
-                    yield (
-                        Statement(f"{name}.synchronize()", "sync", name),
-                        Statement(f"scaler.step({name})", "step", name),
-                    )
-                    continue
-                yield (Statement(f"scaler.step({name})", "step", name),)
+                    yield Statement(f"{name}.synchronize()", "sync", name)
+                yield Statement(f"scaler.step({name})", "step", name)
             elif form == "forced" and self.op != "Adasum":
                 raw = f"with {name}.skip_synchronize():\n    {name}.step()"
-                yield (
-                    Statement(f"{name}.synchronize()", "sync", name),
-                    Statement(raw, "raw", name),
-                )
+                yield Statement(f"{name}.synchronize()", "sync", name)
+                yield Statement(raw, "raw", name)
             else:
-                yield (step,)
-                if form == "twice":
-                    yield (step,)
+                yield from [step] * (2 if form == "twice" else 1)
         if self.scaled:
-            yield (Statement("scaler.update()"),)
+            yield Statement("scaler.update()")
 
 
-JOIN = (
-    Statement(
-        "for k in range(2 + hvd.rank() % 2):\n    opt.zero_grad()\n"
-        "    loss_of(model, 'left right', 90 + k).backward()\n    opt.step()\n"
-        "last = hvd.join()\nhvd.broadcast_parameters(model.state_dict(), root_rank=last)",
-        "join",
-        meaning=(("loss_of(model, 'left right', 90 + k).backward()", "join"),),
-    ),
+JOIN = Statement(
+    "for k in range(2 + hvd.rank() % 2):\n    opt.zero_grad()\n"
+    "    loss_of(model, 'left right', 90 + k).backward()\n    opt.step()\n"
+    "last = hvd.join()\nhvd.broadcast_parameters(model.state_dict(), root_rank=last)",
+    "join",
+    meaning=(("loss_of(model, 'left right', 90 + k).backward()", "join"),),
 )
 
 
@@ -421,7 +393,7 @@ class LocalScript:
     def __init__(self, draw):
         self.draw = draw
 
-    def moves(self):
+    def statements(self):
         draw, luck = self.draw, self.draw.luck
         h = luck.randint(1, 3)
         method = luck.choice(self.METHODS).format(h=h, more=h + 2)
@@ -429,30 +401,34 @@ class LocalScript:
         self.weighted = draw.chance(0.3)
         made = luck.choice(OPTIMIZERS[:4]).format(of="model.parameters()")
         lines = ("model = Model()", f"opt = {made}", f"method = hvd.{method}")
-        found = [(Statement(line),) for line in lines]
+        found = [Statement(line) for line in lines]
         for _ in range(luck.randint(3, 9)):
             found += self.step()
             if draw.chance(0.1):
-                found.append((Statement("method.finish()", "finish"),))
-        return [*found, (Statement("method.finish()", "finish"),)]
+                found.append(Statement("method.finish()", "finish"))
+        return [*found, Statement("method.finish()", "finish")]
 
     def step(self):
         draw, luck = self.draw, self.draw.luck
         found = draw.edits(LOCAL, 1) if draw.chance(0.5) else []
         zero = luck.choice(("opt.zero_grad()", "model.zero_grad(set_to_none=False)"))
-        found.append((Statement(zero),))
+        found.append(Statement(zero))
         if self.weighted:
             line = f"method.set_num_samples({luck.randint(1, 4)} + 2 * hvd.rank(), nominal=4)"
-            found.append((Statement(line),))
+            found.append(Statement(line))
         found += draw.backward()
         found += draw.edits(LOCAL, 1) if draw.chance(0.2) else []
         step = Statement("opt.step()", "step")
         if self.may_skip and draw.chance(0.15):
             line = "if hvd.rank() == 1:\n    method.skip_step()\nelse:\n    opt.step()"
             step = Statement(line, "step")
-        return [*found, (step,)]
+        return [*found, step]
 
 
 def draw_program(seed, size):
     """Draw a program, the same one on every rank."""
-    return Draw(seed, size).program()
+    draw = Draw(seed, size)
+    kind = LocalScript if draw.chance(0.25) else Script
+    statements = tuple(kind(draw).statements())
+    per_node = draw.luck.choice((None, 1, 2))
+    return Program(size, per_node, draw.luck.choice(("thread", "inline", "end")), statements)

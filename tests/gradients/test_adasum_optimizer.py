@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hpctrain.core.errors import ConfigError
-from tests.gradients.training import MANY, ONE_NODE, backward, distributed, make_model
+from tests.gradients.training import MANY, ONE_NODE, backward, distributed, make_model, wrapped
 
 pytestmark = ONE_NODE
 
@@ -46,8 +46,7 @@ def test_steps_at_right_angles_are_added(hvd, compression):
 
 @MANY
 def test_all_ranks_hold_the_same_weights_after_any_steps(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model, op=hvd.Adasum)
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for step in range(3):
         optimizer.zero_grad()

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.fixed_tree import Node, push, whole_nodes
-from hpctrain.gradients.micro_shards import (
+from hpctrain.gradients.fixed_tree import (
+    Node,
     aligned_part,
     num_samples_of,
     own_micro_shards,
+    push,
     sample_range,
     seed_of,
+    whole_nodes,
 )
 
 COUNTS = st.integers(0, 7).map(lambda power: 2**power)
@@ -68,12 +70,6 @@ def test_what_is_missing_counts_as_what_stands_for_it():
     assert pending[0].values[0].item() == 31.0
     pending = summed([Node(0, i, [None]) for i in range(4)])
     assert pending[0].values == [None]
-
-
-@pytest.mark.parametrize("count", [0, -1, 3, 12])
-def test_micro_shards_are_a_power_of_two(count):
-    with pytest.raises(ConfigError, match="power of two"):
-        own_micro_shards(count, 0, 1)
 
 
 def test_parts_lie_in_aligned_memory_of_their_own():

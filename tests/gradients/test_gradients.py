@@ -1,4 +1,4 @@
-"""When ``backward()`` returns, every gradient is the average over all ranks."""
+"""When ``backward()`` returns, every gradient is the average over all samples of all ranks."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from hpctrain.core.errors import ConfigError, MismatchError
 from tests.gradients.training import (
     EVERY_SIZE,
+    GLOBAL_BATCH,
     MANY,
     ONE_NODE,
     OVERLAPS,
@@ -20,8 +22,10 @@ from tests.gradients.training import (
     largest_difference,
     make_model,
     part_of,
+    sgd,
     train_alone,
     train_together,
+    wrapped,
 )
 
 
@@ -29,8 +33,7 @@ from tests.gradients.training import (
 @OVERLAPS
 def test_gradients_are_averaged_when_backward_returns(hvd):
     for by_model, set_to_none, passes in ((0, 1, 1), (0, 0, 2), (1, 1, 2), (1, 0, 1)):
-        model = make_model()
-        optimizer = distributed(hvd, model, backward_passes_per_step=passes)
+        model, optimizer = wrapped(hvd, backward_passes_per_step=passes)
         for step in range(3):
             (model if by_model else optimizer).zero_grad(set_to_none=bool(set_to_none))
             batches = range(passes * step, passes * (step + 1))
@@ -127,8 +130,7 @@ class Doubled:
 @MANY
 @ONE_NODE
 def test_a_compressor_of_somebody_else_is_used_tensor_by_tensor(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model, compression=Doubled)
+    model, optimizer = wrapped(hvd, compression=Doubled)
     backward(hvd, model)
     for grad, exact in zip(gradients(model), expected_gradients(), strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-5, atol=1e-7)
@@ -177,3 +179,77 @@ def test_two_runs_and_all_ranks_have_the_same_bits(world, hvd):
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     weights = torch.cat([p.detach().view(-1) for p in first.parameters()]).numpy().tobytes()
     assert len(set(world.allgather(weights))) == 1
+
+
+@EVERY_SIZE
+@OVERLAPS
+def test_unequal_batches_are_weighted_by_their_samples(hvd):
+    images, labels = global_batch(0)
+    # Rank 0 has no sample at all, the others ever more; alone it has them all.
+    weights = list(range(hvd.size())) if hvd.size() > 1 else [1]
+    ends = [0, *(GLOBAL_BATCH * sum(weights[: r + 1]) // sum(weights) for r in range(hvd.size()))]
+    own = slice(ends[hvd.rank()], ends[hvd.rank() + 1])
+    for nominal in (1.0, GLOBAL_BATCH / hvd.size()):
+        model, optimizer = wrapped(hvd)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.set_num_samples(own.stop - own.start, nominal)
+            if own.stop > own.start:
+                cross_entropy(model(images[own]), labels[own]).backward()
+            optimizer.synchronize()
+            assert_close(gradients(model), expected_gradients())
+
+
+def loss_of(model, own):
+    """Return a loss whose gradients over no samples are NaN: it multiplies mean and weights."""
+    images, labels = global_batch(0)
+    size = sum(parameter.square().sum() for parameter in model.parameters())
+    return cross_entropy(model(images[own]), labels[own]) * (1 + 0.01 * size)
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_nan_with_a_weight_of_zero_stays_out_of_the_sum(hvd, set_to_none):
+    alone, model = make_model(), make_model()
+    loss_of(alone, slice(0, 0)).backward()
+    assert all(gradient.isnan().all() for gradient in gradients(alone))
+    plain, optimizer = sgd(alone), distributed(hvd, model)
+    own = slice(0, 0 if hvd.rank() == 0 else GLOBAL_BATCH)
+    for _ in range(3):
+        plain.zero_grad()
+        loss_of(alone, slice(0, GLOBAL_BATCH)).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.set_num_samples(own.stop)
+        loss_of(model, own).backward()
+        assert_close(gradients(model), gradients(alone))
+        plain.step()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@MANY
+def test_a_count_on_some_ranks_only_is_an_error_on_all(hvd):
+    model, optimizer = wrapped(hvd)
+    if hvd.rank() == 0:
+        optimizer.set_num_samples(5)
+    with pytest.raises(MismatchError, match=f"1 of {hvd.size()} have called it"):
+        backward(hvd, model)
+
+
+@EVERY_SIZE
+@OVERLAPS
+def test_flags_of_any_rank_are_seen_by_all_after_the_step(hvd):
+    model, optimizer = wrapped(hvd)
+    last = hvd.rank() == hvd.size() - 1
+    for own, seen in ((0, 0), (0b0001 if last else 0b0100, 0b0101), (0b1010, 0b1010), (0, 0)):
+        optimizer.raise_flags(own)
+        backward(hvd, model)
+        optimizer.step()
+        assert optimizer.raised_flags == (seen if hvd.size() > 1 else own)
+        optimizer.zero_grad()
+
+
+def test_other_flags_are_refused(hvd):
+    with pytest.raises(ConfigError, match="bits 0 to 3"):
+        distributed(hvd, make_model()).raise_flags(0b10000)

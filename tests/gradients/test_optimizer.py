@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.gradients.training import (
     MANY,
     ONE_NODE,
     OVERLAPS,
+    assert_averages,
     assert_close,
     backward,
     distributed,
@@ -25,6 +27,7 @@ from tests.gradients.training import (
     part_of,
     sgd,
     train_alone,
+    wrapped,
 )
 
 pytestmark = ONE_NODE
@@ -91,8 +94,7 @@ def test_schedulers_made_before_and_after_go_on_to_work(hvd):
 
 @MANY
 def test_a_step_after_synchronize_warns_once_and_keeps_what_was_clipped(hvd):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     backward(hvd, model)
     optimizer.synchronize()
     for p in model.parameters():
@@ -123,10 +125,7 @@ def test_groups_and_predivision_change_no_gradient(hvd):
         model = make_model()
         made = {"groups": some(model)} if options.get("groups") is some else options
         optimizer = distributed(hvd, model, **made)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(hvd, model, step)
-            assert_close(gradients(model), expected_gradients(step))
+        assert_averages(hvd, model, optimizer)
 
 
 @MANY
@@ -208,3 +207,30 @@ def test_arguments_are_checked(hvd):
         optimizer.set_backward_passes_per_step(0)
     optimizer.set_backward_passes_per_step(3)
     assert optimizer.backward_passes_per_step == 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.conformance)])
+def test_a_compiled_step_is_the_plain_one(hvd, local):
+    torch.compiler.reset()
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    hvd.broadcast_parameters(models[0].state_dict())
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    wrap = partial(hvd.LocalSGD, steps=2) if local else lambda _, o: hvd.DistributedOptimizer(o)
+    wrapped = [wrap(*pair) for pair in zip(models, optimizers, strict=True)]
+    x = torch.full((2, 4), 1.0 + hvd.rank()).double()
+
+    def train(index):
+        optimizers[index].zero_grad()
+        loss = models[index](x).square().mean()
+        loss.backward()
+        optimizers[index].step()
+        return loss.detach() if local else hvd.allreduce(loss.detach(), name=f"loss {index}")
+
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(4):
+        assert torch.equal(compiled(0), train(1))
+    assert largest_difference(*models) == 0
+    assert not local or [method.facts["rounds"] for method in wrapped] == [2, 2]

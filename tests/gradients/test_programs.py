@@ -1,13 +1,182 @@
 """Scripts drawn at random train as replicas of plain torch do, or stop on all ranks alike."""
 
+import os
+import traceback
+import warnings
+from dataclasses import dataclass, field
+
 import pytest
+import torch
 
 import hpctrain
-from tests.gradients.program_oracle import Oracle
+from hpctrain.core.errors import HpctrainError
+from tests.gradients.program_oracle import LOOSE, Oracle
 from tests.gradients.program_table import PRELUDE, Statement, draw_program
-from tests.gradients.programs import check, foretell
+from tests.gradients.program_wraps import dense
 
-NUM_PROGRAMS = 15
+
+@dataclass
+class Trace:
+    """What a script has done on one rank, or on all replicas: the models, and an error."""
+
+    models: list
+    """After each statement: parameters and gradients by name."""
+    between_passes: list = field(default_factory=list)
+    """After each statement: whether passes have added to what was reduced. No rank's gradient
+    means something then."""
+    error: BaseException | None = None
+    story: str = ""
+
+
+def snapshot(model):
+    return {
+        name: (p.detach().clone(), None if p.grad is None else dense(p.grad).detach().clone())
+        for name, p in model.named_parameters()
+    }
+
+
+def carry_out(program):
+    """Run the script of one rank by hpctrain. Collective."""
+    names, trace = {"hvd": hpctrain}, Trace([])
+    exec(PRELUDE, names)
+    try:
+        for statement in program.statements:
+            exec(statement.line, names)
+            trace.models.append(snapshot(names["model"]) if "model" in names else {})
+    except Exception as error:
+        trace.error, trace.story = error, traceback.format_exc()
+        trace.error.__traceback__ = None
+    return trace
+
+
+def foretell(program):
+    """Return what the script does to each replica, and the oracle."""
+    oracle = Oracle(PRELUDE, program.size, program.nodes)
+    traces = [Trace([]) for _ in range(program.size)]
+    try:
+        for statement in program.statements:
+            oracle.run(statement)
+            for trace, names in zip(traces, oracle.names, strict=True):
+                trace.models.append(snapshot(names["model"]) if "model" in names else {})
+                trace.between_passes.append(bool(oracle.base))
+    except Exception as error:
+        for trace in traces:
+            trace.error, trace.story = error, traceback.format_exc()
+    return traces, oracle
+
+
+def distance(one, other):
+    """Return how far two models are apart, by what, and by which dtype that is excused."""
+    worst, what = 0.0, ""
+    for name, (p, grad) in one.items():
+        theirs, their_grad = other[name]
+        pairs = [("", p, theirs)]
+        if (grad is None) != (their_grad is None):
+            return float("inf"), f"{name}.grad is None on one side"
+        if grad is not None:
+            pairs.append((".grad", grad, their_grad))
+        for part, *both in pairs:
+            a, b = (tensor.double() for tensor in both)
+            if a.shape != b.shape:
+                return float("inf"), f"{name}{part} has another shape"
+            same = (a == b) | ~(a.isfinite() | b.isfinite())
+            apart = float(
+                ((a - b).abs() / (1 + b.abs())).masked_fill(same, 0.0).nan_to_num(nan=9e9).max()
+            )
+            if apart > worst:
+                worst, what = apart, name + part
+    return worst, what
+
+
+def tolerance_of(program, oracle):
+    by_dtype = 2e-2 if program.says("half()") else 1e-4 if program.says("float()") else 1e-9
+    return max(by_dtype, oracle.atol * 10)
+
+
+def compare(program, mine, traces, oracle, rank):
+    """Return what is wrong on this rank: nothing, or a kind of finding and a sentence."""
+    expected = traces[rank]
+    at, end = len(mine.models), len(expected.models)
+    refused = isinstance(mine.error, HpctrainError)
+    if mine.error is not None and not refused and type(mine.error) is not type(expected.error):
+        return "error", f"statement {at}: {mine.story.splitlines()[-1]}"
+    changes_graph = program.says(" reentrant", "'reentrant")
+    half_a_step = program.says("closure") and program.says("backward_passes_per_step")
+    may_refuse = oracle.may_refuse or changes_graph or half_a_step
+    if refused and not may_refuse:
+        return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"
+    if not refused and at != end:
+        return "error", f"ended at statement {at} of {end}: {mine.error!r}, not {expected.error!r}"
+    if oracle.unclear or program.says("set_swap_module_params"):
+        return "", ""  # the first backward after parameters were swapped is averaged in step()
+    coarse = freezes(program) or (program.says("compression=") and program.says("Adam"))
+    limit = LOOSE if coarse else tolerance_of(program, oracle)
+    for number in range(min(at, end)):
+        if program.statements[number].kind in ("partial", "each"):
+            continue
+        got, due = mine.models[number], expected.models[number]
+        # Gradients of before; or those of a step that a scaler left out, so nothing was reduced.
+        is_old = program.statements[number].kind == "join" or program.says("scaler.step")
+        # A backward inside backward that reaches no gradient outside is reduced by step() alone.
+        if is_old or changes_graph or expected.between_passes[number]:
+            got, due = without_gradients(got), without_gradients(due)
+        apart, what = distance(got, due)
+        if apart > limit:
+            return "value", f"statement {number}: {what} differs by {apart:.3g}"
+    return "", ""
+
+
+def without_gradients(model):
+    return {name: (p, None) for name, (p, _) in model.items()}
+
+
+def freezes(program):
+    return program.says("requires_grad_") and program.says("StagedSGD")
+
+
+def check(world, program):
+    """Carry a program out and compare it with the oracle. Collective over ``world``.
+
+    Returns:
+        The kind of finding and what each rank found, the same on every rank; empty if all is well.
+    """
+    warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in program.settings.items():
+            patch.setenv(name, value)
+        hpctrain.init(ranks_per_node=program.per_node)
+        torch.set_num_threads(1)
+        traces, oracle = foretell(program)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        mine = carry_out(program)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    kind, what = compare(program, mine, traces, oracle, world.rank)
+    mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
+    last = mine.models[-1] if mine.models else {}
+    last = without_gradients(last)
+    kinds, words, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
+    said = "\n".join(
+        f"rank {r}: {rest}" for r, rest in enumerate(zip(kinds, words, marks, strict=True))
+    )
+    if len(set(marks)) > 1:
+        return "ranks differ", said
+    hpctrain.shutdown()
+    if any(kinds):
+        return next(filter(None, kinds)), said
+    if mine.error is None and not left_apart(program):
+        for rank, model in enumerate(models):
+            apart, where = distance(models[0], model)
+            if apart:
+                return "parted", f"ranks 0 and {rank} differ in {where} by {apart:.3g}"
+    return "", ""
+
+
+def left_apart(program):
+    """Say whether the script may end in mid-round."""
+    return program.says("method = ") and program.statements[-1].kind != "finish"
+
+
+NUM_PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "15"))
 """On each number of ranks; ``make soak`` carries out 500."""
 
 

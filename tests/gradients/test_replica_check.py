@@ -6,9 +6,8 @@ from torch import nn
 
 from hpctrain.core.errors import ReplicaError
 from hpctrain.runtime.world import current
-from tests.gradients.training import sgd
+from tests.gradients.training import ONE_NODE, sgd
 
-ONE_NODE = pytest.mark.parametrize("per_node", [None], indirect=True, ids=["one node"])
 pytestmark = [ONE_NODE, pytest.mark.ranks(2, 3)]
 
 
@@ -43,30 +42,27 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank(hvd, trained, what):
     model, optimizer = trained
     last = hvd.size() - 1
     others = "rank 0" if last == 1 else "ranks 0-1"
-    model[2].bias.zero_()
-    if hvd.rank() == last:
-        match what:
-            case "parameter":
-                weight = model[2].weight[1, 2]
-                weight.copy_(torch.nextafter(weight, torch.tensor(9.0)))
-            case "state":
-                optimizer.state[model[0].bias]["momentum_buffer"][1] += 1
-            case "group":
-                optimizer.param_groups[0]["lr"] *= 2
-            case "buffer":
-                model[1].num_batches_tracked += 1
-            case "missing":
-                optimizer.state.clear()
-            case "sign":
-                model[2].bias[0] = -0.0
-    told = {
-        "parameter": rf"1 of \d+ values differ: parameter 2\.weight \({others}: \w+; rank {last}",
-        "state": r"momentum_buffer of 0\.bias",
-        "group": "lr of optimizer group 0",
-        "buffer": r"buffer 1\.num_batches_tracked",
-        "missing": rf"rank {last}: not there",
-        "sign": r"parameter 2\.bias",
+    weight, bias = model[2].weight[1, 2], model[2].bias
+    bias.zero_()
+    change, told = {
+        "parameter": (
+            lambda: weight.copy_(torch.nextafter(weight, torch.tensor(9.0))),
+            rf"1 of \d+ values differ: parameter 2\.weight \({others}: \w+; rank {last}",
+        ),
+        "state": (
+            lambda: optimizer.state[model[0].bias]["momentum_buffer"][1].add_(1),
+            r"momentum_buffer of 0\.bias",
+        ),
+        "group": (lambda: optimizer.param_groups[0].update(lr=2.0), "lr of optimizer group 0"),
+        "buffer": (
+            lambda: model[1].num_batches_tracked.add_(1),
+            r"buffer 1\.num_batches_tracked",
+        ),
+        "missing": (optimizer.state.clear, rf"rank {last}: not there"),
+        "sign": (lambda: bias[0].copy_(torch.tensor(-0.0)), r"parameter 2\.bias"),
     }[what]
+    if hvd.rank() == last:
+        change()
     buffers = {"buffers": True} if what == "buffer" else {}
     with pytest.raises(ReplicaError, match=told):
         hvd.check_replicas(model, optimizer, **buffers)

@@ -15,10 +15,10 @@ from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.gradients.micro_shards import ALIGNMENT, own_micro_shards, sample_range
+from hpctrain.gradients.fixed_tree import ALIGNMENT, own_micro_shards, sample_range
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.world import current
-from tests.gradients.training import EVERY_SIZE, MANY, distributed, make_model, sgd
+from tests.gradients.training import EVERY_SIZE, MANY, ONE_NODE, distributed, make_model, sgd
 
 CLASSES = 5
 
@@ -68,6 +68,11 @@ def batch_of(kind: str, step: int, samples: range) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(64, *shape, generator=generator)
     own = slice(samples.start, samples.stop)
     return inputs[own], labels[own]
+
+
+def own_batch(steps: Reproducible, num_samples: int = 16, step: int = 0):
+    """Return this rank's samples of a global batch of four micro-shards."""
+    return batch_of("mlp", step, sample_range(num_samples, 4, steps.own))
 
 
 def make(kind: str, comm: Communicator, micro_shards: int, optimizer=torch.optim.AdamW):
@@ -131,9 +136,6 @@ def comm(hvd):
     return current().comm
 
 
-ONE_NODE = pytest.mark.parametrize("per_node", [None], indirect=True, ids=["one node"])
-
-
 def same_as_alone(comm, kind: str, **how) -> None:
     together = train(kind, comm, **how)
     alone = train(kind, SerialCommunicator(), **how) if comm.rank == 0 else ""
@@ -180,8 +182,8 @@ def test_messages_of_any_size_have_the_same_bits(comm, monkeypatch, message_byte
 def test_gradient_and_loss_are_those_of_the_global_batch(comm, num_samples):
     model, _, steps = make("mlp", comm, 4)
     model.eval()  # no dropout
-    own = range(num_samples * steps.own.start // 4, num_samples * steps.own.stop // 4)
-    loss = steps.backward(batch_of("mlp", 0, own), loss_of(model), num_samples=num_samples)
+    batch = own_batch(steps, num_samples)
+    loss = steps.backward(batch, loss_of(model), num_samples=num_samples)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     inputs, labels = batch_of("mlp", 0, range(num_samples))
@@ -198,11 +200,9 @@ def test_statistics_move_to_the_mean_of_those_of_the_micro_shards(comm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(19), nn.Linear(19, 5))
     steps = Reproducible(model, sgd(model), comm, num_micro_shards=4, seed=0)
-    inputs, labels = batch_of("mlp", 0, range(32))
-    first, last = 8 * steps.own.start, 8 * steps.own.stop
     for _ in range(2):
-        steps.step((inputs[first:last], labels[first:last]), loss_of(model))
-    parts = inputs.split(8)
+        steps.step(own_batch(steps, 32), loss_of(model))
+    parts = batch_of("mlp", 0, range(32))[0].split(8)
     mean = sum(part.mean(0) for part in parts) / 4
     torch.testing.assert_close(model[0].running_mean, mean * (1 - 0.9**2))
     var = sum(part.var(0) for part in parts) / 4
@@ -277,8 +277,7 @@ def test_random_numbers_depend_on_micro_shard_and_step_and_leave_those_of_others
         model, _, steps = make("mlp", comm, 4)
         before = global_states()
         for _ in range(2):
-            samples = range(steps.own.start, steps.own.stop)
-            steps.backward(batch_of("mlp", 0, samples), draw)
+            steps.backward(own_batch(steps, 4), draw)
         assert global_states() == before
         return drawn
 
@@ -294,10 +293,9 @@ def test_its_state_goes_on_with_the_random_numbers(comm):
         model, _, steps = make("mlp", comm, 4)
         if state:
             steps.load_state_dict(state)
-        samples = range(4 * steps.own.start, 4 * steps.own.stop)
-        for _ in range(num_before):
-            steps.backward(batch_of("mlp", 0, samples), loss_of(model))
-        return steps.backward(batch_of("mlp", 0, samples), loss_of(model)), steps.state_dict()
+        for _ in range(num_before + 1):
+            loss = steps.backward(own_batch(steps), loss_of(model))
+        return loss, steps.state_dict()
 
     after_two, _ = steps_after(2)
     first, _ = steps_after(0)
@@ -310,8 +308,7 @@ def test_its_state_goes_on_with_the_random_numbers(comm):
 def test_one_thread_is_the_rule_and_every_rank_sees_the_flags_of_all(comm):
     model, _, steps = make("mlp", comm, 4)
     steps.raise_flags(2 if comm.rank == comm.size - 1 else 0)
-    samples = range(4 * steps.own.start, 4 * steps.own.stop)
-    steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+    steps.backward(own_batch(steps), loss_of(model))
     assert steps.raised_flags == 2
     assert torch.get_num_threads() == 1
     assert steps.facts["threads"] == "1"
@@ -338,9 +335,8 @@ def test_a_part_that_does_not_fit_is_an_error_on_every_rank(comm):
 def test_ranks_take_the_same_steps(comm):
     model, _, steps = make("mlp", comm, 4)
     steps.next_step = comm.rank
-    samples = range(4 * len(steps.own))
     with pytest.raises(MismatchError, match=r"rank 0: step 0 of .*; rank"):
-        steps.backward(batch_of("mlp", 0, samples), loss_of(model))
+        steps.backward(own_batch(steps), loss_of(model))
 
 
 @EVERY_SIZE

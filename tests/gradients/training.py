@@ -102,10 +102,24 @@ def distributed(hvd, model: nn.Module, **options):
     return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
 
 
+def wrapped(hvd, **options):
+    """Make the network and its distributed optimizer."""
+    model = make_model()
+    return model, distributed(hvd, model, **options)
+
+
 def backward(hvd, model: nn.Module, step: int = 0) -> None:
     """Run backward on this rank's part of a global batch."""
     images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
     cross_entropy(model(images), labels).backward()
+
+
+def assert_averages(hvd, model: nn.Module, optimizer) -> None:
+    """Find the average when backward returns, in three steps."""
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        assert_close(gradients(model), expected_gradients(step))
 
 
 def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:

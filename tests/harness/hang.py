@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from tests.harness.voice import Voice
+from tests.harness.verdict import Voice
 
 HANG_S = float(os.environ.get("HPCTRAIN_TEST_HANG_S", "60"))
 """Limit of a test without the marker ``limit``; 0 lets it run for ever, for a debugger."""

@@ -1,9 +1,14 @@
 """The hooks of pytest that make one session out of the ranks."""
 
+import functools
 import importlib.metadata
 import os
+import pkgutil
+import random
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -11,10 +16,54 @@ from mpi4py import MPI
 
 from tests.harness import features
 from tests.harness.hang import Roll, limit_of, watched
-from tests.harness.jitter import Jitter
-from tests.harness.json_report import JsonReport
-from tests.harness.verdict import Verdict, disagreement
-from tests.harness.voice import Voice
+from tests.harness.verdict import JsonReport, Verdict, Voice, disagreement
+
+MOST_S = 0.004
+"""Longest sleep; what a rank does between two barriers of a small test takes far less."""
+
+TOGETHER = {
+    "hpctrain.comm.node.shared_memory:SharedMemory": ("barrier",),
+    "hpctrain.comm.rail.rail:Rail": ("allreduce_by",),
+    "hpctrain.comm.mpi:MpiCommunicator": ("barrier", "broadcast_", "allgather_object", "agree"),
+    "hpctrain.comm.hierarchical:HierarchicalCommunicator": ("allreduce_",),
+}
+"""Methods in which ranks wait for each other, where each of them ends up. By name: most launches
+of tests need neither these nor torch, which takes two seconds of a core on every rank."""
+
+
+class Jitter:
+    """Sleeps of one rank: a third of the calls is late, by other times on every rank."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._numbers = random.Random(f"{seed} {rank}")
+        self.num_sleeps = 0
+
+    def sleep(self) -> None:
+        """Sleep now, or do not."""
+        if self._numbers.random() < 1 / 3:
+            self.num_sleeps += 1
+            time.sleep(self._numbers.uniform(0.0, MOST_S))
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, with sleeps before and after it."""
+
+        @functools.wraps(function)
+        def late(*args: Any, **options: Any) -> Any:
+            self.sleep()
+            try:
+                return function(*args, **options)
+            finally:
+                self.sleep()
+
+        return late
+
+    def start(self, patch: pytest.MonkeyPatch) -> None:
+        """Let this process be late wherever its ranks wait for each other."""
+        for place, names in TOGETHER.items():
+            owner = pkgutil.resolve_name(place)
+            for name in names:
+                patch.setattr(owner, name, self.around(getattr(owner, name)))
+
 
 # A communicator of our own: a verdict must not meet a collective that a test left half done.
 VERDICTS = MPI.COMM_WORLD.Dup()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.local_sgd.local_method import LocalMethod
-from tests.gradients.training import global_batch, part_of, sgd
+from tests.gradients.training import global_batch, make_model, part_of, sgd
 
 Make = Callable[[Any, nn.Module, torch.optim.Optimizer], LocalMethod]
 
@@ -19,13 +19,16 @@ METHODS: dict[str, Make] = {
     "local, state reset": lambda hvd, m, o: hvd.LocalSGD(m, o, 5, state="reset"),
     "local, schedule": lambda hvd, m, o: hvd.LocalSGD(m, o, lambda number: 2 + number % 3),
     "local, bf16": lambda hvd, m, o: hvd.LocalSGD(m, o, 4, compression=hvd.Compression.bf16),
-    "post local": lambda hvd, m, o: hvd.PostLocalSGD(m, o, 4, start=5),
+    "post local": lambda hvd, m, o: hvd.PostLocalSGD(m, o, 4, start=2),
     "hierarchical, synchronous node": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 4),
     "hierarchical": lambda hvd, m, o: hvd.HierarchicalLocalSGD(m, o, 6, node_steps=2),
-    "diloco": lambda hvd, m, o: hvd.DiLoCo(m, o, 5),
+    "diloco": lambda hvd, m, o: hvd.DiLoCo(m, o, 4),
+    "diloco, kept": lambda hvd, m, o: hvd.DiLoCo(m, o, 4, keep=0.5),
     "diloco, fragments": lambda hvd, m, o: hvd.DiLoCo(m, o, 6, fragments=3, delay=4),
     "diloco, bf16": lambda hvd, m, o: hvd.DiLoCo(m, o, 4, compression=hvd.Compression.bf16),
-    "staged": lambda hvd, m, o: hvd.StagedSGD(m, o, warmup_steps=3, cooldown_start=15, steps=4),
+    "staged": lambda hvd, m, o: hvd.StagedSGD(
+        m, o, warmup_steps=2, cooldown_start=15, steps=4, delay=2
+    ),
 }
 
 
@@ -63,6 +66,52 @@ def train(
         optimizer.step()
         if observed and hasattr(method, "observe") and step % 3 == 2:
             method.observe(loss.item())
+
+
+class Run:
+    """A training by a method, of which a test says how far it goes."""
+
+    def __init__(
+        self, hvd, method: str, *args, model: nn.Module | None = None, optimizer=sgd, **options
+    ) -> None:
+        """Take a row of ``METHODS``, or the name of a method and its arguments. Collective."""
+        self.hvd, self.at = hvd, 0
+        self.model = make_model() if model is None else model
+        self.optimizer = optimizer(self.model)
+        if method in METHODS:
+            self.method = METHODS[method](hvd, self.model, self.optimizer)
+        else:
+            self.method = getattr(hvd, method)(self.model, self.optimizer, *args, **options)
+
+    def to(self, step: int, *, observed: bool = False) -> "Run":
+        """Take the steps before this one."""
+        pair = self.model, self.optimizer
+        train(self.hvd, *pair, self.method, self.at, step, observed=observed)
+        self.at = step
+        return self
+
+    def end(self, step: int) -> torch.Tensor:
+        """Take the steps before this one and leave the block; return the weights."""
+        with self.method:
+            self.to(step)
+        return self.weights
+
+    def skip(self) -> None:
+        """Let this rank leave a step out."""
+        self.method.skip_step()
+        self.at += 1
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return weights_of(self.model)
+
+    @property
+    def replica(self) -> torch.Tensor:
+        return replica_of(self.model, self.optimizer)
+
+    def num_kinds(self, world) -> int:
+        """Return how many different models the ranks have. Collective."""
+        return num_kinds(world, self.weights)
 
 
 def state_of(model: nn.Module, optimizer, method: LocalMethod) -> Mapping[str, Any]:

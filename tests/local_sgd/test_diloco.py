@@ -6,55 +6,38 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.local_sgd.diloco import divided
-from tests.gradients.training import global_batch, make_model, part_of, sgd
-from tests.local_sgd.local_methods import num_kinds, train, weights_of
+from tests.gradients.training import global_batch, make_model, part_of
+from tests.local_sgd.local_methods import Run, weights_of
 
 SIZES = pytest.mark.ranks(1, 2, 4)
 MANY = pytest.mark.ranks(2, 3, 4)
 
 
-def plain_sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=lr)
-
-
-def run(hvd, num_steps: int, make_optimizer=plain_sgd, **options) -> torch.Tensor:
-    """Train, and return the weights after the block."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    with hvd.DiLoCo(model, optimizer, **options) as method:
-        train(hvd, model, optimizer, method, 0, num_steps)
-    return weights_of(model)
-
-
-def alone(optimizer_of, num_steps: int) -> torch.Tensor:
-    """Train by the plain loop on global batches."""
-    model = make_model()
-    optimizer = optimizer_of(model)
-    for step in range(num_steps):
-        images, labels = global_batch(step)
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return weights_of(model)
+def plain_sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 @SIZES
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 def test_an_outer_step_after_each_inner_one_is_synchronous_sgd_or_nesterovs(hvd_nodes, mu):
-    found = run(hvd_nodes, 12, steps=1, outer_lr=1.0, outer_momentum=mu)
+    outer = {"outer_lr": 1.0, "outer_momentum": mu}
+    found = Run(hvd_nodes, "DiLoCo", 1, optimizer=plain_sgd, **outer).end(12)
+    model = make_model()
     options = {"momentum": mu, "nesterov": True} if mu else {}
-    plain = alone(lambda m: torch.optim.SGD(m.parameters(), lr=0.05, **options), 12)
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-13)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **options)
+    for step in range(12):
+        images, labels = global_batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-13)
 
 
 @SIZES
 def test_without_an_outer_optimizer_it_is_local_sgd(hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 12)
-    found = run(hvd_nodes, 12, make_optimizer=sgd, steps=4, outer_lr=1.0, outer_momentum=0.0)
-    torch.testing.assert_close(found, weights_of(model), rtol=0, atol=1e-13)
+    local = Run(hvd_nodes, "LocalSGD", 4).end(12)
+    found = Run(hvd_nodes, "DiLoCo", 4, outer_lr=1.0, outer_momentum=0.0).end(12)
+    torch.testing.assert_close(found, local, rtol=0, atol=1e-13)
 
 
 class Streaming:
@@ -128,72 +111,50 @@ def test_fragments_and_delays_are_those_of_the_paper_to_the_end(
     world, hvd_nodes, fragments, delay, keep, num_steps
 ):
     """The end takes no outer step that nothing has earned: what was sent last has its own."""
-    model = make_model()
-    optimizer = plain_sgd(model)
     options = {"fragments": fragments, "delay": delay, "keep": keep}
-    method = hvd_nodes.DiLoCo(model, optimizer, 6, **options)
-    train(hvd_nodes, model, optimizer, method, 0, num_steps)
+    run = Run(hvd_nodes, "DiLoCo", 6, optimizer=plain_sgd, **options).to(num_steps)
     parts = divided(list(make_model().named_parameters()), fragments)
     expected = Streaming(world.size, 6, parts, delay, keep).train(num_steps)
 
     def is_outer():
-        outer = torch.cat([expected.outer[n].reshape(-1) for n, _ in model.named_parameters()])
-        torch.testing.assert_close(weights_of(model), outer, rtol=0, atol=1e-13)
+        outer = torch.cat([expected.outer[n].reshape(-1) for n, _ in run.model.named_parameters()])
+        torch.testing.assert_close(run.weights, outer, rtol=0, atol=1e-13)
 
     own = weights_of(expected.models[world.rank])
-    torch.testing.assert_close(weights_of(model), own, rtol=0, atol=1e-13)
-    with method.averaged():
+    torch.testing.assert_close(run.weights, own, rtol=0, atol=1e-13)
+    with run.method.averaged():
         is_outer()
     expected.end(num_steps)
-    method.finish()
+    run.method.finish()
     is_outer()
-    after = weights_of(model).clone()
-    method.finish()
-    assert torch.equal(after, weights_of(model))
-    method.close()
+    after = run.weights.clone()
+    run.method.finish()
+    assert torch.equal(after, run.weights)
+    run.method.close()
 
 
 @pytest.mark.ranks(4)
 def test_the_outer_model_is_held_once_per_node(world, hvd_nodes):
-    model = make_model()
-    method = hvd_nodes.DiLoCo(model, sgd(model), 4)
+    run = Run(hvd_nodes, "DiLoCo", 4)
     held = [
         vector.own.nbytes
-        for part in method._exchange._anchored
+        for part in run.method._exchange._anchored
         for vector in (*part._anchors, *part._momenta)
     ]
     of_node = sum(world.allgather(sum(held))) / 2
-    once = 2 * sum(p.nbytes for p in model.parameters())
+    once = 2 * sum(p.nbytes for p in run.model.parameters())
     assert once <= of_node <= 1.1 * once
 
 
 @MANY
 def test_a_round_that_all_sit_out_moves_nothing(world, hvd_nodes):
-    model = make_model()
-    optimizer = plain_sgd(model)
-    method = hvd_nodes.DiLoCo(model, optimizer, 2)
-    method.take_part(takes_part=False)
-    train(hvd_nodes, model, optimizer, method, 0, 2)
-    assert num_kinds(world, weights_of(model)) == world.size
-    assert not method.rounds.agrees
-    method.take_part(takes_part=True)
-    train(hvd_nodes, model, optimizer, method, 2, 4)
-    assert num_kinds(world, weights_of(model)) == 1
-    method.close()
-
-
-@MANY
-def test_auto_decides_at_the_end_of_a_round_whatever_the_fragments(world, hvd_nodes):
-    model = make_model()
-    optimizer = plain_sgd(model)
-    method = hvd_nodes.DiLoCo(model, optimizer, "auto", fragments=3, most=24)
-    train(hvd_nodes, model, optimizer, method, 0, 9)
-    steps = method.facts["steps"]
-    assert (method.facts["rounds"], len(set(world.allgather(steps)))) == (3, 1)
-    assert 3 <= steps <= 24
-    train(hvd_nodes, model, optimizer, method, 9, 9 + steps)
-    assert method.facts["rounds"] == 4
-    method.close()
+    run = Run(hvd_nodes, "DiLoCo", 2, optimizer=plain_sgd)
+    run.method.take_part(takes_part=False)
+    assert run.to(2).num_kinds(world) == world.size
+    assert not run.method.rounds.agrees
+    run.method.take_part(takes_part=True)
+    assert run.to(4).num_kinds(world) == 1
+    run.method.close()
 
 
 @pytest.mark.ranks(1)

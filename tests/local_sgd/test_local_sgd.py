@@ -1,19 +1,27 @@
-"""Laws of local SGD: what equals synchronous training, what is averaged, and by which weights."""
+"""``LocalSGD``, ``PostLocalSGD``, ``HierarchicalLocalSGD``: what they equal, who agrees when."""
+
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.errors import MismatchError, NotFiniteError
 from tests.gradients.training import make_model, sgd, train_alone
-from tests.local_sgd.local_methods import Normed, num_kinds, train, weights_of
+from tests.local_sgd.local_methods import Normed, Run, num_kinds, train, weights_of
 
 SIZES = pytest.mark.ranks(1, 2, 4)
 MANY = pytest.mark.ranks(2, 4)
+NODES = pytest.mark.ranks(3, 4)
 
 
-def gap(model: nn.Module, other: nn.Module) -> float:
-    return float((weights_of(model) - weights_of(other)).abs().max())
+def gap(weights: torch.Tensor, num_steps: int) -> float:
+    """Return the distance from the plain loop on one process."""
+    return float((weights - weights_of(train_alone(num_steps))).abs().max())
 
 
 @SIZES
@@ -42,81 +50,51 @@ def test_on_a_quadratic_with_one_hessian_any_number_of_steps_is_mini_batch_sgd(h
 
 @SIZES
 def test_one_step_with_averaged_momentum_is_synchronous_sgd(hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with hvd_nodes.LocalSGD(model, optimizer, 1, state="average") as method:
-        train(hvd_nodes, model, optimizer, method, 0, 12)
-    assert gap(model, train_alone(12)) < 1e-12
+    assert gap(Run(hvd_nodes, "LocalSGD", 1, state="average").end(12), 12) < 1e-12
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_one_rank_is_the_plain_loop_bit_for_bit(hvd_nodes, compression):
-    model = make_model()
-    optimizer = sgd(model)
-    compression = getattr(hvd_nodes.Compression, compression)
-    with hvd_nodes.LocalSGD(model, optimizer, 3, compression=compression) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 10)
-    if compression is hvd_nodes.Compression.none:
-        assert gap(model, train_alone(10)) == 0
-    else:
-        assert gap(model, train_alone(10)) < 1e-3
+def test_one_rank_is_the_plain_loop_bit_for_bit(hvd_nodes):
+    assert gap(Run(hvd_nodes, "LocalSGD", 3).end(10), 10) == 0
+    bf16 = hvd_nodes.Compression.bf16
+    assert gap(Run(hvd_nodes, "LocalSGD", 3, compression=bf16).end(10), 10) < 1e-3
 
 
 @MANY
 def test_ranks_part_in_a_round_and_drift_is_their_distance_from_the_mean(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    method = hvd_nodes.LocalSGD(model, optimizer, 4)
-    train(hvd_nodes, model, optimizer, method, 0, 3)
-    assert num_kinds(world, weights_of(model)) == world.size
-    others = world.allgather(weights_of(model))
-    train(hvd_nodes, model, optimizer, method, 3, 4)
-    assert num_kinds(world, weights_of(model)) == 1
-    assert method.facts["rounds"] == 1
-    assert method.facts["drift"] == 0.0  # of the last round: all ranks know it at the next
-    train(hvd_nodes, model, optimizer, method, 4, 8)
+    run = Run(hvd_nodes, "LocalSGD", 4, model=Normed()).to(3)
+    others = world.allgather(run.weights)
     mean = sum(others) / world.size
     spread = (sum(float((w - mean).square().sum()) for w in others) / world.size) ** 0.5
-    assert spread < method.facts["drift"] < 3 * spread  # one more step, and another batch
+    assert run.num_kinds(world) == world.size
+    # Statistics are averaged too; counters stay.
+    buffers = dict(run.model.named_buffers())
+    assert num_kinds(world, buffers["layers.1.running_mean"]) == world.size
+    assert run.to(4).num_kinds(world) == 1
+    assert num_kinds(world, buffers["layers.1.running_mean"]) == 1
+    assert buffers["layers.1.num_batches_tracked"].item() == 4
+    # Of the last round: all ranks know it at the next.
+    assert (run.method.facts["rounds"], run.method.facts["drift"]) == (1, 0.0)
+    drift = run.to(8).method.facts["drift"]
+    assert spread < drift < 3 * spread  # one more step, and another batch
+    run.method.close()
 
 
 @MANY
 def test_what_is_not_finite_is_an_error_that_names_rank_and_parameter(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    method = hvd_nodes.LocalSGD(model, optimizer, 2)
-    train(hvd_nodes, model, optimizer, method, 0, 1)
+    run = Run(hvd_nodes, "LocalSGD", 2).to(1)
     if world.rank == 1:
         with torch.no_grad():
-            model[2].weight[3, 4] = float("nan")
+            run.model[2].weight[3, 4] = float("nan")
     with pytest.raises(NotFiniteError, match=r"rank 1: 2\.weight"):
-        method.skip_step()
-
-
-@MANY
-def test_statistics_are_averaged_and_counters_stay(world, hvd_nodes):
-    model = Normed()
-    optimizer = sgd(model)
-    method = hvd_nodes.LocalSGD(model, optimizer, 2)
-    train(hvd_nodes, model, optimizer, method, 0, 1)
-    own = dict(model.named_buffers())["layers.1.running_mean"].clone()
-    assert num_kinds(world, own) == world.size
-    train(hvd_nodes, model, optimizer, method, 1, 2)
-    buffers = dict(model.named_buffers())
-    means = world.allgather(buffers["layers.1.running_mean"])
-    assert len({mean.numpy().tobytes() for mean in means}) == 1
-    assert buffers["layers.1.num_batches_tracked"].item() == 2
+        run.skip()
 
 
 @MANY
 @pytest.mark.parametrize("state", ["local", "average", "reset"])
 def test_momentum_is_local_averaged_or_forgotten(world, hvd_nodes, state):
-    model = make_model()
-    optimizer = sgd(model)
-    method = hvd_nodes.LocalSGD(model, optimizer, 2, state=state)
-    train(hvd_nodes, model, optimizer, method, 0, 2)
-    own = [s["momentum_buffer"].numpy().tobytes() for s in optimizer.state.values()]
+    run = Run(hvd_nodes, "LocalSGD", 2, state=state).to(2)
+    own = [s["momentum_buffer"].numpy().tobytes() for s in run.optimizer.state.values()]
     kinds = len(set(world.allgather(b"".join(own))))
     expected = {"local": (6, world.size), "average": (6, 1), "reset": (0, 1)}
     assert (len(own), kinds) == expected[state]
@@ -126,35 +104,14 @@ def test_momentum_is_local_averaged_or_forgotten(world, hvd_nodes, state):
 def test_half_precision_sends_half_the_bytes_and_loses_little(hvd_nodes):
     found = {}
     for name in ("none", "bf16", "fp16"):
-        model = make_model(torch.float32)
-        optimizer = sgd(model)
-        compression = getattr(hvd_nodes.Compression, name)
-        with hvd_nodes.LocalSGD(model, optimizer, 4, compression=compression) as method:
-            train(hvd_nodes, model, optimizer, method, 0, 20)
-            found[name] = method.facts["bytes_sent"], weights_of(model)
-    sent, weights = found["none"]
+        how = {"compression": getattr(hvd_nodes.Compression, name)}
+        run = Run(hvd_nodes, "LocalSGD", 4, model=make_model(torch.float32), **how)
+        found[name] = run.end(20), run.method.facts["bytes_sent"]
+    weights, sent = found["none"]
+    moved = weights - weights_of(make_model(torch.float32))
     for name, most in (("bf16", 4e-3), ("fp16", 5e-4)):
-        assert found[name][0] * 2 == sent
-        moved = weights - weights_of(make_model(torch.float32))
-        assert float((found[name][1] - weights).norm() / moved.norm()) < most
-
-
-@MANY
-def test_the_last_steps_of_a_block_that_fails_are_not_averaged(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    method = hvd_nodes.LocalSGD(model, optimizer, 4)
-
-    def fail() -> None:
-        with method:
-            train(hvd_nodes, model, optimizer, method, 0, 2)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert num_kinds(world, weights_of(model)) == world.size
-    optimizer.step()
-    assert method.rounds.step == 2  # the hooks are gone
+        assert found[name][1] * 2 == sent
+        assert float((found[name][0] - weights).norm() / moved.norm()) < most
 
 
 @SIZES
@@ -177,3 +134,179 @@ def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes):
             rate.step()
     error = model.weight.detach().square().mean().item()
     assert error * num_steps * world.size == pytest.approx(a**2 / (2 * a - 1), rel=0.15)
+
+
+# -- synchronous at first -----------------------------------------------------------------------
+
+NUM_STEPS, START, STEPS = 18, 5, 3
+
+
+@pytest.fixture
+def gloo(world, tmp_path):
+    """Start torch's process group, on the same ranks."""
+    file = world.bcast(str(tmp_path / "store"))
+    store = dist.FileStore(file, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    yield
+    dist.destroy_process_group()
+
+
+def torchs(hvd) -> list[torch.Tensor]:
+    """Return this rank's weights after each step of torch's post-local SGD."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit
+        from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
+    model = DistributedDataParallel(make_model())
+    state = hook.PostLocalSGDState(
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=START,
+        post_local_gradient_allreduce=False,
+    )
+    model.register_comm_hook(state, hook.post_localSGD_hook)
+    # torch averages in the first step after the warm-up, we after a first round.
+    averager = PeriodicModelAverager(period=STEPS, warmup_steps=START + STEPS - 1)
+    optimizer = PostLocalSGDOptimizer(optim=sgd(model), averager=averager)
+    after = []
+    for step in range(NUM_STEPS):
+        train(hvd, model, optimizer, None, step, step + 1)
+        after.append(weights_of(model).clone())
+    return after
+
+
+@MANY
+@pytest.mark.conformance
+@pytest.mark.usefixtures("gloo")
+def test_every_step_is_torchs(world, hvd_nodes):
+    expected = torchs(hvd_nodes)
+    run = Run(hvd_nodes, "PostLocalSGD", STEPS, start=START)
+    with run.method:
+        for step, weights in enumerate(expected):
+            torch.testing.assert_close(run.to(step + 1).weights, weights, rtol=0, atol=1e-10)
+    assert num_kinds(world, expected[-1]) == world.size
+
+
+@SIZES
+@pytest.mark.parametrize("seen_by", ["all", "one"])
+def test_it_becomes_local_when_the_learning_rate_has_dropped(world, hvd_nodes, seen_by):
+    run, phases = Run(hvd_nodes, "PostLocalSGD", 4), []
+    sees = seen_by == "all" or world.rank == world.size - 1
+    rate = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [6] if sees else [], gamma=0.1)
+    with run.method as method:
+        for step in range(12):
+            run.to(step + 1)
+            rate.step()
+            phases.append(method.facts["phase"])
+    # Step 7 is the first with the lower rate; with step 8 all know of it.
+    assert phases == ["synchronous"] * 7 + ["local"] * 5
+    assert method.rounds.number == 1
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_group_that_comes_later_has_a_learning_rate_that_drops(hvd_nodes):
+    run = Run(hvd_nodes, "PostLocalSGD", 4, optimizer=lambda model: sgd(model[0]))
+    with run.method as method:
+        late = {"params": run.to(2).model[2].parameters(), "lr": 0.1}
+        run.optimizer.add_param_group(late)
+        assert run.to(4).method.facts["phase"] == "synchronous"
+        run.optimizer.param_groups[1]["lr"] = 0.05
+        run.to(6)
+        assert method.facts["phase"] == "local"
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("ends", ["next", "end"])
+def test_who_alone_skips_a_synchronous_step_adds_nothing_and_is_told(world, hvd_nodes, ends):
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = hvd_nodes.PostLocalSGD(model, optimizer, 4, start=9)
+    for step in range(2):
+        if step == 1 and world.rank == 0:
+            method.skip_step()
+            continue
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+    assert model.weight.grad.item() == pytest.approx(1 - 1 / world.size)
+    with pytest.raises(MismatchError, match=r"skip_step\(\) in a step of averaged gradients"):
+        model.weight.sum().backward() if ends == "next" else method.finish()
+    method.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_ranks_may_skip_a_synchronous_step(world, hvd_nodes):
+    run = Run(hvd_nodes, "PostLocalSGD", 4, start=9)
+    with run.method:
+        before = run.to(2).weights.clone()
+        run.skip()
+        assert run.weights.equal(before)
+        run.to(5)
+    assert run.num_kinds(world) == 1
+
+
+# -- nodes often, all ranks rarely --------------------------------------------------------------
+
+
+def node_of(rank: int, size: int) -> range:
+    return range(rank // 2 * 2, min(rank // 2 * 2 + 2, size))
+
+
+@NODES
+@pytest.mark.parametrize("node_steps", [1, 2])
+def test_nodes_agree_often_and_all_ranks_rarely(world, hvd_nodes, node_steps):
+    run = Run(hvd_nodes, "HierarchicalLocalSGD", 6, node_steps=node_steps)
+    with run.method:
+        for step in range(1, 13):
+            weights = [w.numpy().tobytes() for w in world.allgather(run.to(step).weights)]
+            node = node_of(world.rank, world.size)
+            found = len(set(weights)), len({weights[rank] for rank in node})
+            if step % 6 == 0:
+                assert found == (1, 1)
+            elif step % node_steps == 0:
+                assert found == (2, 1)
+            else:
+                assert found[0] == world.size
+
+
+def pushed(hvd, steps: int):
+    """Make a method for one weight, and what moves it by this rank's number in every step."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    method = hvd.HierarchicalLocalSGD(model, optimizer, steps, node_steps=2)
+
+    def push(num_steps: int, num_samples: int) -> float:
+        for _ in range(num_steps):
+            method.set_num_samples(num_samples, nominal=2)
+            optimizer.zero_grad()
+            (-model.weight.sum() * hvd.rank()).backward()
+            optimizer.step()
+        return model.weight.item()
+
+    return method, push
+
+
+def mean(values: dict[int, float], weights: dict[int, float]) -> float:
+    return sum(values[r] * weights[r] for r in values) / sum(weights[r] for r in values)
+
+
+@NODES
+def test_samples_weight_both_levels_and_count_once_though_a_round_ends_early(world, hvd_nodes):
+    method, push = pushed(hvd_nodes, 4)
+    weights = {rank: rank + 1 for rank in range(world.size)}
+    found = push(4, weights[world.rank])
+    after = {
+        rank: mean({r: 2 * r for r in node_of(rank, world.size)}, weights) + 2 * rank
+        for rank in weights
+    }
+    assert found == pytest.approx(mean(after, weights), rel=1e-12)
+    method.close()
+    method, push = pushed(hvd_nodes, 8)
+    push(1, world.rank + 1)
+    method.finish()
+    before = push(0, 0)
+    moved = push(2, 9 - world.rank) - before  # the samples change after the round
+    node = node_of(world.rank, world.size)
+    expected = mean({r: 2 * r for r in node}, {r: 9 - r for r in node})
+    assert moved == pytest.approx(expected, rel=1e-12)
+    method.close()

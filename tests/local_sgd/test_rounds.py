@@ -1,4 +1,4 @@
-"""Who counts in a round, by how much, and what is known to all ranks when."""
+"""What rounds are: their arguments, who counts in one and by how much, what is known when."""
 
 import time
 
@@ -6,12 +6,67 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import MismatchError
+from hpctrain.core.errors import ConfigError, MismatchError, RankLostError
+from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
-from tests.local_sgd.local_methods import num_kinds, train, weights_of
+from tests.local_sgd.local_methods import METHODS, OPTIMIZERS, Normed, Run, num_kinds, state_of
 
 SIZES = pytest.mark.ranks(1, 2, 4)
 MANY = pytest.mark.ranks(2, 4)
+FEW = pytest.mark.ranks(2, 3)
+
+# -- arguments ----------------------------------------------------------------------------------
+
+STAGED = {"warmup_steps": 3, "cooldown_start": 15}
+WRONG = [
+    ("LocalSGD", {"steps": 0}, "at least 1 step"),
+    ("LocalSGD", {"steps": "often"}, '"auto"'),
+    ("LocalSGD", {"state": "mean"}, "local, average, reset"),
+    ("LocalSGD", {"steps": "auto", "share": 1.5}, "between 0 and 1"),
+    ("LocalSGD", {"steps": "auto", "most": 0}, "most=0"),
+    ("PostLocalSGD", {"start": -1}, "lr_drop"),
+    ("PostLocalSGD", {"start": "soon"}, "lr_drop"),
+    ("HierarchicalLocalSGD", {"node_steps": 0}, "node_steps"),
+    ("DiLoCo", {"outer_lr": 0.0}, "outer_lr"),
+    ("DiLoCo", {"outer_momentum": 1.0}, "outer_momentum"),
+    ("DiLoCo", {"fragments": 0}, "fragments"),
+    ("DiLoCo", {"fragments": 7}, "7"),
+    ("DiLoCo", {"delay": -1}, "delay"),
+    ("DiLoCo", {"keep": 1.0}, "keep"),
+    ("StagedSGD", STAGED | {"warmup_steps": 16}, "warm-up ends before"),
+    ("StagedSGD", STAGED | {"steps": 0}, "steps"),
+    ("StagedSGD", STAGED | {"steps": 4, "delay": 5}, "delay=5"),
+    ("StagedSGD", STAGED | {"patience": 0}, "patience"),
+    ("StagedSGD", STAGED | {"threshold": 1.0}, "threshold"),
+]
+
+
+@pytest.mark.ranks(1)
+def test_arguments_that_cannot_be_are_refused(hvd_nodes):
+    for name, options, message in WRONG:
+        with pytest.raises(ConfigError, match=message):
+            Run(hvd_nodes, name, **options)
+    with pytest.raises(ConfigError, match="steps=2, fragments=3"):
+        Run(hvd_nodes, "DiLoCo", 2, fragments=3).to(1)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_is_plain_and_has_one_method_at_a_time(hvd_nodes):
+    model = make_model()
+    optimizer = sgd(model)
+    message = "DiLoCo comes beside LocalSGD"
+    with hvd_nodes.LocalSGD(model, optimizer, 2), pytest.raises(ConfigError, match=message):
+        hvd_nodes.DiLoCo(model, optimizer, 2)
+    run = Run(hvd_nodes, "DiLoCo", 2, model=model, optimizer=lambda _: optimizer).to(2)
+    hvd_nodes.DistributedOptimizer(optimizer, model.named_parameters())
+    with pytest.raises(ConfigError, match="leave DistributedOptimizer out"):
+        run.to(3)
+    run.method.close()
+    with pytest.raises(ConfigError, match="leave DistributedOptimizer out"):
+        hvd_nodes.LocalSGD(model, optimizer)
+
+
+# -- who counts ---------------------------------------------------------------------------------
 
 
 def moving(hvd, size: int, *, rank: int, samples: int | None = None, part: bool = True) -> float:
@@ -31,27 +86,20 @@ def moving(hvd, size: int, *, rank: int, samples: int | None = None, part: bool 
 
 
 @MANY
-def test_replicas_count_alike_or_by_their_samples(world, hvd_nodes):
-    size, ranks = world.size, range(world.size)
-    assert moving(hvd_nodes, size, rank=world.rank) == pytest.approx(size - 1, rel=1e-12)
-    weighted = moving(hvd_nodes, size, rank=world.rank, samples=world.rank + 1)
-    expected = sum(2 * r * (r + 1) for r in ranks) / sum(r + 1 for r in ranks)
-    assert weighted == pytest.approx(expected, rel=1e-12)
+def test_replicas_count_alike_or_by_their_samples_or_not_at_all(world, hvd_nodes):
+    hvd, size, rank = hvd_nodes, world.size, world.rank
 
+    def mean(ranks) -> float:
+        return sum(2 * r * (r + 1) for r in ranks) / sum(r + 1 for r in ranks)
 
-@MANY
-def test_a_rank_may_sit_a_round_out_whatever_it_holds(world, hvd_nodes):
-    rank = float("nan") if world.rank == 0 else world.rank
-    size = world.size
-    mean = moving(hvd_nodes, size, rank=rank, samples=world.rank + 1, part=world.rank > 0)
-    others = range(1, size)
-    expected = sum(2 * r * (r + 1) for r in others) / sum(r + 1 for r in others)
-    assert mean == pytest.approx(expected, rel=1e-12)
-
-
-@MANY
-def test_a_round_that_all_sit_out_changes_nothing(world, hvd_nodes):
-    assert moving(hvd_nodes, world.size, rank=world.rank, part=False) == 2 * world.rank
+    assert moving(hvd, size, rank=rank) == pytest.approx(size - 1, rel=1e-12)
+    weighted = moving(hvd, size, rank=rank, samples=rank + 1)
+    assert weighted == pytest.approx(mean(range(size)), rel=1e-12)
+    # A rank may sit a round out whatever it holds; one that all sit out changes nothing.
+    odd = rank or float("nan")
+    without = moving(hvd, size, rank=odd, samples=rank + 1, part=rank > 0)
+    assert without == pytest.approx(mean(range(1, size)), rel=1e-12)
+    assert moving(hvd, size, rank=rank, part=False) == 2 * rank
 
 
 @MANY
@@ -64,33 +112,30 @@ def test_samples_are_counted_by_all_or_by_none(world, hvd_nodes):
 @MANY
 def test_a_step_that_one_rank_does_not_take_is_an_error_or_is_counted(world, hvd_nodes):
     for is_counted in (True, False):
-        model = make_model()
-        optimizer = sgd(model)
-        method = hvd_nodes.LocalSGD(model, optimizer, 3)
-        train(hvd_nodes, model, optimizer, method, 0, 1)
+        run = Run(hvd_nodes, "LocalSGD", 3).to(1)
         if world.rank:
-            train(hvd_nodes, model, optimizer, method, 1, 2)
+            run.to(2)
         elif is_counted:
-            method.skip_step()
+            run.skip()
         if is_counted:
-            train(hvd_nodes, model, optimizer, method, 2, 3)
-            assert num_kinds(world, weights_of(model)) == 1
+            assert run.to(3).num_kinds(world) == 1
         else:
             with pytest.raises(MismatchError, match="skip_step"):
-                method.rounds.meet()
-        method.close()
+                run.method.rounds.meet()
+        run.method.close()
+
+
+# -- what is known when -------------------------------------------------------------------------
 
 
 @SIZES
 def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with hvd_nodes.LocalSGD(model, optimizer, 4) as method:
+    run, seen = Run(hvd_nodes, "LocalSGD", 4), []
+    with run.method as method:
         method.raise_flags(2 if world.rank == world.size - 1 else 0)
-        seen = []
         for step in range(8):
             method.rounds.must_meet = step == 5
-            train(hvd_nodes, model, optimizer, method, step, step + 1)
+            run.to(step + 1)
             seen.append(method.raised_flags)
     alone = [2] * 8
     assert seen == (alone if world.size == 1 else [0, 0, 0, 2, 0, 2, 0, 2])
@@ -98,29 +143,170 @@ def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
 
 @MANY
 def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with hvd_nodes.LocalSGD(model, optimizer, 1000) as method:
+    run, met = Run(hvd_nodes, "LocalSGD", 1000), []
+    with run.method as method:
         method.rounds.within_s = 0.05
-        met = []
         for step in range(20):
             time.sleep(0.01)
-            train(hvd_nodes, model, optimizer, method, step, step + 1)
-            met.append(method.has_met)
+            run.to(step + 1)
+            met.append(method.rounds.has_met)
     assert met[0]  # nothing is known of the time of a step yet
     assert 2 <= sum(met) <= 16
 
 
 @MANY
 def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    method = hvd_nodes.DiLoCo(model, optimizer, 8, delay=6)
-    method.rounds.within_s = 1e-9  # in every step, if possible
-    met = []
+    run, met = Run(hvd_nodes, "DiLoCo", 8, delay=6), []
+    run.method.rounds.within_s = 1e-9  # in every step, if possible
     for step in range(16):
-        method.rounds.must_meet = step == 11
-        train(hvd_nodes, model, optimizer, method, step, step + 1)
-        met.append(method.has_met)
+        run.method.rounds.must_meet = step == 11
+        run.to(step + 1)
+        met.append(run.method.rounds.has_met)
     assert met == [True] * 8 + [False] * 3 + [True] + [False] + [True] * 3
-    method.close()
+    run.method.close()
+
+
+# -- how many steps a round has -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_auto_takes_the_fewest_steps_that_keep_the_share(share):
+    def part(steps: int) -> float:
+        return round_s / (round_s + steps * step_s)
+
+    for step_s in (1e-3, 0.02, 1.0):
+        for round_s in (1e-4, 0.03, 5.0):
+            pace = SyncInterval("auto", share=share, most=10**6)
+            for _ in range(3):
+                assert pace.steps_of(0) == 1
+                pace.learn(step_s, round_s)
+            steps = pace.steps_of(3)
+            assert part(steps) <= share * (1 + 1e-9)
+            assert steps == 1 or part(steps - 1) > share * (1 - 1e-9)
+
+
+def test_auto_stays_within_bounds_and_decides_once():
+    pace, slow = SyncInterval("auto", least=4, most=16), SyncInterval("auto", most=16)
+    for _ in range(3):
+        pace.learn(1.0, 1e-6)
+        slow.learn(1e-6, 1.0)
+    assert (pace.steps_of(3), slow.steps_of(3)) == (4, 16)
+    for _ in range(9):
+        pace.learn(1e-6, 1.0)
+    assert pace.steps_of(12) == 4
+
+
+def test_auto_leaves_the_first_round_out_and_goes_on_from_its_state():
+    pace, again = SyncInterval("auto"), SyncInterval("auto")
+    pace.learn(1e-3, 100.0)
+    again.load_shared_state(pace.shared_state())
+    for one in (pace, again):
+        one.learn(1e-3, 1e-3)
+        one.learn(1e-3, 1e-3)
+    assert pace.steps_of(3) == again.steps_of(3) == 9
+
+
+def test_a_schedule_gives_the_steps_of_each_round():
+    pace = SyncInterval(lambda number: 2**number)
+    assert [pace.steps_of(number) for number in range(4)] == [1, 2, 4, 8]
+    with pytest.raises(ConfigError, match=r"steps\(0\)"):
+        SyncInterval(lambda _: 0).steps_of(0)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("name", "options", "before"),
+    [("LocalSGD", {"most": 64}, 3), ("DiLoCo", {"fragments": 3, "most": 24}, 9)],
+    ids=["local", "diloco"],
+)
+def test_all_ranks_decide_alike_at_the_end_of_a_round(world, hvd_nodes, name, options, before):
+    run = Run(hvd_nodes, name, "auto", **options).to(before)
+    steps = run.method.facts["steps"]
+    assert (run.method.facts["rounds"], len(set(world.allgather(steps)))) == (3, 1)
+    assert before // 3 <= steps <= options["most"]
+    run.to(before + steps)
+    assert run.method.facts["rounds"] == 4
+    run.method.close()
+
+
+# -- stopping, and leaving ----------------------------------------------------------------------
+
+NUM_STEPS = 18
+
+
+def stop_of(name: str) -> int:
+    """Return a step; over all methods every other one comes, and more."""
+    return (5 * list(METHODS).index(name) + 2) % NUM_STEPS
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", METHODS)
+def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
+    world, hvd_nodes, name
+):
+    make_optimizer = OPTIMIZERS["adam" if "reset" in name or "schedule" in name else "sgd"]
+    found, state = [], {}
+    for first in (0, stop_of(name)):
+        run = Run(hvd_nodes, name, model=Normed(), optimizer=make_optimizer)
+        parts = {"model": run.model, "optimizer": run.optimizer, "method": run.method}
+        with run.method as method:
+            for part, own in state.items():
+                parts[part].load_state_dict(own)
+            run.at = first
+            if not state:
+                run.to(stop_of(name), observed=True)
+                state = state_of(*parts.values())
+            run.to(NUM_STEPS, observed=True)
+            found.append((run.replica, method.facts))
+            with method.averaged():
+                inside = run.weights.clone()
+            assert torch.equal(found[-1][0], run.replica)
+            assert num_kinds(world, inside) == 1
+        assert run.num_kinds(world) == 1
+        buffers = torch.cat([b.double().view(-1) for b in run.model.buffers()])
+        assert num_kinds(world, buffers) == 1
+    (whole, facts), (again, same_facts) = found
+    assert torch.equal(whole, again)
+    assert facts == same_facts
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world, hvd_nodes):
+    start = time.monotonic()
+
+    def fail() -> None:
+        run = Run(hvd_nodes, "LocalSGD", 4)
+        with run.method:
+            run.to(2)
+            if world.rank == 1:
+                raise ZeroDivisionError("no samples")
+            run.to(4)
+
+    expected = ZeroDivisionError if world.rank == 1 else RankLostError
+    with pytest.raises(expected, match="no samples") as caught:
+        fail()
+    if world.rank != 1:
+        assert "rank 1 has left a block of LocalSGD by ZeroDivisionError" in str(caught.value)
+    assert time.monotonic() - start < 30
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+def test_blocks_that_all_leave_by_errors_are_not_averaged_and_disturb_no_later_one(
+    world, hvd_nodes
+):
+    def fail(run: Run) -> None:
+        with run.method:
+            run.to(2)
+            raise ZeroDivisionError
+
+    for _ in range(3):
+        run = Run(hvd_nodes, "LocalSGD", 4)
+        with pytest.raises(ZeroDivisionError):
+            fail(run)
+        assert run.num_kinds(world) == world.size
+        run.optimizer.step()
+        assert run.method.rounds.step == 2  # the hooks are gone
+    time.sleep(2.1)
+    assert num_kinds(world, Run(hvd_nodes, "LocalSGD", 2).end(3)) == 1

@@ -2,34 +2,31 @@
 
 import pytest
 import torch
-from torch import nn
 
-from tests.gradients.training import make_model, sgd, train_alone
-from tests.local_sgd.local_methods import Normed, adam, num_kinds, replica_of, train, weights_of
+from tests.gradients.training import make_model, train_alone
+from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, weights_of
 
 NODES = pytest.mark.ranks(2, 3, 4)
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
 
-def staged(hvd, model: nn.Module, optimizer, **options):
-    options = {"warmup_steps": 3, "cooldown_start": 15, "steps": 4, **options}
-    return hvd.StagedSGD(model, optimizer, **options)
+def staged(hvd, **options) -> Run:
+    return Run(
+        hvd, "StagedSGD", **{"warmup_steps": 3, "cooldown_start": 15, "steps": 4, **options}
+    )
 
 
 @SIZES
 def test_warm_up_and_cool_down_are_synchronous_and_nodes_part_between(world, hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    nodes = {1: 1, 2: 2, 3: 2, 4: 2}[world.size]
-    method = staged(hvd_nodes, model, optimizer)
+    run, nodes = staged(hvd_nodes), 1 if world.size == 1 else 2
     for step in range(1, 21):
-        train(hvd_nodes, model, optimizer, method, step - 1, step)
-        expected = 1 if step <= 3 or step >= 16 else nodes
-        if step != 15:  # the last of the cycle, after which all agree again
-            assert num_kinds(world, weights_of(model)) == expected, step
-        else:
-            assert num_kinds(world, replica_of(model, optimizer)) == 1
-    assert method.facts["rounds"] == (3 if nodes == 2 else 0)
+        run.to(step)
+        if step != 15:
+            expected = 1 if step <= 3 or step >= 16 else nodes
+            assert run.num_kinds(world) == expected, step
+        else:  # the last of the cycle, after which all agree again
+            assert num_kinds(world, run.replica) == 1
+    assert run.method.facts["rounds"] == (3 if nodes == 2 else 0)
 
 
 @NODES
@@ -37,31 +34,24 @@ def test_warm_up_and_cool_down_are_synchronous_and_nodes_part_between(world, hvd
 def test_replicas_that_have_parted_agree_at_the_end_though_nobody_has_counted_since(
     world, hvd_nodes, num_steps
 ):
-    model = make_model()
-    optimizer = sgd(model)
-    method = staged(hvd_nodes, model, optimizer, steps=1, delay=1)
+    run = staged(hvd_nodes, steps=1, delay=1)
     for step in range(num_steps):  # the last one is sent, and what it trained on counts
-        method.set_num_samples(4 + 2 * world.rank, nominal=4)
-        train(hvd_nodes, model, optimizer, None, step, step + 1)
-    method.finish()
-    assert num_kinds(world, weights_of(model)) == 1
+        run.method.set_num_samples(4 + 2 * world.rank, nominal=4)
+        run.to(step + 1)
+    run.method.finish()
+    assert run.num_kinds(world) == 1
 
 
 @SIZES
 def test_without_a_cycle_it_is_synchronous_training(hvd_nodes):
-    model = make_model()
-    optimizer = sgd(model)
-    with staged(hvd_nodes, model, optimizer, warmup_steps=20, cooldown_start=20) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 20)
-    assert float((weights_of(model) - weights_of(train_alone(20))).abs().max()) < 1e-12
+    found = staged(hvd_nodes, warmup_steps=20, cooldown_start=20).end(20)
+    assert float((found - weights_of(train_alone(20))).abs().max()) < 1e-12
 
 
 @NODES
 def test_cycles_shrink_while_the_loss_does_not_fall_and_begin_anew(hvd_nodes):
-    model = make_model()
     options = {"warmup_steps": 0, "cooldown_start": 100, "steps": 8, "patience": 2}
-    method = staged(hvd_nodes, model, sgd(model), threshold=0.1, **options)
-    seen = []
+    method, seen = staged(hvd_nodes, threshold=0.1, **options).method, []
     for loss in (1.0, 0.8, 0.75, 0.74, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, float("nan"), 0.5):
         method.observe(loss)
         seen.append((method.facts["steps"], method.facts["delay"]))
@@ -78,42 +68,33 @@ def test_cycles_shrink_while_the_loss_does_not_fall_and_begin_anew(hvd_nodes):
 
 @NODES
 def test_the_ranks_decide_by_the_mean_of_their_losses(world, hvd_nodes):
-    model = make_model()
-    method = staged(hvd_nodes, model, sgd(model), warmup_steps=0, patience=1)
+    method = staged(hvd_nodes, warmup_steps=0, patience=1).method
     method.observe(1.0)
     # On rank 0 it has fallen, on the others not; the mean has not.
     method.observe(0.0 if world.rank == 0 else world.size / (world.size - 1))
-    assert method.facts["steps"] == 2
-    assert num_kinds(world, torch.tensor(method.facts["steps"])) == 1
+    assert world.allgather(method.facts["steps"]) == [2] * world.size
     method.close()
 
 
 @NODES
 def test_statistics_travel_and_the_state_agrees_before_the_cool_down(world, hvd_nodes):
-    model = Normed()
-    optimizer = adam(model)
-    with staged(hvd_nodes, model, optimizer) as method:
-        train(hvd_nodes, model, optimizer, method, 0, 14)
-        statistics = torch.cat([b.double().view(-1) for b in model.buffers()])
+    run = staged(hvd_nodes, model=Normed(), optimizer=adam)
+    with run.method:
+        run.to(14)
+        statistics = torch.cat([b.double().view(-1) for b in run.model.buffers()])
         assert num_kinds(world, statistics) == world.size
-        train(hvd_nodes, model, optimizer, method, 14, 15)
-        assert num_kinds(world, replica_of(model, optimizer)) == 1
+        assert num_kinds(world, run.to(15).replica) == 1
 
 
 @pytest.mark.ranks(2)
 def test_sixteen_bits_travel_in_all_phases(hvd_nodes):
     sent = {}
     for name in ("none", "bf16"):
-        model = make_model(torch.float32)
-        optimizer = sgd(model)
-        compression = getattr(hvd_nodes.Compression, name)
-        method = staged(hvd_nodes, model, optimizer, compression=compression)
-        sent[name] = []
-        for step in range(18):
-            train(hvd_nodes, model, optimizer, method, step, step + 1)
-            sent[name].append(method.facts["bytes_sent"])
-        method.close()
+        how = {"compression": getattr(hvd_nodes.Compression, name)}
+        run = staged(hvd_nodes, model=make_model(torch.float32), **how)
+        sent[name] = [run.to(step + 1).method.facts["bytes_sent"] for step in range(18)]
+        run.method.close()
     halves, wholes = torch.tensor(sent["bf16"]) * 2, torch.tensor(sent["none"])
     assert torch.equal(halves[:14], wholes[:14])
-    state = sum(p.nbytes for p in model.parameters())  # once, before the cool-down, as it is
+    state = sum(p.nbytes for p in run.model.parameters())  # once, before the cool-down, as it is
     assert set((halves - wholes)[14:].tolist()) <= set(range(state, state + 6 * 64))

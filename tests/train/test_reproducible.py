@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError, MismatchError
-from hpctrain.gradients.micro_shards import aligned_parts
+from hpctrain.gradients.fixed_tree import aligned_parts
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
 from hpctrain.train.resume import settled

@@ -11,8 +11,8 @@ import torch
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import CheckpointError
+from hpctrain.local_sgd.rounds import TRIAL_ROUNDS
 from hpctrain.local_sgd.staged_sgd import StagedSGD
-from hpctrain.local_sgd.sync_interval import TRIAL_ROUNDS
 from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import read
