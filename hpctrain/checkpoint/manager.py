@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import Beside, Snapshot, on_cpu
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, check_keep
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +97,11 @@ class Manager:
         Raises:
             ConfigError: a value is not valid.
         """
-        check_keep(keep, keep_best)
+        if keep < 1 or keep_best < 0:
+            raise ConfigError(
+                f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
+                f"keep={keep} and keep_best={keep_best}"
+            )
         mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
         self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
         self._shelf = CheckpointDirectory(Path(directory))

@@ -207,7 +207,14 @@ def test_the_clock_of_rank_0_decides(comm, root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": 0}, {"every": "auto"}, {"every": 0}, {"every": "auto", "mtbf": "soon"}]
+    "options",
+    [
+        {"keep": 0},
+        {"keep_best": -1},
+        {"every": "auto"},
+        {"every": 0},
+        {"every": "auto", "mtbf": "soon"},
+    ],
 )
 def test_values_that_make_no_sense_are_refused(comm, root, options):
     with pytest.raises(ConfigError):

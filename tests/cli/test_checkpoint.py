@@ -1,4 +1,4 @@
-"""``hpctrain checkpoint info, verify, export, diff, prune`` on the command line."""
+"""``hpctrain checkpoint info, verify, export, diff`` on the command line."""
 
 import json
 import subprocess
@@ -134,16 +134,6 @@ def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
     assert "and 2 more; --lines 3 lists all" in short.output
     record = json.loads(call("diff", run, other, "--only", "model", "--json").output)
     assert [(item["path"], item["max_abs"]) for item in record] == [("model/0.bias", 0.5)]
-
-
-def test_prune_removes_when_told(run):
-    result = call("prune", run, "--keep", 1, "--dry-run")
-    assert "step-00000010: would be removed" in result.output
-    assert len(list((run / "checkpoints").iterdir())) == 2
-    result = call("prune", run, "--keep", 1)
-    assert (result.exit_code, "1 removed, 1 kept" in result.output) == (0, True)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000020"]
-    assert call("prune", run).exit_code == 2
 
 
 def test_of_several_ranks_one_does_the_work(run, tmp_path, monkeypatch):
