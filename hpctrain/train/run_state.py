@@ -38,8 +38,6 @@ class RunState:
     """Steps that were left out, as far as they were recorded."""
     checked_step: int = 0
     """Step after which replicas were compared last, in this part."""
-    pace_told: bool = False
-    """Whether the number of steps that ``auto`` has chosen was told."""
     tally: StepMeter = field(default_factory=StepMeter)
     epoch_tally: StepMeter = field(default_factory=StepMeter)
     """Of the present epoch, where the method of ``[sync]`` is told its loss."""
@@ -65,7 +63,6 @@ class RunState:
             "steps": None if self.task.steps is None else self.task.steps.state_dict(),
             "tally": self.tally.shared(self.task.comm),
             "epoch_tally": self.epoch_tally.shared(self.task.comm) if self.task.observer else None,
-            "pace_told": self.pace_told,
             "num_skipped": self.num_skipped,
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
@@ -79,7 +76,7 @@ class RunState:
             "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
             "random": random_states(),
-            "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
+            "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
             "epoch_tally": self.epoch_tally.state_dict(),
         }
@@ -97,8 +94,7 @@ class RunState:
         task = self.task
         check_fit(shared["model"], task.model.state_dict())
         try:
-            replica = own.get("replica") if own and task.sync else None
-            restore_replica(task, shared, replica)
+            restore_replica(task, shared, own.get("replica") if own and task.sync else None)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
@@ -108,7 +104,6 @@ class RunState:
         self.step, self.training_s = shared["step"], shared["training_s"]
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
-        self.pace_told = shared.get("pace_told", False)
         self.num_skipped = shared.get("num_skipped", 0)
         if task.steps is not None and shared.get("steps"):
             task.steps.load_state_dict(shared["steps"])
@@ -123,7 +118,7 @@ class RunState:
             seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
             return
         with torch.no_grad():
-            for name, buffer in self._buffers().items():
+            for name, buffer in task.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
         set_random_states(own["random"])
 
@@ -134,9 +129,6 @@ class RunState:
                 tally.load_state_dict(own[name])
             elif own is None and shared.get(name):
                 tally.load_shared(shared[name], self.task.train.rank)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self.task.model.named_buffers())
 
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
