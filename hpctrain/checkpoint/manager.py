@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
+
 from hpctrain.checkpoint import loading, saving
-from hpctrain.checkpoint.background import Beside, Snapshot, on_cpu
+from hpctrain.checkpoint.background import Beside, Snapshot
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
@@ -257,7 +260,7 @@ class Manager:
 
     def _taken(self, state: Any, private: Any) -> tuple[Any, Any]:
         if self._beside.at_once:
-            return on_cpu(state), on_cpu(private)
+            return tuple(mapped(each, _on_cpu) for each in (state, private))
         of_state, of_private = self._snapshots
         return of_state.take(state), of_private.take(private)
 
@@ -317,6 +320,10 @@ class Manager:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _LOG.warning("%s", text)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()  # which copies none that is there
 
 
 def _told(score: float | None) -> dict[str, float]:

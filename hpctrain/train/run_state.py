@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
@@ -196,7 +197,7 @@ def shared_replica(task: Task) -> dict[str, Any]:
                 task.comm.broadcast_(copy).wait()
                 model[name] = copy
         if differ:
-            model = _copied(model)
+            model = mapped(model, Tensor.clone)
     return {"model": model, "optimizer": shared_optimizer(task)}
 
 
@@ -247,7 +248,8 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
     ``own`` is None where there is none, or the number of ranks has changed.
     """
     task.model.load_state_dict(shared["model"])
-    task.optimizer.load_state_dict(_copied((own or shared)["optimizer"]))
+    # Copied: an optimizer keeps the tensors that it is given.
+    task.optimizer.load_state_dict(mapped((own or shared)["optimizer"], Tensor.clone))
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])
@@ -277,18 +279,6 @@ def restore_sync(
             f"the checkpoint does not fit [sync]: {error!r}; go on with the configuration it was "
             f"written with"
         ) from error
-
-
-def _copied(tree: Any) -> Any:
-    """Copy the tensors of a tree: an optimizer keeps those that it is given."""
-    match tree:
-        case Tensor():
-            return tree.clone()
-        case dict():
-            return {name: _copied(item) for name, item in tree.items()}
-        case list() | tuple():
-            return type(tree)(_copied(item) for item in tree)
-    return tree
 
 
 def random_states() -> dict[str, Any]:

@@ -7,8 +7,9 @@ import torch
 
 from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import saving
-from hpctrain.checkpoint.background import Snapshot, on_cpu
+from hpctrain.checkpoint.background import Snapshot
 from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -279,6 +280,6 @@ def test_the_ranks_share_the_copy_of_what_is_replicated():
 
 def test_a_state_on_the_cpu_is_not_copied():
     original = mixed(1.0)
-    taken = on_cpu(original)
+    taken = mapped(original, module._on_cpu)
     assert same(taken, original)
     assert taken["model"]["w"].data_ptr() == original["model"]["w"].data_ptr()
