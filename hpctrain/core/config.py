@@ -1,6 +1,5 @@
 """Settings that come from the environment: one table of type, default and meaning."""
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 from hpctrain.core import horovod_variables
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
 from hpctrain.core.units import MIB, parse_bytes, parse_seconds
 
 PREFIX = "HPCTRAIN_"
@@ -235,7 +235,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     known = [variable_of(name) for name in _TABLE]
     tools = [PREFIX + name for name in _FOR_TOOLS]
     return [
-        f"{name} is not a setting of hpctrain and has no effect; {_hint(name, known)}"
+        f"{name} is not a setting of hpctrain and has no effect{hint(name, known)}"
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in (*known, *tools)
     ]
@@ -248,8 +248,3 @@ def remarks(environ: Mapping[str, str] = os.environ, *, engine: str = "hpctrain"
     """
     theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)
     return [*unknown_variables(environ), *theirs]
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
