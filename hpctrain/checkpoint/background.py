@@ -80,22 +80,6 @@ class Snapshot:
         return copy
 
 
-def on_cpu(state: Any) -> Any:
-    """Return a state whose tensors are on the CPU: those that are there are not copied.
-
-    Raises:
-        CheckpointError: as ``Snapshot.take``.
-    """
-    leaves, skeleton = flatten(state)
-    return unflatten(skeleton, {path: _on_cpu(leaf) for path, leaf in leaves.items()}.__getitem__)
-
-
-def _on_cpu(leaf: Tensor | Piece) -> Tensor | Piece:
-    if isinstance(leaf, Piece):
-        return Piece(leaf.tensor.detach().cpu(), leaf.shard)
-    return leaf.detach().cpu()
-
-
 class Beside(Generic[T]):
     """Runs jobs on a thread; where that cannot be, at once, with the communicator of all else."""
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.core.atomic import PART, reason_of, sync
-from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError
 
 SCORE = "score"
 """Among the facts of a checkpoint: how good its model is."""
@@ -37,15 +37,6 @@ class Kept:
     score: float | None = None
     """How good the model is, the larger the better; None and NaN are never the best."""
 
-    @classmethod
-    def read(cls, step: int, directory: Path) -> "Kept":
-        """Return what the manifest of a checkpoint says of it."""
-        try:
-            score = CheckpointManifest.read(directory).facts.get(SCORE)
-        except CheckpointError:
-            return cls(step, whole=False)
-        return cls(step, score=score if isinstance(score, float) else None)
-
 
 def name_of(step: int) -> str:
     """Return the name of the directory of the checkpoint after ``step`` steps."""
@@ -58,30 +49,13 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and name_of(int(match[1])) == name else None
 
 
-def check_keep(keep: int, keep_best: int) -> None:
-    """Return if so many checkpoints can be kept.
-
-    Raises:
-        ConfigError: not even the last one would be kept, or a number is negative.
-    """
-    if keep < 1 or keep_best < 0:
-        raise ConfigError(
-            f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
-            f"keep={keep} and keep_best={keep_best}"
-        )
-
-
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:
     """Return the steps whose checkpoints can go, oldest first.
 
     The ``keep`` newest whole ones and the ``keep_best`` best whole ones stay, of equal scores the
     newer one. A damaged one counts for neither; it stays until ``keep`` whole ones are newer, so
     that there is time to look at it, and it never pushes a whole one out.
-
-    Raises:
-        ConfigError: as ``check_keep``.
     """
-    check_keep(keep, keep_best)
     present = sorted(present, key=lambda kept: kept.step)
     whole = [kept for kept in present if kept.whole]
     if len(whole) < keep:
@@ -95,17 +69,6 @@ def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> lis
         for kept in present
         if kept.step not in staying and (kept.whole or kept.step < last[0].step)
     ]
-
-
-def put_away(directory: Path) -> Path:
-    """Give a checkpoint that goes a name that nothing reads, and return that.
-
-    It is removed when that name is on disk: no kill or loss of power leaves a damaged one.
-    """
-    gone = directory.with_name(f"{directory.name}.gone{PART}")
-    if gone.exists():
-        shutil.rmtree(gone)
-    return directory.rename(gone)
 
 
 class CheckpointDirectory:
@@ -176,7 +139,9 @@ class CheckpointDirectory:
         going = expendable(present, keep=keep, keep_best=keep_best)
         for step in going:
             self._known.pop(step, None)
-            self._try(partial(put_away, self.path(step)))
+            # No kill or loss of power leaves a damaged one: nothing reads that name.
+            gone = self.root / f"{name_of(step)}.gone{PART}"
+            self._try(partial(self.path(step).rename, gone))
         if going or len(present) < len(steps):
             self._try(partial(sync, self.root))
         self._sweep()
@@ -211,12 +176,13 @@ class CheckpointDirectory:
     def _kept(self, step: int, damaged: Collection[int]) -> Kept:
         if step in damaged:
             return Kept(step, whole=False)
-        if step in self._known:
-            return self._known[step]
-        found = Kept.read(step, self.path(step))
-        if found.whole:
-            self._known[step] = found
-        return found
+        if step not in self._known:
+            try:
+                score = CheckpointManifest.read(self.path(step)).facts.get(SCORE)
+            except CheckpointError:
+                return Kept(step, whole=False)
+            self._known[step] = Kept(step, score=score if isinstance(score, float) else None)
+        return self._known[step]
 
     def _set_aside(self, step: int) -> None:
         aside = self.path(step).with_name(name_of(step) + ASIDE)

@@ -1,6 +1,6 @@
 """States for other programs: a file of torch, or of safetensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpctrain.checkpoint.format.state_tree import component
+from hpctrain.checkpoint.format.state_tree import component, mapped
 from hpctrain.checkpoint.inspection import checkpoints_in
 from hpctrain.checkpoint.loading import load
 from hpctrain.comm.serial import SerialCommunicator
@@ -87,7 +87,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
         raise CheckpointError(f"{path} is a directory and is not replaced; choose another name")
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} is there already; choose another name or --overwrite")
-    own = _own(state, set())
+    own = mapped(state, _owner())
     if path.suffix == ".safetensors" and (
         others := [name for name, value in own.items() if not isinstance(value, Tensor)]
     ):
@@ -109,20 +109,19 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
         ) from error
 
 
-def _own(value: Any, taken: set[int]) -> Any:
+def _owner() -> Callable[[Tensor], Tensor]:
     """Give each tensor its own memory: a view would be written with all that it is a view of."""
-    if isinstance(value, Tensor):
-        memory = value.untyped_storage()
-        is_own = value.is_contiguous() and memory.nbytes() == value.nbytes
+    taken: set[int] = set()
+
+    def own(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        is_own = tensor.is_contiguous() and memory.nbytes() == tensor.nbytes
         if is_own and memory.data_ptr() not in taken:
             taken.add(memory.data_ptr())
-            return value.detach()
-        return value.detach().clone(memory_format=torch.contiguous_format)
-    if isinstance(value, Mapping):
-        return {key: _own(item, taken) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_own(item, taken) for item in value)
-    return value
+            return tensor.detach()
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    return own
 
 
 def _told(error: BaseException) -> str:

@@ -1,23 +1,14 @@
-"""Checkpoints as people see them: which there are, what one holds, which are whole, which go."""
+"""Checkpoints as people see them: which there are, what one holds, which are whole."""
 
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import (
-    CheckpointDirectory,
-    Kept,
-    expendable,
-    put_away,
-    step_of,
-)
+from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory, step_of
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.loading import check
-from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
@@ -145,62 +136,3 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
             yield directory, faults
     if not has_checked:  # all were removed: there are others now, or none
         yield from verify(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What went, or would go, and what stays; oldest first."""
-
-    gone: list[Path]
-    kept: list[Path]
-    damaged: list[Path]
-    """Of those that were read; they count for nothing."""
-
-
-def prune(path: Path | str, *, keep: int, keep_best: int = 0, dry_run: bool = False) -> Pruned:
-    """Keep the newest whole checkpoints of a run, and the best ones; remove the others.
-
-    Those that are to stay are read to the last byte first: a damaged one replaces no whole one.
-    Not collective. ``path`` is a run directory, or its folder of checkpoints.
-
-    Raises:
-        CheckpointError: there is none, ``path`` is one itself, or the disk refuses.
-        ConfigError: not even the last one would stay.
-    """
-    found = {step_of(place.name) or 0: place for place in checkpoints_in(path)}
-    if Path(path) in found.values():
-        raise CheckpointError(
-            f"prune takes a run directory or its folder of checkpoints, {path} is a single "
-            f"checkpoint; remove it by hand"
-        )
-    present = {step: Kept.read(step, place) for step, place in found.items()}
-    whole: set[int] = set()
-    while True:
-        going = expendable(present.values(), keep=keep, keep_best=keep_best)
-        staying = [step for step in found if step not in going]
-        unread = [step for step in staying if present[step].whole and step not in whole]
-        if not unread:
-            break
-        for step in unread:
-            if check(found[step]):
-                present[step] = Kept(step, whole=False)
-            else:
-                whole.add(step)
-    for step in () if dry_run else going:
-        _remove(found[step])
-    return Pruned(
-        gone=[found[step] for step in going],
-        kept=[found[step] for step in staying],
-        damaged=[found[step] for step in found if not present[step].whole],
-    )
-
-
-def _remove(place: Path) -> None:
-    try:
-        gone = put_away(place)
-        sync(place.parent)
-        shutil.rmtree(gone)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot remove {place}: {reason_of(error)}; check its rights"
-        ) from error

@@ -9,13 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
+
 from hpctrain.checkpoint import loading, saving
-from hpctrain.checkpoint.background import Beside, Snapshot, on_cpu
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, check_keep
+from hpctrain.checkpoint.background import Beside, Snapshot
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +100,11 @@ class Manager:
         Raises:
             ConfigError: a value is not valid.
         """
-        check_keep(keep, keep_best)
+        if keep < 1 or keep_best < 0:
+            raise ConfigError(
+                f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
+                f"keep={keep} and keep_best={keep_best}"
+            )
         mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
         self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
         self._shelf = CheckpointDirectory(Path(directory))
@@ -253,7 +260,7 @@ class Manager:
 
     def _taken(self, state: Any, private: Any) -> tuple[Any, Any]:
         if self._beside.at_once:
-            return on_cpu(state), on_cpu(private)
+            return tuple(mapped(each, _on_cpu) for each in (state, private))
         of_state, of_private = self._snapshots
         return of_state.take(state), of_private.take(private)
 
@@ -313,6 +320,10 @@ class Manager:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _LOG.warning("%s", text)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()  # which copies none that is there
 
 
 def _told(score: float | None) -> dict[str, float]:

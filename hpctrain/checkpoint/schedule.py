@@ -38,7 +38,12 @@ class Schedule:
         if isinstance(every, int):
             self._every_steps = every
         elif every == "auto":
-            self._mtbf_s = _stated(mtbf_s)
+            if mtbf_s is None or not mtbf_s > 0:
+                raise ConfigError(
+                    f'checkpoints "auto" follow from the mean time between failures of the whole '
+                    f'job, got mtbf={mtbf_s}; give it, such as "24h", or another interval'
+                )
+            self._mtbf_s = mtbf_s
         elif every != "none":
             self._every_s = parse_seconds(every)
         if (self._every_steps is not None and self._every_steps < 1) or self._every_s == 0:
@@ -85,15 +90,6 @@ class Schedule:
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s
-
-
-def _stated(mtbf_s: float | None) -> float:
-    if mtbf_s is None or not mtbf_s > 0:
-        raise ConfigError(
-            f'checkpoints "auto" follow from the mean time between failures of the whole job, got '
-            f'mtbf={mtbf_s}; give it, such as "24h", or another interval'
-        )
-    return mtbf_s
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:

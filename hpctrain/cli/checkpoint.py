@@ -1,4 +1,4 @@
-"""``hpctrain checkpoint info, verify, export, diff, prune``: look at checkpoints, use them."""
+"""``hpctrain checkpoint info, verify, export, diff``: look at checkpoints, use them."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -26,7 +26,7 @@ For instance:
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Look at the checkpoints of a run, check, compare, export and remove them.",
+    help="Look at the checkpoints of a run, check, compare and export them.",
     epilog=EXAMPLES,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -36,7 +36,6 @@ Where = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.", show_default=False),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is written.", show_default=False)]
 First = Annotated[
     Path,
@@ -70,24 +69,11 @@ Largest = Annotated[
 Lines = Annotated[
     int, typer.Option("--lines", min=1, metavar="N", help="How many differences are listed.")
 ]
-Keep = Annotated[
-    int,
-    typer.Option(
-        min=1, metavar="N", help="So many of the newest whole ones stay.", show_default=False
-    ),
-]
-KeepBest = Annotated[
-    int,
-    typer.Option(min=0, metavar="N", help="So many of those with the best score stay too."),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Tell what would be removed, remove nothing.")
-]
 
 
 @checkpoint.callback()
 def alone(context: typer.Context) -> None:
-    """Look at the checkpoints of a run, check, compare, export and remove them."""
+    """Look at the checkpoints of a run, check, compare and export them."""
     from hpctrain.cluster.env import launched  # noqa: PLC0415
 
     found = launched()
@@ -213,28 +199,6 @@ def diff(
         _say(f"{first} and {second} are the same, bit for bit{times}{names}")
     if differ:
         raise typer.Exit(FAULT)
-
-
-@checkpoint.command()
-def prune(run: Run, *, keep: Keep, keep_best: KeepBest = 0, dry_run: DryRun = False) -> None:
-    """Remove old checkpoints of a run that is not running.
-
-    Those that stay are checked first, so that a damaged one takes nobody's place.
-
-    For instance:
-
-      hpctrain checkpoint prune runs/digits --keep 1 --dry-run
-
-      hpctrain checkpoint prune runs/digits --keep 3 --keep-best 1
-    """
-    from hpctrain.checkpoint.inspection import prune as remove  # noqa: PLC0415
-
-    done = remove(run, keep=keep, keep_best=keep_best, dry_run=dry_run)
-    for place in done.damaged:
-        _say(f"{place}: not whole; hpctrain checkpoint verify tells why")
-    for place in done.gone:
-        _say(f"{place}: {'would be removed' if dry_run else 'removed'}")
-    _say(f"{len(done.gone)} removed, {len(done.kept)} kept" + " (dry run)" * dry_run)
 
 
 def _say(line: str) -> None:

@@ -1,12 +1,12 @@
 """``hpctrain guide``: the manual, by topic."""
 
-import difflib
 from importlib import resources
 from typing import Annotated
 
 import typer
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
 
 MAX_WIDTH = 100
 """Columns of a guide on a wide terminal."""
@@ -37,7 +37,7 @@ def guide(topic: Topic = None) -> None:
             typer.echo(f"hpctrain guide {name:<{width}}   {_title(text)}")
         return
     if topic not in guides:
-        raise ConfigError(f'there is no guide "{topic}"; {_way_out(topic, list(guides))}')
+        raise ConfigError(f'there is no guide "{topic}"{hint(topic, guides)}')
     _show(guides[topic])
 
 
@@ -53,12 +53,6 @@ def _guides() -> dict[str, str]:
 
 def _title(text: str) -> str:
     return text.partition("\n")[0].lstrip("# ")
-
-
-def _way_out(topic: str, topics: list[str]) -> str:
-    if close := difflib.get_close_matches(topic.lower(), topics, n=1):
-        return f"did you mean {close[0]}?"
-    return f"there are {', '.join(topics)}"
 
 
 def _show(text: str) -> None:

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand
 
 from hpctrain.core.errors import ConfigError, LaunchError
@@ -120,9 +122,11 @@ class Job:
 REFUSED = 1
 """Exit code where the checks or Slurm refuse the job."""
 
+Name = partial(Option, metavar="NAME")
+Number = partial(Option, min=1, metavar="N")
+
 LIST = "list"
 """What ``--template`` without a name stands for."""
-
 
 WIDTH = 99
 """Columns of the list of templates."""
@@ -149,73 +153,58 @@ def submit(  # noqa: PLR0913 - a command's options
     *,
     template: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
+        Name(
             help="The script to start from; without NAME, list them.",
             show_default="requeue, gpu, single_node or multi_node, by the other options",
         ),
     ] = None,
-    partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Partition.", metavar="NAME")
-    ] = None,
-    account: Annotated[
-        str | None, typer.Option("--account", "-A", help="Whom to charge.", metavar="NAME")
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", "-N", min=1, metavar="N", help="How many nodes."),
-    ] = None,
+    partition: Annotated[str | None, Name("--partition", "-p", help="Partition.")] = None,
+    account: Annotated[str | None, Name("--account", "-A", help="Whom to charge.")] = None,
+    nodes: Annotated[int | None, Number("--nodes", "-N", help="How many nodes.")] = None,
     tasks: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Ranks on each node.", show_default="one per GPU"),
+        int | None, Number(help="Ranks on each node.", show_default="one per GPU")
     ] = None,
-    cpus: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Cores of each rank.")
-    ] = None,
+    cpus: Annotated[int | None, Number(help="Cores of each rank.")] = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", "-t", metavar="TIME", help="Limit, such as 01:30:00 or 90min."),
+        Option("--time", "-t", metavar="TIME", help="Limit, such as 01:30:00 or 90min."),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="GPUs of each node.")
-    ] = None,
+    gpus: Annotated[int | None, Number(help="GPUs of each node.")] = None,
     name: Annotated[
         str | None,
-        typer.Option(
+        Name(
             help="Name of the job and of its folder, runs/NAME.",
-            metavar="NAME",
             show_default="the configuration's",
         ),
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Output.", show_default="slurm-%j.out in the folder"),
+        Option(metavar="FILE", help="Output.", show_default="slurm-%j.out in the folder"),
     ] = None,
     array: Annotated[
         str | None,
-        typer.Option(metavar="0-7%2", help="A job array: a run for each index, FOLDER/INDEX."),
+        Option(metavar="0-7%2", help="A job array: a run for each index, FOLDER/INDEX."),
     ] = None,
     after: Annotated[
-        str | None,
-        typer.Option(metavar="JOB", help="Start when this job has ended well; afterany:JOB."),
+        str | None, Option(metavar="JOB", help="Start when this job has ended well; afterany:JOB.")
     ] = None,
     requeue: Annotated[
         bool | None,
-        typer.Option("--requeue/--no-requeue", help="Queue the job again until it has finished."),
+        Option("--requeue/--no-requeue", help="Queue the job again until it has finished."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the configuration."),
+        Option("--set", metavar="KEY=VALUE", help="Replace a value of the configuration."),
     ] = None,
     extra: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="--qos=high", help="A further option of sbatch."),
+        Option("--option", metavar="--qos=high", help="A further option of sbatch."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print and check the script, write and submit none.")
+        bool, Option("--dry-run", help="Print and check the script, write and submit none.")
     ] = False,
     print_only: Annotated[
-        bool, typer.Option("--print", help="Print the script, or a template as it is, and stop.")
+        bool, Option("--print", help="Print the script, or a template as it is, and stop.")
     ] = False,
 ) -> None:
     """Write a batch script for Slurm, check it and submit it.

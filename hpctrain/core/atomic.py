@@ -16,8 +16,11 @@ PART = ".part"
 
 
 @contextmanager
-def publishing(path: Path) -> Iterator[Path]:
+def publishing(path: Path, name: str = "") -> Iterator[Path]:
     """Replace the file ``path`` at once by one written under the name this yields.
+
+    It is ``name`` with ``PART`` behind it, by default that of the file: whoever may write at the
+    same time as others takes one of its own.
 
     When the block ends well, ``path`` is the new file, on disk; when it fails, ``path`` is as
     before and the part is gone; after a kill at any instant it is one of the two.
@@ -25,7 +28,7 @@ def publishing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file system refuses.
     """
-    part = path.with_name(path.name + PART)
+    part = path.with_name((name or path.name) + PART)
     try:
         yield part
         sync(part)

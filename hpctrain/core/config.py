@@ -1,6 +1,5 @@
 """Settings that come from the environment: one table of type, default and meaning."""
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 from hpctrain.core import horovod_variables
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
 from hpctrain.core.units import MIB, parse_bytes, parse_seconds
 
 PREFIX = "HPCTRAIN_"
@@ -134,7 +134,7 @@ class Settings:
     """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Read and check the variables.
 
         Raises:
@@ -161,7 +161,7 @@ class Given(NamedTuple):
     variable: str
 
 
-def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Read and check the variables that are set: values by names of ``Settings``.
 
     Raises:
@@ -170,7 +170,7 @@ def given(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     return {name: said.value for name, said in read(environ).items()}
 
 
-def read(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
+def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
     """Read the variables as ``given`` does, and tell which of them says it.
 
     Where ours is not set, a variable of Horovod's with the same meaning is read.
@@ -178,18 +178,17 @@ def read(environ: Mapping[str, str] | None = None) -> dict[str, Given]:
     Raises:
         ConfigError: a value is not valid; the message names the variable.
     """
-    environ = os.environ if environ is None else environ
     found = {name: _read(name, environ) for name in _TABLE}
     return {name: said for name, said in found.items() if said is not None}
 
 
-def may_be_alone(environ: Mapping[str, str] | None = None) -> bool:
+def may_be_alone(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether HPCTRAIN_ALONE allows a world of one; no other variable is read.
 
     Raises:
         ConfigError: its value is not valid.
     """
-    said = _read("alone", os.environ if environ is None else environ)
+    said = _read("alone", environ)
     return said is not None and said.value
 
 
@@ -210,9 +209,8 @@ def _read(name: str, environ: Mapping[str, str]) -> Given | None:
     return None
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the user's folder for what can be made again; None where there is no home."""
-    environ = os.environ if environ is None else environ
     chosen = Path(environ.get("XDG_CACHE_HOME", ""))
     if chosen.is_absolute():  # the standard says to ignore others
         return chosen / "hpctrain"
@@ -222,9 +220,8 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
         return None
 
 
-def scratch_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
+def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the folders for temporary files of this job that are set, Slurm's first."""
-    environ = os.environ if environ is None else environ
     return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
 
 
@@ -233,28 +230,21 @@ _FOR_TOOLS = ("ASKED", "REQUIRE", "TEST_HANG_S", "SITE", "SHIM_PYTHON")
 suite's, the batch scripts' and the shim's."""
 
 
-def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads."""
-    environ = os.environ if environ is None else environ
     known = [variable_of(name) for name in _TABLE]
     tools = [PREFIX + name for name in _FOR_TOOLS]
     return [
-        f"{name} is not a setting of hpctrain and has no effect; {_hint(name, known)}"
+        f"{name} is not a setting of hpctrain and has no effect{hint(name, known)}"
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in (*known, *tools)
     ]
 
 
-def remarks(environ: Mapping[str, str] | None = None, *, engine: str = "hpctrain") -> list[str]:
+def remarks(environ: Mapping[str, str] = os.environ, *, engine: str = "hpctrain") -> list[str]:
     """Return what to tell at start of ``HPCTRAIN_*`` and ``HOROVOD_*`` variables that are set.
 
     The engine ``horovod`` reads all of Horovod's by itself.
     """
-    environ = os.environ if environ is None else environ
     theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)
     return [*unknown_variables(environ), *theirs]
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

@@ -100,9 +100,8 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
 """What they ask for is so without them, for these values; for any where there are none."""
 
 
-def found(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def found(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of Horovod's that are set."""
-    environ = os.environ if environ is None else environ
     return {name: text for name, text in environ.items() if name.startswith(PREFIX)}
 
 

@@ -2,9 +2,10 @@
 
 import difflib
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,42 @@ def member(
         public = [each for each in vars(module) if not each.startswith("_")]
         raise error_type(f"{where}: {module.__name__} has no {name}{hint(name, public)}")
     return getattr(module, name)
+
+
+def call(
+    function: Callable[..., Any], first: tuple[Any, ...], args: Mapping[str, Any], key: str
+) -> Any:
+    """Call ``function(*first, **args)``; raises as ``check_arguments``."""
+    check_arguments(function, len(first), args, key)
+    return function(*first, **args)
+
+
+def check_arguments(
+    function: Callable[..., Any], num_first: int, args: Mapping[str, Any], key: str
+) -> None:
+    """Return if ``function`` takes ``num_first`` positions and then ``args``, of the ``key``.
+
+    Raises:
+        ConfigError: names the arguments that are missing or too many, and those that exist; or
+            there is nothing to call.
+    """
+    if not callable(function):
+        raise ConfigError(
+            f"{key.replace('.args', '.target')} names what is of type {type(function).__name__}, "
+            f"nothing to call; name a function"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # functions written in C may hide it; they check for themselves
+        return
+    try:
+        signature.bind(*range(num_first), **args)
+    except TypeError as error:
+        valid = list(signature.parameters)[num_first:]
+        name = getattr(function, "__name__", str(function))
+        wrong = next((each for each in args if each not in valid), "")
+        verb = "is " if str(error).startswith("missing") else ""
+        raise ConfigError(f"{key}: {name} {verb}{error}{hint(wrong, valid)}") from None
 
 
 def file_of(target: str) -> tuple[Path, ...]:

@@ -32,57 +32,48 @@ class Boundary:
         self,
         comm: Communicator,
         requests: StopRequests,
-        manager: Manager | None,
+        manager: Manager,
         metrics: Metrics,
-        facts: Mapping[str, Any] | None = None,
-        lease: Lease | None = None,
+        facts: Mapping[str, Any],
+        lease: Lease | None,
     ) -> None:
-        """Take what is needed; nothing is saved without ``manager``.
+        """Take what is needed: ``facts`` are what checkpoints tell people about the run.
 
-        ``facts`` are what checkpoints tell people about the run, ``lease`` is that of the run
-        directory, on the rank that holds it.
+        ``lease`` is that of the run directory, on the rank that holds it.
         """
-        self._lease = lease
         self._comm, self._requests, self._manager = comm, requests, manager
-        self._metrics, self._facts = metrics, facts or {}
+        self._metrics, self._facts, self._lease = metrics, facts, lease
         self._not_before = float("-inf")
 
     def wishes(self, step: int) -> int:
         """Return the bits of this rank for the end of ``step``; not collective."""
         is_lost = self._lease is not None and self._lease.is_lost
         wishes = STOP if self._requests.reason or is_lost else 0
-        if (
-            self._manager is not None
-            and self._comm.rank == 0
-            and self._manager.due(step)
-            and time.monotonic() >= self._not_before
-        ):
-            wishes |= SAVE
-        return wishes
+        may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
+        return wishes | (SAVE if may_save and self._manager.due(step) else 0)
 
     def saves_after(self, step: int) -> bool:
         """Say whether a checkpoint is due after ``step``; not collective.
 
         The same on every rank where checkpoints come by a number of steps.
         """
-        return self._manager is not None and self._manager.due(step)
+        return self._manager.due(step)
 
     def save(self, state: RunState, *, score: float | None = None) -> None:
         """Save while training goes on; a disk that refuses is a warning. Collective.
 
         Raises as ``finish``, but for a state that cannot be written.
         """
-        if self._manager is None:
-            return
-        self.check_lease()
         try:
-            self._write(self._manager, state, wait=False, score=score)
+            self._write(state, wait=False, score=score)
         except CheckpointError as error:
             self._not_before = time.monotonic() + RETRY_S
             if self._comm.rank == 0:
                 logger.warning(f"training goes on without this checkpoint: {error}")
             return
-        self._metrics.write("checkpoint", step=state.step, **_figures(self._manager))
+        figures = self._manager.figures()  # of the last one that is on disk
+        last = {} if figures is None else {"last": asdict(figures)}
+        self._metrics.write("checkpoint", step=state.step, **last)
 
     def finish(self, state: RunState, *, score: float | None) -> None:
         """Save what the run has led to, unless that is done. Collective.
@@ -92,16 +83,12 @@ class Boundary:
             NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
             MismatchError: another job has taken the run directory; on every rank.
         """
-        self.check_lease()
-        if self._manager is not None:
-            self._write(self._manager, state, wait=True, score=score)
+        self._write(state, wait=True, score=score)
 
     def stop(self, state: RunState) -> str:
         """Save, and return who wanted the stop, for people. Collective; raises as ``finish``."""
-        self.check_lease()
         reasons = self._comm.allgather_object(self._requests.reason)
-        if self._manager is not None:
-            self._write(self._manager, state, wait=True, score=None)
+        self._write(state, wait=True, score=None)
         return ", ".join(sorted({reason for reason in reasons if reason}))
 
     def check_lease(self) -> None:
@@ -113,14 +100,13 @@ class Boundary:
         lost = self._lease is not None and not self._lease.is_held(looks=True)
         self._comm.agree(not lost, self._lease.loss() if self._lease is not None else "")
 
-    def _write(
-        self, manager: Manager, state: RunState, *, wait: bool, score: float | None
-    ) -> None:
+    def _write(self, state: RunState, *, wait: bool, score: float | None) -> None:
+        self.check_lease()
         require_finite_weights(state.task)
         self._metrics.sync()
         state.num_records = self._comm.broadcast_object(self._metrics.num_records)
         try:
-            manager.save(
+            self._manager.save(
                 state.shared(),
                 step=state.step,
                 private=state.own(),
@@ -131,9 +117,3 @@ class Boundary:
         except CheckpointError:
             self.check_lease()
             raise
-
-
-def _figures(manager: Manager) -> dict[str, Any]:
-    """Return what the last checkpoint cost that is on disk."""
-    figures = manager.figures()
-    return {} if figures is None else {"last": asdict(figures)}

@@ -64,7 +64,7 @@ class StepGuard:
     ``train.clip_norm``, and always where steps are left out.
     """
 
-    def __init__(self, task: Task, metrics: Metrics | None = None) -> None:
+    def __init__(self, task: Task, metrics: Metrics) -> None:
         self._task, self._metrics = task, metrics
         self._mode = task.config.train.on_non_finite
         self._flags, self._lr, self._step = 0, 0.0, 0
@@ -175,9 +175,8 @@ class StepGuard:
             for rank, f in enumerate(findings)
             if f is not None and (own[rank] or not any(own))
         }
-        if self._metrics is not None:
-            records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
-            self._metrics.write("not_finite", step=self._step, ranks=records)
+        records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
+        self._metrics.write("not_finite", step=self._step, ranks=records)
         raise NotFiniteError(_told(shown))
 
 

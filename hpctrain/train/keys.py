@@ -96,13 +96,9 @@ def all_keys() -> dict[str, Key]:
 @functools.cache
 def all_tables() -> dict[str, str]:
     """The sentence of every table, by its name; the top of the file has the empty name."""
-    top = RunConfig()
-    tables = {"": _summary(RunConfig)}
-    for item in fields(top):
-        value = getattr(top, item.name)
-        if is_dataclass(value):
-            tables[item.name] = _summary(type(value))
-    return tables
+    values = {item.name: getattr(RunConfig(), item.name) for item in fields(RunConfig)}
+    tables = {name: type(value) for name, value in values.items() if is_dataclass(value)}
+    return {name: _summary(cls) for name, cls in {"": RunConfig, **tables}.items()}
 
 
 def value_of(config: RunConfig, name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Self
 
 from hpctrain.cluster.env import job_id
 from hpctrain.cluster.process import birth, identity
-from hpctrain.core.atomic import PART, sync
+from hpctrain.core.atomic import PART, publishing, sync
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.launch.slurm.scheduler import restart_count
@@ -184,7 +184,8 @@ class Lease:
         if force or self._quiet_s >= self._times.stale_s or (holder and holder.is_gone(self._me)):
             self._may_force, self._settled_s = False, 0.0
             if self._read() == found:
-                self._replace()
+                with publishing(self._file, f"lease-{self._me.token}") as part:
+                    part.write_bytes(self._mine)
             return f"the lease of {who} is taken over"
         if is_alive and self._waited_s >= self._times.wait_s:
             raise ConfigError(
@@ -199,9 +200,7 @@ class Lease:
 
     def _passed(self) -> float:
         before, self._looked_at = self._looked_at, time.monotonic()
-        if before is None:
-            return 0.0
-        return min(self._looked_at - before, 2 * self._times.look_s)
+        return min(self._looked_at - (before or self._looked_at), 2 * self._times.look_s)
 
     def _create(self) -> bool:
         """Create the file unless there is one; an own one that is not whole is removed."""
@@ -221,18 +220,6 @@ class Lease:
             raise
         sync(self._folder)
         return True
-
-    def _replace(self) -> None:
-        part = self._folder / f"lease-{self._me.token}{PART}"
-        try:
-            part.write_bytes(self._mine)
-            sync(part)
-            part.replace(self._file)
-        except OSError:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
-        sync(self._folder)
 
     def _begin(self) -> str:
         self._count(0)

@@ -8,7 +8,6 @@ from time import perf_counter
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.core.units import format_seconds
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
@@ -16,7 +15,7 @@ from hpctrain.train.evaluate import Scores, evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState, check_replicas
-from hpctrain.train.sync_method import figures, has_decided
+from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
 
 
@@ -172,18 +171,6 @@ class TrainingLoop:
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
             self._progress.tell(left_out(interval.num_skipped))
-        self._tell_pace()
-
-    def _tell_pace(self) -> None:
-        """Tell once which number of steps ``auto`` has chosen."""
-        state, sync = self._state, self._task.sync
-        if sync is None or state.pace_told or not has_decided(self._task.config.sync, sync):
-            return
-        state.pace_told = True
-        steps, round_s = sync.facts["steps"], sync.rounds.round_s
-        self._metrics.write("pace", step=state.step, sync_steps=steps, round_s=round_s)
-        often = "every step" if steps == 1 else f"every {steps} steps"
-        self._progress.tell(f"averages {often}: an averaging takes {format_seconds(round_s)}")
 
     def _score(self) -> float | None:
         """Return what is larger for a better model; None where no test says so."""
@@ -236,19 +223,16 @@ def left_out(num_steps: int) -> str:
     return f"{steps} left out: loss or gradients were not finite"
 
 
-def train_step(
-    task: Task, batch: Batch, guard: StepGuard | None = None
-) -> tuple[float, int, bool]:
+def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, bool]:
     """Learn from one global batch, of which this rank holds its part.
 
     Collective. Parts are weighted by their samples, so the step is that of the global batch. A
-    rank whose part of a short last batch is empty computes nothing and still takes the step. A
-    ``guard`` that has begun the step decides whether it is taken.
+    rank whose part of a short last batch is empty computes nothing and still takes the step. The
+    ``guard``, which has begun the step, decides whether it is taken.
 
     Returns a mean loss, and the number of samples that it is the mean of: over all ranks each
     sample is in one of them. Then whether the step was taken; if not, no sample counts.
     """
-    guard = guard or StepGuard(task)
     loss, num_samples = _backward(task, batch, guard)
     norm = None
     if task.config.train.clip_norm:

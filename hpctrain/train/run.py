@@ -1,14 +1,13 @@
 """A run from its configuration to the last line."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
 from hpctrain.comm.agreement import on_root
@@ -215,16 +214,13 @@ def _describe(console: Console, here: world.World, task: Task, directory: RunDir
 def _describe_measurements(console: Console, plan: Plan) -> None:
     for what, title in (("rail", "parts between nodes"), ("tensors", "other tensors")):
         if rows := plan.measurements(what):
-            table = Table(*rows[0], title=title, title_justify="left", title_style="bold")
-            for row in rows[1:]:
-                table.add_row(*row)
-            console.print(table)
+            console.print(_table(title, rows[1:], *rows[0]))
 
 
-def _table(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+def _table(title: str, rows: Iterable[Iterable[str]], *head: str) -> Table:
+    columns = head or (Column(style="dim", no_wrap=True), Column())
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
+    table.show_header = bool(head)
     for row in rows:
         table.add_row(*row)
     return table
@@ -245,10 +241,16 @@ def held(
     """
     lease = Lease(directory.path) if comm.rank == 0 else None
     told = ""
+
+    def attempt() -> str:
+        assert lease is not None
+        with directory.explained():
+            return lease.attempt(force=force)
+
     try:
         if lease is not None and force and (holder := Holder.read(directory.path)):
             console.print(_losses(directory, holder))
-        while waits_for := on_root(comm, partial(_attempt, lease, directory, force=force)):
+        while waits_for := on_root(comm, attempt):
             if waits_for != told:
                 console.print(waits_for)
                 told = waits_for
@@ -272,9 +274,3 @@ def _losses(directory: RunDirectory, holder: Holder) -> str:
         f"the run goes on from {start}, and what was learnt since is lost: its last record is of "
         f"step {last}"
     )
-
-
-def _attempt(lease: Lease | None, directory: RunDirectory, *, force: bool) -> str:
-    assert lease is not None
-    with directory.explained():
-        return lease.attempt(force=force)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
@@ -38,8 +39,6 @@ class RunState:
     """Steps that were left out, as far as they were recorded."""
     checked_step: int = 0
     """Step after which replicas were compared last, in this part."""
-    pace_told: bool = False
-    """Whether the number of steps that ``auto`` has chosen was told."""
     tally: StepMeter = field(default_factory=StepMeter)
     epoch_tally: StepMeter = field(default_factory=StepMeter)
     """Of the present epoch, where the method of ``[sync]`` is told its loss."""
@@ -65,7 +64,6 @@ class RunState:
             "steps": None if self.task.steps is None else self.task.steps.state_dict(),
             "tally": self.tally.shared(self.task.comm),
             "epoch_tally": self.epoch_tally.shared(self.task.comm) if self.task.observer else None,
-            "pace_told": self.pace_told,
             "num_skipped": self.num_skipped,
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
@@ -79,7 +77,7 @@ class RunState:
             "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
             "random": random_states(),
-            "buffers": {name: buffer.detach() for name, buffer in self._buffers().items()},
+            "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
             "epoch_tally": self.epoch_tally.state_dict(),
         }
@@ -97,8 +95,7 @@ class RunState:
         task = self.task
         check_fit(shared["model"], task.model.state_dict())
         try:
-            replica = own.get("replica") if own and task.sync else None
-            restore_replica(task, shared, replica)
+            restore_replica(task, shared, own.get("replica") if own and task.sync else None)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
@@ -108,7 +105,6 @@ class RunState:
         self.step, self.training_s = shared["step"], shared["training_s"]
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
-        self.pace_told = shared.get("pace_told", False)
         self.num_skipped = shared.get("num_skipped", 0)
         if task.steps is not None and shared.get("steps"):
             task.steps.load_state_dict(shared["steps"])
@@ -123,7 +119,7 @@ class RunState:
             seed_all((task.config.seed + task.train.rank + (self.step << 20)) % 2**63)
             return
         with torch.no_grad():
-            for name, buffer in self._buffers().items():
+            for name, buffer in task.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
         set_random_states(own["random"])
 
@@ -134,9 +130,6 @@ class RunState:
                 tally.load_state_dict(own[name])
             elif own is None and shared.get(name):
                 tally.load_shared(shared[name], self.task.train.rank)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self.task.model.named_buffers())
 
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
@@ -204,7 +197,7 @@ def shared_replica(task: Task) -> dict[str, Any]:
                 task.comm.broadcast_(copy).wait()
                 model[name] = copy
         if differ:
-            model = _copied(model)
+            model = mapped(model, Tensor.clone)
     return {"model": model, "optimizer": shared_optimizer(task)}
 
 
@@ -255,7 +248,8 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
     ``own`` is None where there is none, or the number of ranks has changed.
     """
     task.model.load_state_dict(shared["model"])
-    task.optimizer.load_state_dict(_copied((own or shared)["optimizer"]))
+    # Copied: an optimizer keeps the tensors that it is given.
+    task.optimizer.load_state_dict(mapped((own or shared)["optimizer"], Tensor.clone))
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])
@@ -285,18 +279,6 @@ def restore_sync(
             f"the checkpoint does not fit [sync]: {error!r}; go on with the configuration it was "
             f"written with"
         ) from error
-
-
-def _copied(tree: Any) -> Any:
-    """Copy the tensors of a tree: an optimizer keeps those that it is given."""
-    match tree:
-        case Tensor():
-            return tree.clone()
-        case dict():
-            return {name: _copied(item) for name, item in tree.items()}
-        case list() | tuple():
-            return type(tree)(_copied(item) for item in tree)
-    return tree
 
 
 def random_states() -> dict[str, Any]:

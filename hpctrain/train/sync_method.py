@@ -9,13 +9,12 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import check_arguments
 from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
-from hpctrain.local_sgd.rounds import TRIAL_ROUNDS
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.config import SyncConfig
-from hpctrain.train.targets import check
 
 WITHIN_S = 1.0
 """A stop, or a checkpoint by the clock, is known to all ranks after about so long."""
@@ -80,18 +79,13 @@ def figures(sync: LocalMethod) -> dict[str, Any]:
     }
 
 
-def has_decided(config: SyncConfig, sync: LocalMethod) -> bool:
-    """Say whether ``steps = "auto"`` knows its number."""
-    return config.steps == "auto" and sync.rounds.number >= TRIAL_ROUNDS
-
-
 def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
     """Raise if a method does not take some argument; some hand others on to ``LocalSGD``."""
     if kind is not LocalSGD and issubclass(kind, LocalSGD):
         own = signature(kind).parameters
         args = {name: value for name, value in args.items() if name not in own}
         kind = LocalSGD
-    check(kind, 2, args, "sync.args")
+    check_arguments(kind, 2, args, "sync.args")
 
 
 def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.target import call, check_arguments, member, resolve
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -35,7 +36,6 @@ from hpctrain.train.config import (
     ScheduleConfig,
 )
 from hpctrain.train.sync_method import make_sync
-from hpctrain.train.targets import call, check, member, resolve
 
 _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
@@ -138,7 +138,7 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         metric = _metric(config.test.metric)
         optimizer = _optimizer(model, config.optimizer)
         make_data = resolve(config.data.target, "data.target")
-        check(make_data, 1, config.data.args, "data.args")
+        check_arguments(make_data, 1, config.data.args, "data.args")
     with agreed(comm):
         data = make_data(comm, **config.data.args)
         train, test = _loaders(config, data, comm)
@@ -191,7 +191,7 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     else:
         function = member(functional, config.target, "loss.target")
     args: Mapping[str, Any] = dict(config.args)
-    check(function, 2, args, "loss.args")
+    check_arguments(function, 2, args, "loss.args")
     function = checking(config.target, function)
     return lambda output, label: function(output, label, **args)
 
@@ -202,7 +202,9 @@ def _metric(name: str) -> Metric | None:
     if name == "accuracy":
         return lambda output, label: output.argmax(dim=1) == label
     if ":" in name:
-        return resolve(name, "test.metric")
+        function: Metric = resolve(name, "test.metric")
+        check_arguments(function, 2, {}, "test.metric")
+        return function
     raise ConfigError(f'test.metric is accuracy, loss or "module:function", got "{name}"')
 
 
@@ -310,7 +312,7 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
     is_training = name == config.transform
     key = "data.transform" if is_training else "data.test_transform"
     function, takes_random = resolve(name, key), config.random and is_training
-    check(function, 2 if takes_random else 1, {}, key)
+    check_arguments(function, 2 if takes_random else 1, {}, key)
     return PerSample(function, random=takes_random) if config.per_sample else function
 
 

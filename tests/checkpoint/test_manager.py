@@ -7,8 +7,9 @@ import torch
 
 from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import saving
-from hpctrain.checkpoint.background import Snapshot, on_cpu
+from hpctrain.checkpoint.background import Snapshot
 from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -207,7 +208,14 @@ def test_the_clock_of_rank_0_decides(comm, root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": 0}, {"every": "auto"}, {"every": 0}, {"every": "auto", "mtbf": "soon"}]
+    "options",
+    [
+        {"keep": 0},
+        {"keep_best": -1},
+        {"every": "auto"},
+        {"every": 0},
+        {"every": "auto", "mtbf": "soon"},
+    ],
 )
 def test_values_that_make_no_sense_are_refused(comm, root, options):
     with pytest.raises(ConfigError):
@@ -232,23 +240,17 @@ def tensors(taken):
     ]
 
 
-def test_a_snapshot_is_equal_and_stays_so_when_the_state_changes():
-    original = mixed(1.0)
-    taken = Snapshot().take(original)
-    assert same(taken, original)
+def test_a_snapshot_uses_its_memory_again_and_stays_when_the_state_changes():
+    snapshot, original = Snapshot(), mixed(1.0)
+    taken = snapshot.take(original)
+    places = [tensor.data_ptr() for tensor in tensors(taken)]
     with torch.no_grad():
         for tensor in tensors(original):
             tensor.zero_()
     assert same(taken, mixed(1.0))
     assert not any(tensor.requires_grad for tensor in tensors(taken))
-    assert taken["pieces"][0].shard == original["pieces"][0].shard
-
-
-def test_memory_is_used_again():
-    snapshot = Snapshot()
-    first = [tensor.data_ptr() for tensor in tensors(snapshot.take(mixed(1.0)))]
     taken = snapshot.take(mixed(2.0))
-    assert [tensor.data_ptr() for tensor in tensors(taken)] == first
+    assert [tensor.data_ptr() for tensor in tensors(taken)] == places
     assert same(taken, mixed(2.0))
 
 
@@ -278,6 +280,6 @@ def test_the_ranks_share_the_copy_of_what_is_replicated():
 
 def test_a_state_on_the_cpu_is_not_copied():
     original = mixed(1.0)
-    taken = on_cpu(original)
+    taken = mapped(original, module._on_cpu)
     assert same(taken, original)
     assert taken["model"]["w"].data_ptr() == original["model"]["w"].data_ptr()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.checkpoint_directory import Kept, expendable, name_of, step_of
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in
 
 
@@ -201,15 +201,10 @@ def test_a_damaged_one_goes_only_when_enough_whole_ones_are_newer(present, keep)
             assert (kept.step in gone) == (newer >= keep)
 
 
-@pytest.mark.parametrize(("keep", "keep_best"), [(0, 0), (-1, 2), (1, -1)])
-def test_keeping_nothing_is_refused(keep, keep_best):
-    with pytest.raises(ConfigError, match="at least the last"):
-        expendable([], keep=keep, keep_best=keep_best)
-
-
 @given(st.integers(0, 10**12))
-def test_names_are_read_back(step):
+def test_names_are_read_back_and_sort_as_their_steps(step):
     assert step_of(name_of(step)) == step
+    assert step >= 10**8 or name_of(step) < name_of(step + 1)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +212,3 @@ def test_names_are_read_back(step):
 )
 def test_other_names_are_no_checkpoints(ending):
     assert step_of(f"step-{ending}") is None
-
-
-def test_names_sort_as_their_steps():
-    assert sorted(map(name_of, (100, 7, 99_999_999))) == [*map(name_of, (7, 100, 99_999_999))]

@@ -5,7 +5,6 @@ import torch
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.export import export
-from hpctrain.checkpoint.inspection import prune
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core import atomic
 from tests.checkpoint.managed import managed, state, steps_in
@@ -48,11 +47,3 @@ def test_old_checkpoints_go_when_the_new_one_and_their_new_names_are_on_disk(dis
         manager.save(state(2), 2, wait=True)
         assert not disk.lost()
     assert {path.name for path in root.iterdir()} == {"step-00000002", "step-00000003.aside"}
-
-
-def test_what_is_pruned_has_its_new_name_on_disk_before_it_goes(disk, root, comm):
-    with managed(root, comm, keep=3) as manager:
-        for step in (1, 2, 3):
-            manager.save(state(step), step, wait=True)
-    assert len(prune(root, keep=1).gone) == 2
-    assert not disk.lost()

@@ -44,26 +44,13 @@ def test_every_bit_counts(dtype):
 
 def test_names_types_shapes_and_containers_count():
     zeros = torch.zeros(4)
-    states = [
-        {"a": zeros},
-        {"b": zeros},
-        {"a": zeros.view(2, 2)},
-        {"a": zeros.to(torch.int32)},
-        {"a": -zeros},
-        {"a": torch.zeros(0)},
-        {"a": torch.zeros(0, 4)},
-        {"a": {"a": zeros}},
-        {"a": [zeros]},
-        {"a": {0: zeros}},
-        {"a": {"0": zeros}},
-        {"a/a": zeros},
-        {"a": zeros, "b": {}},
-        {"a": zeros, "b": []},
-        *(
-            {"a": x}
-            for x in (None, 0, 0.0, -0.0, False, "0", b"0", "", math.nan, math.inf, 1, True)
-        ),
+    values = [
+        *(zeros, zeros.view(2, 2), zeros.to(torch.int32), -zeros, torch.zeros(0)),
+        *(torch.zeros(0, 4), {"a": zeros}, [zeros], {0: zeros}, {"0": zeros}),
+        *(None, 0, 0.0, -0.0, False, "0", b"0", "", math.nan, math.inf, 1, True),
     ]
+    states = [{"b": zeros}, {"a/a": zeros}, *({"a": zeros, "b": more} for more in ({}, []))]
+    states += [{"a": value} for value in values]
     assert len({state_hash(state) for state in states}) == len(states)
 
 

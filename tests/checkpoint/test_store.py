@@ -216,7 +216,14 @@ def test_a_right_that_one_rank_lacks_is_told_on_every_rank(comm, folder):
 
 
 @SIZES
-def test_a_directory_that_vanishes_is_told_on_every_rank(comm, folder, monkeypatch):
+def test_a_directory_that_vanishes_or_is_none_is_told_on_every_rank(comm, folder, monkeypatch):
+    (folder / "file").touch()
+    comm.barrier()
+    for place in (folder / "file" / "a", folder / "file"):
+        with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
+            save(place, {}, comm, step=0)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/none, or it was not"):
+        load(folder / "none", comm)
     write = tensor_file.write
 
     def vanish(path, tensors):
@@ -230,18 +237,6 @@ def test_a_directory_that_vanishes_is_told_on_every_rank(comm, folder, monkeypat
     with pytest.raises(CheckpointError, match="No such file or directory"):
         save(folder / "run" / "a", {"x": torch.zeros(10)}, comm, step=0)
     assert not (folder / "run").exists()
-
-
-@SIZES
-def test_a_place_that_is_none_is_told_on_every_rank(comm, folder):
-    (folder / "file").touch()
-    comm.barrier()
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
-        save(folder / "file" / "a", {}, comm, step=0)
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*: Not a directory"):
-        save(folder / "file", {}, comm, step=0)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/none, or it was not"):
-        load(folder / "none", comm)
 
 
 @SIZES

@@ -7,10 +7,10 @@ import torch
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.checkpoint_directory import step_of
-from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of, prune, verify
+from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of, verify
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError
 
 
 def write(run, step, comm=None, **facts):
@@ -117,37 +117,3 @@ def test_a_description_counts_what_all_ranks_wrote(world, tmp_path):
 def test_a_missing_file_is_shown(run):
     file_of(run, 4).unlink()
     assert "missing: rank-00000" in "\n".join(lines_of(describe(file_of(run, 4).parent)))
-
-
-def test_pruning_keeps_the_newest_and_the_best(run):
-    (run / "checkpoints" / "step-00000009.part").mkdir()
-    planned = prune(run, keep=1, keep_best=2, dry_run=True)
-    assert names(checkpoints_in(run)) == [1, 2, 3, 4]
-    done = prune(run, keep=1, keep_best=2)
-    assert done == planned
-    assert (names(done.gone), names(done.kept), done.damaged) == ([2], [1, 3, 4], [])
-    assert names(checkpoints_in(run)) == [1, 3, 4]
-    assert max(path.name for path in (run / "checkpoints").iterdir()).endswith(".part")
-    assert names(prune(run, keep=7).gone) == []
-
-
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
-def test_a_damaged_checkpoint_takes_nobodys_place(run, name):
-    for step in (3, 4):
-        flip(file_of(run, step, name))
-    done = prune(run, keep=1)
-    assert (names(done.gone), names(done.kept)) == ([1], [2, 3, 4])
-    assert names(done.damaged) == [3, 4]
-
-
-def test_nothing_goes_where_none_is_whole(run):
-    for step in (1, 2, 3, 4):
-        flip(file_of(run, step))
-    assert names(prune(run, keep=1).gone) == []
-
-
-def test_what_cannot_be_pruned_is_told(run):
-    with pytest.raises(CheckpointError, match="is a single checkpoint"):
-        prune(file_of(run, 3).parent, keep=1)
-    with pytest.raises(ConfigError, match="keep=0"):
-        prune(run, keep=0)

@@ -1,4 +1,4 @@
-"""``hpctrain checkpoint info, verify, export, diff, prune`` on the command line."""
+"""``hpctrain checkpoint info, verify, export, diff`` on the command line."""
 
 import json
 import subprocess
@@ -146,16 +146,6 @@ def test_times_that_runs_have_measured_are_named_and_no_difference(tmp_path):
     assert (same.exit_code, other.exit_code) == (0, 1)
     assert "bit for bit, but for times that were measured: tally/sums, training_s" in same.output
     assert "time (2), plain (1)" in other.output
-
-
-def test_prune_removes_when_told(run):
-    result = call("prune", run, "--keep", 1, "--dry-run")
-    assert "step-00000010: would be removed" in result.output
-    assert len(list((run / "checkpoints").iterdir())) == 2
-    result = call("prune", run, "--keep", 1)
-    assert (result.exit_code, "1 removed, 1 kept" in result.output) == (0, True)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000020"]
-    assert call("prune", run).exit_code == 2
 
 
 def test_of_several_ranks_one_does_the_work(run, tmp_path, monkeypatch):

@@ -18,9 +18,6 @@ def test_init_writes_a_file_that_loads_and_never_replaces_one(tmp_path):
     path.write_text("precious")
     assert isinstance(invoke(path, "--init").exception, ConfigError)
     assert path.read_text() == "precious"
-
-
-def test_init_needs_a_name_and_a_place():
     assert "needs its name" in str(invoke("--init").exception)
     assert "cannot be written" in str(invoke("/nowhere/at/all.toml", "--init").exception)
 
@@ -37,11 +34,8 @@ def test_explain_tells_value_and_source(tmp_path, monkeypatch):
     assert "argument --set comm.overlap=end" in output
 
 
-def test_explain_needs_no_file_and_knows_tables():
+def test_explain_needs_no_file_and_knows_tables_and_a_run_needs_one():
     assert "train.global_batch" in invoke("--explain", "train").output
-
-
-def test_a_run_needs_a_file():
     assert "hpctrain train CONFIG.toml" in str(invoke().exception)
 
 

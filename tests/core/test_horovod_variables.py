@@ -17,32 +17,25 @@ GUIDE = resources.files("hpctrain.guide").joinpath("horovod-variables.md").read_
 ROWS = re.findall(r"^\| `(HOROVOD_\w+)` \| (.*?) \|", GUIDE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "setting", "value"),
-    [
-        ("HOROVOD_TIMELINE", "out/{rank}.json", "timeline", Path("out/{rank}.json")),
-        ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", None),
-        ("HOROVOD_TIMELINE", "", "timeline", None),
-        ("HOROVOD_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
-        ("HOROVOD_TIMELINE_MARK_CYCLES", "0", "timeline_mark_cycles", False),
-        ("HOROVOD_FUSION_THRESHOLD", "33554432", "fusion_bytes", 33554432),
-        ("HOROVOD_FUSION_THRESHOLD", "0", "fusion_bytes", 0),
-        ("HOROVOD_CYCLE_TIME", "3.5", "cycle_s", 0.0035),
-        ("HOROVOD_CYCLE_TIME", "0", "cycle_s", 0.0),
-        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_s", math.inf),
-        ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_s", 30.0),
-        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_s", 7.0),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "90", "stall_abort_s", 90.0),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_abort_s", math.inf),
-        ("HOROVOD_LOG_LEVEL", "TRACE", "log_level", "debug"),
-        ("HOROVOD_LOG_LEVEL", "error", "log_level", "error"),
-        ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "critical"),
-    ],
-)
-def test_a_variable_with_a_meaning_here_is_a_setting(variable, text, setting, value):
-    read = getattr(Settings.from_env({variable: text}), setting)
-    assert read == value
-    assert type(read) is type(value)
+MEANT = [
+    ("timeline", {"TIMELINE": {"out/{rank}.json": Path("out/{rank}.json"), "DYNAMIC": None}}),
+    ("timeline", {"TIMELINE": {"": None}}),
+    ("timeline_mark_cycles", {"TIMELINE_MARK_CYCLES": {"1": True, "0": False}}),
+    ("fusion_bytes", {"FUSION_THRESHOLD": {"33554432": 33554432, "0": 0}}),
+    ("cycle_s", {"CYCLE_TIME": {"3.5": 0.0035, "0": 0.0}}),
+    ("stall_s", {"STALL_CHECK_DISABLE": {"1": math.inf, "0": 30.0}}),
+    ("stall_s", {"STALL_CHECK_TIME_SECONDS": {"7": 7.0}}),
+    ("stall_abort_s", {"STALL_SHUTDOWN_TIME_SECONDS": {"90": 90.0, "0": math.inf}}),
+    ("log_level", {"LOG_LEVEL": {"TRACE": "debug", "error": "error", "fatal": "critical"}}),
+]
+
+
+@pytest.mark.parametrize(("setting", "variables"), MEANT)
+def test_a_variable_with_a_meaning_here_is_a_setting(setting, variables):
+    for name, values in variables.items():
+        for text, value in values.items():
+            read = getattr(Settings.from_env({f"HOROVOD_{name}": text}), setting)
+            assert (read, type(read)) == (value, type(value)), text
 
 
 def test_ours_comes_before_theirs():

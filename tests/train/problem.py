@@ -1,7 +1,9 @@
 """A small learning problem in float64, named by the configurations of this folder's tests."""
 
 import contextlib
+import os
 import random
+import signal
 import tempfile
 from pathlib import Path
 
@@ -107,6 +109,36 @@ class Parting(nn.Module):
             with torch.no_grad():
                 self.network[4].weight[0, 0] += 1e-9
         return self.network(x)
+
+
+class Stopping(nn.Sequential):
+    """A network whose last rank wants a stop in one of its passes, with some numbers of ranks.
+
+    It notes in a file what it learns from, where one is named.
+    """
+
+    def __init__(self, layers: nn.Sequential, notes: str, stops: tuple[int, ...]) -> None:
+        super().__init__(*layers)
+        self.notes, self.stops, self.passes = notes, stops, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            self._note(x[:, 0].tolist())
+            size = hpctrain.size()
+            is_last = size in self.stops and hpctrain.rank() == size - 1
+            if is_last and self.passes == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return super().forward(x)
+
+    def _note(self, values: list[float]) -> None:
+        if self.notes:
+            with Path(self.notes).open("a") as file:
+                file.write("".join(f"{value!r}\n" for value in values))
+
+
+def stopping_model(notes: str = "", stops: tuple[int, ...] = (2, 4), **how) -> nn.Module:
+    return Stopping(model(**how), notes, stops)
 
 
 def noisy_model(width: int = 8, *, single: bool = False) -> nn.Sequential:

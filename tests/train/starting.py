@@ -9,6 +9,30 @@ from tests.harness import preload
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 360
 
+CONFIG = """
+name = "small"
+[model]
+target = "{target}"
+[data]
+target = "tests.train.problem:data"
+args = {{ folder = "d" }}
+[train]
+epochs = {epochs}
+global_batch = {batch}
+[log]
+every_steps = {every}
+plots = {plots}
+"""
+
+
+def write_config(
+    folder: Path, target: str, *, epochs: int, batch: int = 16, every: int = 1, plots: bool = False
+) -> None:
+    """Write ``small.toml``: the run that other processes than this one carry out."""
+    values = {"target": target, "epochs": epochs, "batch": batch, "every": every}
+    text = CONFIG.format(**values, plots=str(plots).lower())
+    (folder / "small.toml").write_text(text)
+
 
 def start(
     *argv: str | Path, num_ranks: int | None = None, nodes: int | None = None, cwd: Path = ROOT

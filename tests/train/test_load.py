@@ -132,12 +132,9 @@ def test_the_run_directory_is_named_after_the_run_unless_it_is_given():
     assert str(load(None, ["name=a", "output_dir=/b/c"]).config.directory) == "/b/c"
 
 
-def test_a_key_is_explained_with_its_value_and_who_set_it():
+def test_a_key_is_explained_by_its_type_and_default_or_a_likely_one_named():
     rows = dict(load(None, ["optimizer.lr=0.1"]).explain("optimizer.lr"))
-    assert rows["type"] == "a number"
-    assert (rows["default"], rows["value"]) == ("0.05", "0.1")
-    assert rows["set by"] == "argument --set optimizer.lr=0.1"
-    assert rows["meaning"].startswith("Peak learning rate.")
+    assert (rows["type"], rows["default"], rows["value"]) == ("a number", "0.05", "0.1")
     with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr\?"):
         load(None).explain("optimiser.lr")
 

@@ -1,28 +1,26 @@
-import io
 from itertools import pairwise
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional
 
 from hpctrain.runtime.stopping import StopRequests
-from hpctrain.train.boundary import Boundary
-from hpctrain.train.console import Progress
+from hpctrain.train.attempts import RunInDirectory
+from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
-from hpctrain.train.loop import TrainingLoop, ends_interval
-from hpctrain.train.metrics import Metrics, read
-from hpctrain.train.run_state import RunState
+from hpctrain.train.loop import ends_interval
+from hpctrain.train.metrics import read
+from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import Task, build
 from tests.train.job import train_alone
 from tests.train.problem import NUM_SAMPLES, samples
 
 
-def train_together(task: Task, here, path):
-    progress = Progress(Console(file=io.StringIO(), quiet=True), task.num_steps, 1, "accuracy")
-    with Metrics(path if here.comm.rank == 0 else None) as metrics, progress:
-        boundary = Boundary(here.comm, StopRequests(), None, metrics)
-        return TrainingLoop(RunState(task=task), metrics, progress, boundary).train().scores
+def train_together(task: Task, folder):
+    """Train in a new run directory; return the scores and the records."""
+    run = RunInDirectory(task, RunDirectory(folder / "run"), make_console(shown=False))
+    scores = run.carry_out("", StopRequests(), continues=False).scores
+    return scores, read(folder / "run" / "metrics.jsonl")
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -41,13 +39,12 @@ def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shar
         overrides = [*overrides, "optimizer.args.momentum=0.9", "optimizer.lr=0.05"]
     config = configure("train.epochs=2", *overrides, "log.every_steps=1")
     task = build(config, here.comm)
-    train_together(task, here, shared / "metrics.jsonl")
+    _, records = train_together(task, shared)
     plain, losses, _ = train_alone(config, task)
     for mine, theirs in zip(task.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
-    if here.comm.rank == 0:
-        records = [r for r in read(shared / "metrics.jsonl") if r["event"] == "step"]
-        assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-11)
+    found = [record["loss"] for record in records if record["event"] == "step"]
+    assert found == pytest.approx(losses, rel=1e-11)
 
 
 @pytest.mark.ranks(1, 2)
@@ -55,21 +52,20 @@ def test_any_number_of_ranks_trains_as_the_plain_loop_does(here, configure, shar
 def test_the_model_is_tested_at_its_interval_and_at_the_end(here, configure, shared, metric):
     config = configure("train.epochs=5", "test.every_epochs=2", f"test.metric={metric}")
     task = build(config, here.comm)
-    scores = train_together(task, here, shared / "metrics.jsonl")
+    scores, records = train_together(task, shared)
     assert scores.num_samples == NUM_SAMPLES
     assert task.metric_name == metric.rpartition(":")[2]
-    if here.comm.rank == 0:
-        records = [r for r in read(shared / "metrics.jsonl") if r["event"] == "test"]
-        assert [record["epoch"] for record in records] == [2, 4, 5]
-        assert (records[-1]["metric"], records[-1]["loss"]) == (scores.metric, scores.loss)
-        assert (scores.metric == scores.loss) == (metric == "loss")
+    tests = [record for record in records if record["event"] == "test"]
+    assert [record["epoch"] for record in tests] == [2, 4, 5]
+    assert (tests[-1]["metric"], tests[-1]["loss"]) == (scores.metric, scores.loss)
+    assert (scores.metric == scores.loss) == (metric == "loss")
 
 
 @pytest.mark.ranks(2, 3)
 def test_ranks_with_dropout_and_buffers_keep_the_same_weights(here, configure, shared, world):
     config = configure("train.epochs=2", "model.args={dropout = 0.5, norm = true}")
     task = build(config, here.comm)
-    train_together(task, here, shared / "metrics.jsonl")
+    train_together(task, shared)
     state = torch.cat([tensor.double().view(-1) for tensor in task.model.state_dict().values()])
     assert len(set(world.allgather(state.numpy().tobytes()))) == 1
 

@@ -11,50 +11,11 @@ from hpctrain.train.metrics import read
 from hpctrain.train.run import How, run
 from tests.train.job import assert_same_bits, newest_model
 from tests.train.problem import NUM_SAMPLES
-from tests.train.starting import start
+from tests.train.starting import start, write_config
 
 pytestmark = [pytest.mark.launches, pytest.mark.conformance, pytest.mark.limit(300)]
 
 EPOCHS = 4
-
-TASK = """
-import os, signal
-from tests.train import problem
-
-class Model(type(problem.model())):
-    '''Notes what it learns from; the last of several ranks wants a stop after some passes.'''
-
-    def forward(self, x):
-        if self.training:
-            with open(self.notes, "a") as file:
-                file.write("".join(f"{value!r}\\n" for value in x[:, 0].tolist()))
-            self.passes += 1
-            size = self.size()
-            if self.passes == 5 and size in self.stops and self.rank() == size - 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-        return super().forward(x)
-
-def model(notes="notes.txt", stops=(2, 4), **how):
-    import hpctrain
-    model = Model(*problem.model(**how))
-    model.notes, model.stops, model.passes = notes, stops, 0
-    model.rank, model.size = hpctrain.rank, hpctrain.size
-    return model
-"""
-
-CONFIG = f"""
-[model]
-target = "noting_task:model"
-[data]
-target = "tests.train.problem:data"
-args = {{ folder = "d" }}
-[train]
-epochs = {EPOCHS}
-global_batch = 9
-[log]
-every_steps = 1
-plots = false
-"""
 
 PART = """
 import sys
@@ -73,8 +34,8 @@ for name, overrides in {kinds!r}.items():
 def carry_out(tmp_path, monkeypatch):
     """Carry out parts of some runs, each a number of ranks; all but the last want to go on."""
     monkeypatch.setenv("HPCTRAIN_PROBE", "off")
-    (tmp_path / "noting_task.py").write_text(TASK)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    target = "tests.train.problem:stopping_model"
+    write_config(tmp_path, target, epochs=EPOCHS, batch=9)
 
     def do(kinds, *ranks):
         (tmp_path / "part.py").write_text(PART.format(kinds=kinds))

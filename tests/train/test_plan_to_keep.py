@@ -32,21 +32,15 @@ def stored(nodes: tuple[int, ...]) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("nodes", "per_node", "environ", "kept"),
     [
-        ((1,), 0, {}, True),
-        ((2,), 0, {}, False),
-        ((2, 2), 2, mpirun(4, 4), True),
-        ((2, 1, 1), 2, mpirun(4, 4), False),
-        ((4,), 0, mpirun(4, 4), True),
-        ((2, 2), 0, mpirun(4, 2), True),
-        ((3, 1), 0, mpirun(4, 2), False),
-        ((2, 2, 1), 0, srun(5, "2(x2),1"), True),
-        ((2, 1, 2), 0, srun(5, "2(x2),1"), False),
-        ((1, 1, 1, 1, 1), 1, srun(5, "2(x2),1"), True),
-        ((2, 2, 1), 0, srun(5, "2(x2)"), False),
+        ((1,), 0, {}, True), ((2,), 0, {}, False), ((2, 2), 2, mpirun(4, 4), True),
+        ((2, 1, 1), 2, mpirun(4, 4), False), ((4,), 0, mpirun(4, 4), True),
+        ((2, 2), 0, mpirun(4, 2), True), ((3, 1), 0, mpirun(4, 2), False),
+        ((2, 2, 1), 0, srun(5, "2(x2),1"), True), ((2, 1, 2), 0, srun(5, "2(x2),1"), False),
+        ((1, 1, 1, 1, 1), 1, srun(5, "2(x2),1"), True), ((2, 2, 1), 0, srun(5, "2(x2)"), False),
         ((2, 2, 1), 0, srun(5, "2(y2),1"), False),
     ],
-)
-def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
+)  # fmt: skip
+def test_the_plan_of_a_run_is_kept_on_the_same_nodes_with_the_same_settings_and_engine(
     tmp_path, monkeypatch, nodes, per_node, environ, kept
 ):
     for name in OURS:
@@ -58,17 +52,6 @@ def test_the_plan_of_a_run_is_kept_on_the_same_nodes(
     directory = RunDirectory(tmp_path)
     directory.config.write_text(render(config))
     assert plan_to_keep(directory, config, "hpctrain") == (directory.plan if kept else None)
-
-
-def test_other_settings_of_the_way_and_another_engine_have_another_plan(tmp_path, monkeypatch):
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hpctrain.train.resume.StoredPlan.read", lambda _: stored((1,)))
-    directory = RunDirectory(tmp_path)
-    directory.config.write_text(render(RunConfig()))
-    late = RunConfig(comm=CommConfig(overlap="end"))
-    for config, engine, kept in [
-        (RunConfig(), "hpctrain", directory.plan), (RunConfig(), "horovod", None),
-        (late, "hpctrain", None),
-    ]:  # fmt: skip
-        assert plan_to_keep(directory, config, engine) == kept
+    assert plan_to_keep(directory, config, "horovod") is None
+    late = RunConfig(comm=CommConfig(ranks_per_node=per_node, overlap="end"))
+    assert plan_to_keep(directory, late, "hpctrain") is None

@@ -22,7 +22,7 @@ from hpctrain.train.run_state import RunState, check_fit
 from hpctrain.train.task import build
 from tests.harness import preload
 from tests.train.job import WAYS, Job, assert_same_run
-from tests.train.starting import start
+from tests.train.starting import start, write_config
 
 PLAIN = ["model.target=tests.train.problem:noisy_model"]
 SINGLE = [
@@ -134,9 +134,8 @@ def test_a_run_goes_on_only_where_one_is_and_as_what_it_was(here, configure, sha
 @pytest.mark.launches  # it prints, and one rank is enough
 def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(CONFIG.replace("stopping_task", "tests.train.problem"))
-    more = ["train.epochs=1", "log.plots=false"]
-    before, after = load_config(Path("small.toml")), load_config(Path("small.toml"), more)
+    write_config(tmp_path, "tests.train.problem:model", epochs=3)
+    before, after = (load_config(Path("small.toml"), [f"train.epochs={n}"]) for n in (3, 1))
     directory = RunDirectory(before.config.directory)
     directory.create(render(before.config), {}, {})
     lease = Lease(directory.path)
@@ -180,53 +179,19 @@ def test_ranks_draw_numbers_of_their_own_after_a_resume_on_another_number_of_ran
         assert len(set(numbers)) == len(numbers) == 3 * here.comm.size
 
 
-TASK = """
-import os, signal
-from tests.train import problem
-
-class Model(type(problem.model())):
-    steps = 0
-
-    def forward(self, x):
-        import hpctrain
-        self.steps += self.training
-        if self.steps == 4 and hpctrain.rank() == hpctrain.size() - 1 and hpctrain.size() == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().forward(x)
-
-def model():
-    return Model(*problem.model())
-"""
-
-CONFIG = """
-name = "small"
-[model]
-target = "stopping_task:model"
-[data]
-target = "tests.train.problem:data"
-args = { folder = "d" }
-[train]
-epochs = 3
-global_batch = 16
-[log]
-every_steps = 1
-"""
-
-
 @pytest.mark.launches
 def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monkeypatch, capsys):
-    (tmp_path / "stopping_task.py").write_text(TASK)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    write_config(tmp_path, "tests.train.problem:stopping_model", epochs=3)
     launch = ("-m", "hpctrain", "launch", "-n", "2", "--nodes", "2")
     train = [*preload.python(), "-m", "hpctrain", "train", "small.toml"]
     stopped = start(*launch, "--", *train, cwd=tmp_path)
     assert stopped.returncode == 85, stopped.stderr
-    assert "stopped by SIGUSR1 after step 5 of 12" in stopped.stdout
+    assert "stopped by SIGUSR1 after step 6 of 12" in stopped.stdout
     assert stopped.stderr.count("hpctrain: the ranks have stopped with code 85") == 1
     assert "Traceback" not in stopped.stderr
     monkeypatch.chdir(tmp_path)
-    whole = load_config(Path("small.toml"), ["output_dir=whole", "log.plots=false"])
-    again = load_config(Path("small.toml"), ["log.plots=false"])
+    whole = load_config(Path("small.toml"), ["output_dir=whole"])
+    again = load_config(Path("small.toml"))
     told = []
     try:
         for config, how in ((whole, How()), (again, How(resume=True)), (again, How(resume=True))):
@@ -234,7 +199,7 @@ def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monke
             told.append(capsys.readouterr().out)
     finally:
         hpctrain.shutdown()
-    assert "goes on after step 5 of 12" in told[1]
+    assert "goes on after step 6 of 12" in told[1]
     assert "the checkpoint is of 2 ranks, this run has 1" in told[1]
     lines = told[2].splitlines()
     assert lines[0] == "the run in runs/small is finished, there is nothing to go on with"

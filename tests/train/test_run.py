@@ -13,7 +13,7 @@ from hpctrain.train.metrics import read
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
 from tests.train.job import newest_model
-from tests.train.starting import last_line, start
+from tests.train.starting import last_line, start, write_config
 
 pytestmark = pytest.mark.launches
 
@@ -33,26 +33,12 @@ def model(broken=False):
     return model
 """
 
-CONFIG = """
-name = "small"
-[model]
-target = "task:model"
-[data]
-target = "tests.train.problem:data"
-args = { folder = "d" }
-[train]
-epochs = 2
-global_batch = 16
-[log]
-every_steps = 3
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where a run starts, with a configuration and a module beside it."""
     (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "small.toml").write_text(CONFIG)
+    write_config(tmp_path, "task:model", epochs=2, every=3, plots=True)
     return tmp_path
 
 

@@ -40,31 +40,23 @@ def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp
     with pytest.raises(ConfigError, match="--set output_dir="):
         directory.create("seed = 2\n", {}, {})
     assert directory.config.read_text() == "seed = 1\n"
-
-
-def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
-    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written: .*--set output_dir="):
-        RunDirectory(tmp_path / "file").create("", {}, {})
+        RunDirectory(directory.config).create("", {}, {})  # a file
 
 
-def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path)
-    metrics.write("step", step=1, loss=0.5)
-    assert read(path) == [{"event": "step", "step": 1, "loss": 0.5}]
-    metrics.write("step", step=2, loss=float("inf"))
-    assert read(path)[-1] == {"event": "step", "step": 2, "loss": None}
-    metrics.close()
-
-
-def test_a_line_cut_short_is_left_out_and_a_rank_without_a_file_writes_nothing(tmp_path):
+def test_records_are_there_as_soon_as_they_are_written_where_a_rank_has_a_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(None) as metrics:
         metrics.write("step", step=1)
     assert list(tmp_path.iterdir()) == []
-    path.write_text('{"event": "step"}\n{"event": "st')
-    assert read(path) == [{"event": "step"}]
+    with Metrics(path) as metrics:
+        metrics.write("step", step=1, loss=0.5)
+        assert read(path) == [{"event": "step", "step": 1, "loss": 0.5}]
+        metrics.write("step", step=2, loss=float("inf"))
+        assert read(path)[-1] == {"event": "step", "step": 2, "loss": None}
+    with path.open("a") as file:
+        file.write('{"event": "st')  # cut short
+    assert len(read(path)) == 2
 
 
 def line(step: int) -> bytes:

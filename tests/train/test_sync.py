@@ -11,7 +11,6 @@ import torch
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import CheckpointError
-from hpctrain.local_sgd.rounds import TRIAL_ROUNDS
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
@@ -175,21 +174,6 @@ def test_staged_sgd_is_told_the_loss_of_each_epoch_also_over_a_stop(
     assert told == of_whole
 
 
-@pytest.mark.ranks(2)
-def test_auto_tells_its_number_once(here, configure, shared):
-    overrides = local("local_sgd", "sync.steps=auto", "sync.args.most=5", "log.every_steps=1")
-    job = Job(here, configure, shared / "run", *overrides, "checkpoint.every=1")
-    with suppress(KeyError):
-        job.part(after=8, fail=True)
-    job.part()
-    records = read(job.directory.metrics)
-    (pace,) = [record for record in records if record["event"] == "pace"]
-    after = [r for r in records if r["event"] == "step" and r["step"] >= pace["step"]]
-    assert pace["step"] == TRIAL_ROUNDS
-    assert {record["sync_steps"] for record in after} == {pace["sync_steps"]}
-    assert 1 <= pace["sync_steps"] <= 5
-
-
 def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
     plain = RunState(task=build(configure(), here.comm))
     other = RunState(task=build(configure("sync.method=diloco"), here.comm))
@@ -201,7 +185,7 @@ def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
 def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
     states = [RunState(task=build(configure(f"seed={seed}"), here.comm)) for seed in (1, 2)]
     shared, own = states[0].shared(), states[0].own()
-    for name in ("sync", "epoch_tally", "pace_told"):
+    for name in ("sync", "epoch_tally"):
         del shared[name]
     for name in ("sync", "epoch_tally", "replica"):
         del own[name]

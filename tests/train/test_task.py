@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
-from hpctrain.core.target import make_importable
+from hpctrain.core.target import call, make_importable, resolve
 from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
-from hpctrain.train.targets import call, resolve
+from hpctrain.train.metrics import Metrics
 from hpctrain.train.task import build, make_schedule
 from tests.train.problem import NUM_SAMPLES
 
@@ -42,6 +43,7 @@ def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
         ("data.args={}", "missing a required argument: 'folder'"),
         ("data.input=image", 'data.input = "image" is no field of the data; there are x, y'),
         ("data.label=z", 'data.label = "z" is no field of the data; there are x, y'),
+        ("test.metric=tests.train.problem:NUM_SAMPLES", "of type int, nothing to call; name a"),
         ("loss.target=cross_entrop", "did you mean cross_entropy?"),
         ("loss.args.smoothing=0.1", "loss.args: cross_entropy"),
         ("optimizer.name=SDG", "did you mean SGD?"),
@@ -59,6 +61,12 @@ def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, overri
     assert message in str(caught.value)
 
 
+def step(task):
+    """Take the first step; return its loss."""
+    loss, _, _ = train_step(task, next(iter(task.train)), StepGuard(task, Metrics(None)))
+    return loss
+
+
 @pytest.mark.parametrize("dtype", ["<i4", "|b1", "<u2"])
 def test_labels_that_torch_refuses_are_told(here, configure, dtype):
     config = configure(f"data.args.label_type={dtype}")
@@ -67,12 +75,12 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
     config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
     task = build(config, here.comm)
     with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
-        train_step(task, next(iter(task.train)))
+        step(task)
 
 
 def test_labels_in_bytes_are_taken(here, configure):
     task = build(configure("data.args.label_type=|u1"), here.comm)
-    assert train_step(task, next(iter(task.train)))[0] > 0
+    assert step(task) > 0
 
 
 @pytest.mark.ranks(1, 2)
@@ -189,7 +197,6 @@ def test_a_module_beside_the_configuration_is_found_first(folder):
         ("nowhere_at_all:f", "there is no module nowhere_at_all; put it beside"),
         ("broken_for_targets:f", "cannot be imported: No module named 'no_such_package_at_all'"),
         ("mine_for_targets:modle", "mine_for_targets has no modle; did you mean model?"),
-        ("mine_for_targets:value", "is of type int, nothing to call"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -151,6 +151,20 @@ def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         yield from walk(item, (*at, component(key)))
 
 
+def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a tree of dicts, lists and tuples with its tensors changed, and all else as it is."""
+    match tree:
+        case Tensor():
+            return change(tree)
+        case Piece():
+            return Piece(change(tree.tensor), tree.shard)
+        case Mapping():
+            return {key: mapped(item, change) for key, item in tree.items()}
+        case _ if type(tree) in (list, tuple):
+            return type(tree)(mapped(item, change) for item in tree)
+    return tree
+
+
 def lines(state: object) -> list[str]:
     """Return every plain value of a state as ``path = value``, for a message."""
     found = []

@@ -224,7 +224,7 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
         return [_failed(where, step, failed[step]) for step in kinds.values()]
     if facts.free_bytes < FULL_BYTES:
         what = f"{where} has {format_bytes(facts.free_bytes)} left"
-        return [note(what, "remove what is old: `hpctrain checkpoint prune`")]
+        return [note(what, "remove what is old, such as runs and their checkpoints")]
     free = format_bytes(facts.free_bytes)
     return [ok(f"{where}: files, locks and HDF5 work, {free} free")]
 
