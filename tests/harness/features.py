@@ -14,8 +14,7 @@ from hpctrain.cluster.libraries import family
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import installed
 from hpctrain.launch.pmi import libmpi
-from tests.cluster.slurm import check as slurm
-from tests.cluster.vcluster.check import obstacle
+from tests.cluster.vcluster.check import obstacle, slurm_obstacle
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +38,7 @@ def _cluster() -> str:
 @functools.cache
 def _slurm() -> str:
     """A private Slurm on virtual nodes."""
-    return slurm.obstacle()
+    return slurm_obstacle()
 
 
 def _debian_openmpi() -> str:
