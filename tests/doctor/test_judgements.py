@@ -18,6 +18,8 @@ from tests.doctor.healthy import (
     SITE,
     SLINGSHOT,
     SRUN,
+    assert_judged,
+    rows,
     with_,
 )
 
@@ -233,19 +235,11 @@ TABLE = {
         ({}, directory(hung="list"), "error", "the step list does not end"),
     ],
 }
-ROWS = [
-    pytest.param(check, *row, id=f"{check.__name__}-{number}")
-    for check, rows in TABLE.items()
-    for number, row in enumerate(rows)
-]
 
 
-@pytest.mark.parametrize(("check", "environ", "facts", "levels", "words"), ROWS)
+@pytest.mark.parametrize(("check", "environ", "facts", "levels", "words"), rows(TABLE))
 def test_facts_are_judged(check, environ, facts, levels, words):
-    found = check(with_(environ, **facts))
-    assert " ".join(each.level for each in found) == levels
-    assert words in f"{found[-1].what} do: {found[-1].do}"
-    assert all(each.do for each in found if each.is_wrong)
+    assert_judged(check, with_(environ, **facts), levels, words)
 
 
 @pytest.mark.parametrize(
