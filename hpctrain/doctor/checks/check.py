@@ -59,11 +59,10 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Keep each finding once; name its hosts unless it holds on all of them.
+    """Keep each finding once, in the order of the first rank that has it.
 
-    Returns:
-        The findings in the order of the first rank that has them. Of an ``ok`` that differs from
-        rank to rank only the first rank's is kept, and none where the check found a fault.
+    Its hosts are named unless it holds on all of them. Of an ``ok`` that differs from rank to rank
+    only the first rank's is kept, and none where the check found a fault.
     """
     found: dict[Finding, dict[str, None]] = {}
     for of_rank, host in zip(findings, hosts, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from hpctrain.launch import mpiexec
-from hpctrain.launch.hydra_wrapper import guarded
+from hpctrain.launch.mpiexec import guarded
 from tests.cluster.vcluster.check import obstacle
 from tests.cluster.vcluster.host import END_S, Host, Link, enter
 
