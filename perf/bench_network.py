@@ -3,7 +3,7 @@
     python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
 
 Nodes are namespaces of this machine, joined by links of a set rate; that takes root, and
-``python -m tests.cluster.vcluster check`` says whether it works here. All ways to sum run in turn
+``python -m tests.cluster.vcluster`` says whether it works here. All ways to sum run in turn
 in the same job, on the same kind of torch memory, MPI_Allreduce over both orders of the ranks.
 Times are medians, of the slowest rank. The line time is what the links allow if every node sends
 no more than it must, 2 (N - 1) / N times the message for N nodes. Ratios are the time of the best

@@ -18,13 +18,6 @@ Operation = Annotated[
 MinBytes = Annotated[str, typer.Option(metavar="SIZE", help="First size of a message.")]
 MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Last size of a message.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="Torch's name of the values' type.")]
-Op = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="How values are combined: sum, product, min, max, band, bor, bxor.",
-    ),
-]
 Iterations = Annotated[
     int | None,
     typer.Option(
@@ -48,7 +41,6 @@ def bench(  # noqa: PLR0913 - a command's options
     min_bytes: MinBytes = "8",
     max_bytes: MaxBytes = "64MiB",
     dtype: Dtype = "float32",
-    op: Op = "sum",
     iterations: Iterations = None,
     bucket: InBucket = False,
     peers: Peers = False,
@@ -86,7 +78,6 @@ def bench(  # noqa: PLR0913 - a command's options
         min_bytes=parse_bytes(min_bytes),
         max_bytes=parse_bytes(max_bytes),
         dtype=dtype,
-        op=op,
         in_bucket=bucket,
         peers=peers,
         iterations=iterations,

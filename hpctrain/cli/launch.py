@@ -10,7 +10,7 @@ from hpctrain.cli.horovodrun import split, variables, with_options
 from hpctrain.cluster.env import scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
-from hpctrain.launch.hosts import read_hostfile
+from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.supervise import supervise

@@ -37,6 +37,10 @@ class Launcher:
     """Whether MPI connects the ranks."""
 
 
+def _four(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+
+
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE LOCAL_SIZE")
 
 LAUNCHERS = (
@@ -44,20 +48,8 @@ LAUNCHERS = (
     Launcher("torchrun", *_TORCH, needs="TORCHELASTIC_RUN_ID", by_mpi=False),
     Launcher("deepspeed", *_TORCH, needs="CROSS_SIZE MASTER_ADDR", by_mpi=False),
     # jsrun's Spectrum MPI sets Open MPI's variables as well, so it comes first.
-    Launcher(
-        "jsrun",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    Launcher(
-        "Open MPI mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    Launcher("jsrun", *_four("JSM_NAMESPACE_")),
+    Launcher("Open MPI mpirun", *_four("OMPI_COMM_WORLD_")),
     # Hydra starts the ranks of MPICH and of Intel MPI; others set PMI_RANK too, not this one.
     Launcher(
         *("MPICH mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -81,7 +73,7 @@ LAUNCHERS = (
         needs="SLURM_STEP_ID",
         pmi="SLURM_MPI_TYPE",
     ),
-    Launcher("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    Launcher("a PMI launcher", *_four("PMI_")),
     # Last: scripts for srun export these names themselves.
     Launcher("a launcher of torch.distributed", *_TORCH, needs="MASTER_ADDR", by_mpi=False),
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.env import Launched
+from hpctrain.cluster.process import stat
 
 Family = Literal["openmpi", "mpich", "abi"]
 
@@ -82,9 +83,9 @@ def starter() -> Path | None:
     """Return the launcher's program among the ancestors of this process, if it is there."""
     pid = os.getpid()
     for _ in range(16):  # shells and wrappers lie between
+        found = stat(pid)
+        pid = found.parent if found else 0
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])
             program = Path(f"/proc/{pid}/exe").readlink()
         except OSError:
             return None

@@ -45,7 +45,8 @@ def check_world(
     found = distinct(libraries)
     if len(found) > 1:
         raise LaunchError(
-            f"a process holds one MPI library, this one has loaded {_and(found)}; keep the one "
+            f"a process holds one MPI library, this one has loaded "
+            f"{' and '.join(map(str, found))}; keep the one "
             "whose mpirun starts the ranks: `pip uninstall` the other's wheel, take it out of "
             "LD_LIBRARY_PATH and LD_PRELOAD, or rebuild the package that brought it in"
         )
@@ -129,7 +130,3 @@ def _fix(launched: Launched, library: Path | None) -> str:
     own = mpirun_beside(library)
     program = f" or with {own}, the mpirun of this MPI" if own else ""
     return f"{again}{program}; if another launch left {launched.size_variable} behind, unset it"
-
-
-def _and(paths: Sequence[Path]) -> str:
-    return " and ".join(map(str, paths))

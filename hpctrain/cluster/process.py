@@ -42,11 +42,27 @@ def is_child() -> bool:
     return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
 
 
-def birth(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+class Stat(NamedTuple):
+    """What /proc says of a process."""
+
+    state: str
+    """``Z`` and ``X`` are no longer alive."""
+    parent: int
+    birth: int
+    """When it started, in clock ticks since boot."""
+
+
+def stat(pid: int) -> Stat | None:
+    """Ask for a process; None where there is none, or no /proc."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
-    return None if state in ("Z", "X") else int(fields[18])
+    state, parent, *fields = text[text.rindex(")") + 2 :].split()  # the name may hold anything
+    return Stat(state, int(parent), int(fields[17]))
+
+
+def birth(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is no longer alive."""
+    found = stat(pid)
+    return None if found is None or found.state in ("Z", "X") else found.birth

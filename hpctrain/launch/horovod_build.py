@@ -104,17 +104,24 @@ def build(
             "`hpctrain horovod build` without a launcher"
         )
     mpi, torch = load(), _torch()
-    folder = ((wheel_dir or cache()) / key_of(mpi, torch, gpu)).absolute()
+    cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
+    folder = (cache / key_of(mpi, torch, gpu)).absolute()
     say(f"Horovod {VERSION} for torch {torch}, {name_of(mpi.label)} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force builds it anew"
     if wheel is None:
         check(mpi, gpu)
-        _made(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
+                "name another folder with --wheel-dir"
+            ) from None
         wheel = _make(mpi, folder, say, jobs, gpu)
     if install:
         say("installing")
-        _install(wheel)
+        _install(wheel, folder / LOG)
         say(f"installed: horovod.torch imports, and uses {check_import(mpi)}")
     say(f"wheel: {wheel} ({kind})")
     return wheel
@@ -169,11 +176,6 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
     names = (f"mpicxx.{mpi.vendor}", "mpicxx", "mpic++")
     programs = (folder / name for folder in folders for name in names)
     return next((program for program in programs if os.access(program, os.X_OK)), None)
-
-
-def cache() -> Path:
-    """Return the folder of all wheels."""
-    return (cache_folder() or Path.cwd()) / "horovod"
 
 
 def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
@@ -259,16 +261,6 @@ def _compiler() -> str | None:
         if found and ask(line, text=program, timeout_s=TIMEOUT_S).returncode == 0:
             return found
     return None
-
-
-def _made(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
-            "name another folder with --wheel-dir"
-        ) from None
 
 
 def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None, gpu: str) -> Path:
@@ -362,16 +354,12 @@ def _wishes(scratch: Path, mpi: Mpi, gpu: str, jobs: int) -> dict[str, str]:
     }
 
 
-def _install(wheel: Path) -> None:
+def _install(wheel: Path, log: Path) -> None:
     """Install the wheel in place of any other, then what it needs to run."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    for words in (["--force-reinstall", "--no-deps", wheel], [wheel]):
-        done = ask([*pip, *words], timeout_s=3600.0)
-        if done.returncode:
-            lines = telling((done.stdout + done.stderr).splitlines())
-            raise LaunchError(
-                f"{wheel} must be installed into {sys.prefix}, pip says:\n" + "\n".join(lines)
-            )
+    failure = f"{wheel} must be installed into {sys.prefix}"
+    for words in (["--force-reinstall", "--no-deps"], []):
+        run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 
 
 LAST_LINES = 12

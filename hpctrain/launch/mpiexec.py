@@ -1,7 +1,9 @@
 """The command line that starts ranks: the only place that knows the options of ``mpirun``."""
 
 import os
+import re
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.hosts import check_hosts, check_interfaces
-from hpctrain.launch.hydra_wrapper import guarded
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
@@ -226,3 +226,113 @@ def in_container() -> bool:
     """Say whether this process runs in a container, as Docker, Podman and Apptainer mark it."""
     marks = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
     return any(Path(mark).exists() for mark in marks)
+
+
+_LINE = re.compile(r"(?P<host>[\w.-]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<places>\d+))?")
+"""Horovod's and Open MPI's ``host slots=N``; Hydra's ``host:N``; a host alone has one place."""
+
+
+def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
+    """Check a list of hosts against the ranks to place.
+
+    Raises:
+        LaunchError: an entry is not ``host`` or ``host:ranks``, there are too few places, or
+            nodes are declared as well.
+    """
+    if hosts is None:
+        return
+    if nodes:
+        raise LaunchError(
+            f"nodes are declared on one host only, got --nodes {nodes} and --hosts {hosts}; "
+            "leave one out"
+        )
+    places = 0
+    for entry in hosts.split(","):
+        host, _, ranks = entry.partition(":")
+        if not host or not (ranks or "1").isdigit():
+            raise LaunchError(
+                f"hosts are host:ranks with commas between, got {entry!r} in {hosts}"
+            )
+        places += int(ranks or "1")
+    if places < num_ranks:
+        raise LaunchError(
+            f"every rank needs a place, got {num_ranks} ranks and {places} places in {hosts}; "
+            "raise the numbers behind the colons"
+        )
+
+
+def read_hostfile(file: Path) -> str:
+    """Read a file with a host on each line, and return them as ``--hosts`` has them.
+
+    A line is ``host slots=4``; ``host:4`` will do, and ``host`` has one place. What stands behind
+    ``#`` is a comment.
+
+    Raises:
+        LaunchError: there is no such file, a line is something else, or it names no host.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"a host file is text with a host on each line, {file} cannot be read: {error}"
+        ) from None
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        match = _LINE.fullmatch(text)
+        if text and match is None:
+            raise LaunchError(
+                f"a line of a host file is `host slots=N`, got {text!r} in line {number} of "
+                f"{file}; correct it, or name the hosts by --hosts a:2,b:2"
+            )
+        if match is not None:
+            hosts.append(f"{match['host']}:{match['slots'] or match['places'] or '1'}")
+    if not hosts:
+        raise LaunchError(f"a host file names a host at least, {file} names none")
+    return ",".join(hosts)
+
+
+def check_interfaces(interfaces: Sequence[str]) -> None:
+    """See whether this host, where the launcher itself runs, has these network interfaces.
+
+    Raises:
+        LaunchError: it lacks one. A network such as ``10.0.0.0/24`` is left to the launcher.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    for name in interfaces:
+        if name not in here and "/" not in name:
+            raise LaunchError(
+                f"a network interface is one that every host has, {name!r} is not on this one: "
+                f"it has {', '.join(here)}; name another, or none, and MPI chooses"
+            )
+
+
+GRACE_S = 2
+"""Time for all ranks to end with a code of their own, such as 85, before one ends the rest."""
+
+# Signals are the rank's affair: a shell that died of one would take the rank along.
+# Hydra gives every rank a process group, and is the parent of this shell.
+_SCRIPT = f"""trap : HUP INT TERM USR1 USR2
+"$@"; code=$?
+trap - HUP INT TERM USR1 USR2
+[ $code -le 128 ] || kill -$((code - 128)) $$
+if [ $code -ne 0 ]; then
+  (sleep {GRACE_S}; for rank in $(cat /proc/$PPID/task/$PPID/children); do kill -- -$rank; done) \\
+    >/dev/null 2>&1 &
+fi
+exit $code"""
+
+
+def guarded(argv: Sequence[str]) -> list[str]:
+    """Wrap the command of a rank, so that its failure ends the others; its exit code stays.
+
+    Hydra, the launcher of MPICH and Intel MPI, ends a job when a process dies by a signal, or
+    breaks off after ``MPI_Init``. One that leaves earlier with an error, say a failed import, it
+    takes for done, and the other ranks wait in ``MPI_Init`` for ever.
+    """
+    return ["sh", "-c", _SCRIPT, "rank", *argv]
+
+
+def is_guard(command_line: bytes) -> bool:
+    """Say whether a command line, as /proc has it, is that of a guard."""
+    return command_line.startswith(b"\0".join((b"sh", b"-c", _SCRIPT.encode(), b"rank")))

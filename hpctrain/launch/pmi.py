@@ -59,17 +59,12 @@ class Mpi:
 
 
 def needed_pmi(library: Path | None = None) -> str:
-    """Return what follows ``srun --mpi=`` for an MPI library, by default that of ``libmpi``.
+    """Return what follows ``srun --mpi=`` for an MPI library, by default that of ranks.
 
     Raises:
         LaunchError: there is no MPI library.
     """
-    return srun_type(library or libmpi())
-
-
-def libmpi(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the file that ``load`` finds."""
-    return load(environ).library
+    return srun_type(library or load().library)
 
 
 def load(environ: Mapping[str, str] | None = None) -> Mpi:

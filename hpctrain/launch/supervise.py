@@ -14,8 +14,9 @@ from types import FrameType
 from typing import IO
 
 from hpctrain.cluster.env import ASKED
+from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.hydra_wrapper import is_guard
+from hpctrain.launch.mpiexec import is_guard
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -277,25 +278,20 @@ def has_only_dead_children(pid: int) -> bool:
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children += listed.read_text().split()
-    states = set()
-    for child in children:
-        with contextlib.suppress(OSError):
-            states.add(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0])
+    states = {found.state for child in children if (found := stat(int(child)))}
     return bool(states) and states <= {"Z", "X"}
 
 
 def descendants(pid: int) -> list[int]:
     """List the living processes below ``pid``, deepest last; empty where there is no /proc."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name in parentheses may hold blanks: the parent is the second word after it.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
-    for child in found:
-        found += children.get(child, ())
-    return found
+    for folder in Path("/proc").glob("[0-9]*"):
+        if found := stat(int(folder.name)):
+            children.setdefault(found.parent, []).append(int(folder.name))
+    below = list(children.get(pid, ()))
+    for child in below:
+        below += children.get(child, ())
+    return below
 
 
 TRY_AGAIN_S = 0.5
@@ -307,22 +303,22 @@ def hand_on_input(sink: IO[bytes]) -> None:
 
     A thread does it and never ends before that: a process does not wait for it.
     """
-    threading.Thread(target=_hand_on, args=(sink,), daemon=True, name="what is typed").start()
-
-
-def _hand_on(sink: IO[bytes]) -> None:
     source = sys.__stdin__
     assert source is not None
-    # To read a terminal from the background stops a process, unless it blocks the signal.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
-    with contextlib.suppress(OSError), sink:  # a pipe that nobody reads any more
-        while True:
-            try:
-                typed = os.read(source.fileno(), 4096)
-            except OSError:  # in the background, or the terminal is gone
-                time.sleep(TRY_AGAIN_S)
-                continue
-            if not typed:
-                return
-            sink.write(typed)
-            sink.flush()
+
+    def hand_on() -> None:
+        # To read a terminal from the background stops a process, unless it blocks the signal.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
+        with contextlib.suppress(OSError), sink:  # a pipe that nobody reads any more
+            while True:
+                try:
+                    typed = os.read(source.fileno(), 4096)
+                except OSError:  # in the background, or the terminal is gone
+                    time.sleep(TRY_AGAIN_S)
+                    continue
+                if not typed:
+                    return
+                sink.write(typed)
+                sink.flush()
+
+    threading.Thread(target=hand_on, daemon=True, name="what is typed").start()

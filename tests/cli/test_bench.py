@@ -1,5 +1,6 @@
 """``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
 
+import contextlib
 import subprocess
 from dataclasses import replace
 
@@ -43,24 +44,16 @@ def comm():
     hpctrain.shutdown()
 
 
-def meaningful():
-    """Every dtype with every operation that it has."""
-    for dtype in set(DTYPES) - set(UNCHECKABLE):
-        for op in Op:
-            try:
-                yield dtype, op, combination(dtype, op)
-            except CommError:
-                continue
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
-def test_the_values_are_exact_in_every_dtype(size):
-    for dtype, op, combine in meaningful():
-        total = values_of(0, size, dtype, op).view(combine.lane)
-        for rank in range(1, size):
-            combine.into(total, values_of(rank, size, dtype, op).view(combine.lane))
-        assert num_wrong(total.view(dtype), combined(size, dtype, op)) == 0, (dtype, op)
+def test_the_sum_is_exact_in_every_dtype_that_has_one(size):
+    for dtype in set(DTYPES) - set(UNCHECKABLE):
+        with contextlib.suppress(CommError):
+            combine = combination(dtype, Op.SUM)
+            total = values_of(0, size, dtype).view(combine.lane)
+            for rank in range(1, size):
+                combine.into(total, values_of(rank, size, dtype).view(combine.lane))
+            assert num_wrong(total.view(dtype), combined(size, dtype)) == 0, dtype
 
 
 @pytest.mark.parametrize("numel", [0, 1, PERIOD, 1000, 1_200_000])
@@ -91,9 +84,8 @@ def test_every_operation_is_measured_and_right(comm, name):
 
 
 @SIZES
-@pytest.mark.parametrize("op", ["sum", "max", "bxor"])
-def test_allreduce_takes_buckets_and_every_op(comm, op):
-    assert measured(comm, 10_000, dtype="int32", op=op, in_bucket=True).num_wrong == 0
+def test_allreduce_takes_buckets(comm):
+    assert measured(comm, 10_000, dtype="int32", in_bucket=True).num_wrong == 0
 
 
 @pytest.mark.ranks(2, 3)
@@ -101,7 +93,7 @@ def test_the_library_is_measured_on_the_same_memory(comm):
     row = measured(comm, 10_000, iterations=5, peers=True)
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
-    assert len(benchmark.line(row, "float32", "sum")) == len(benchmark.head(peers=True))
+    assert len(benchmark.line(row)) == len(benchmark.head(peers=True))
 
 
 @pytest.mark.ranks(3)
@@ -142,9 +134,6 @@ def test_sizes_grow_and_end_at_the_last_one():
         ({"min_bytes": 100, "max_bytes": 10}, "--min-bytes 100"),
         ({"dtype": "float33"}, "'float33'"),
         ({"dtype": "float8_e8m0fnu"}, "'float8_e8m0fnu'"),
-        ({"op": "mean"}, "--op is one of sum, product"),
-        ({"op": "band"}, "--dtype float32 and --op band"),
-        ({"operation": "broadcast", "op": "max"}, "--op is for allreduce and reduce_scatter"),
         ({"operation": "broadcast", "in_bucket": True}, "--bucket is for allreduce"),
         ({"operation": "send", "peers": True}, "--peers is for allreduce"),
     ],

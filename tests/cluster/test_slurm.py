@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import SlurmCluster, check
-from tests.cluster.slurm.own import BLOCK, ports
-from tests.cluster.vcluster.__main__ import SKIPPED
+from tests.cluster.slurm import SlurmCluster
+from tests.cluster.slurm.cluster import BLOCK, ports
 
 needs_slurm = [
     pytest.mark.requires("slurm", "cluster"),
@@ -97,15 +96,6 @@ with SlurmCluster(nodes=1) as cluster:
             process.kill()
         assert_gone(directory)
 
-    def test_is_there_for_a_command_of_a_shell(self):
-        tool = [sys.executable, "-m", "tests.cluster.slurm", "run", "--nodes=2", "--"]
-        line = [*tool, "sh", "-c", "srun -N2 hostname; echo $SLURM_CONF; exit 3"]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert done.returncode == 3, done.stderr
-        *hosts, conf = done.stdout.split()
-        assert sorted(hosts) == ["n0", "n1"]
-        assert_gone(Path(conf).parent)
-
     @pytest.mark.conformance
     def test_notices_a_power_cut_and_starts_the_job_elsewhere(self, cluster):
         job = cluster.sbatch(*AGAIN, "-N2", "--wrap", f"srun hostname; {RERUN}")
@@ -159,15 +149,6 @@ class TestJobs:
         assert sorted(done.stdout.split()) == ["0:0", "1:1"]
 
     @pytest.mark.conformance
-    def test_go_on_after_a_requeue(self, cluster):
-        job = cluster.sbatch(*AGAIN, "--wrap", RERUN)
-        wait_until(lambda: "run 0" in job.output(), job.output)
-        cluster.run(["scontrol", "requeue", str(job.id)])
-        assert job.wait() == "COMPLETED"
-        assert job.restarts() == 1
-        assert job.output().endswith("run 1\n")
-
-    @pytest.mark.conformance
     def test_of_low_make_room_for_main_and_start_again(self, cluster):
         # Slurm takes one that ends by itself in its grace time for ended, and does not requeue it.
         low = cluster.sbatch(*AGAIN, "-plow", "-wn1", "-c2", "--wrap", f"trap '' TERM; {RERUN}")
@@ -175,23 +156,6 @@ class TestJobs:
         assert cluster.sbatch("-wn1", "-c2", "--wrap", "true").wait() == "COMPLETED"
         assert low.wait() == "COMPLETED"
         assert low.restarts() == 1
-
-
-def test_check_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "search_path", lambda: str(tmp_path))
-    assert check.obstacle().startswith("no slurmctld, slurmd, sbatch, munged")
-    assert "apt-get install slurm-wlm munge" in check.obstacle()
-    with pytest.raises(RuntimeError, match="no slurmctld"):
-        SlurmCluster().__enter__()
-
-
-@pytest.mark.requires("slurm", "setpriv")
-def test_check_says_77_without_privileges():
-    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
-    line = [sys.executable, "-m", "tests.cluster.slurm", "check"]
-    done = subprocess.run([*drop, *line], capture_output=True, text=True, check=False)
-    assert done.returncode == SKIPPED, done.stdout + done.stderr
-    assert "take root and CAP_SYS_ADMIN" in done.stdout
 
 
 def test_clusters_have_different_ports():

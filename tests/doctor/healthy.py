@@ -3,8 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hpctrain.cluster.resources import Room
 from hpctrain.core.units import GIB
+from hpctrain.doctor.checks.check import named
 from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
@@ -80,8 +83,18 @@ def rank(host="a", **changes):
     return with_(host=host, **changes)
 
 
-def only(findings, check=None):
-    """The one finding of a check."""
-    found = [each for each in findings if check in (None, each.check)]
-    assert len(found) == 1, found
-    return found[0]
+def rows(table):
+    """The rows of a table by check, as parameters."""
+    return [
+        pytest.param(check, *row, id=f"{check.__name__}-{number}")
+        for check, found in table.items()
+        for number, row in enumerate(found)
+    ]
+
+
+def assert_judged(check, facts, levels, words):
+    """A check finds so many of these levels; the last one has these words."""
+    found = named("a check", check(facts))
+    assert " ".join(each.level for each in found) == levels
+    assert all(each.do for each in found if each.is_wrong)
+    assert not found or words in f"{found[-1].what} do: {found[-1].do}"

@@ -12,7 +12,7 @@ from hpctrain.doctor.checks import environment, job, network, node
 from hpctrain.doctor.checks.facts import Carried, Link, WorldFacts
 from hpctrain.doctor.ranks.probe import wrong_interface
 from hpctrain.doctor.ranks.traffic import difference, interface_bytes
-from tests.doctor.healthy import rank
+from tests.doctor.healthy import assert_judged, rank, rows
 
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -235,19 +235,11 @@ TABLE = {
         (world(*"abc", between=[clock(2, 0.1)]), "ok", "differ by 100.00 ms at most"),
     ],
 }
-ROWS = [
-    pytest.param(check, *row, id=f"{check.__name__}-{number}")
-    for check, rows in TABLE.items()
-    for number, row in enumerate(rows)
-]
 
 
-@pytest.mark.parametrize(("check", "facts", "levels", "words"), ROWS)
+@pytest.mark.parametrize(("check", "facts", "levels", "words"), rows(TABLE))
 def test_facts_of_all_ranks_are_judged(check, facts, levels, words):
-    found = check(facts)
-    assert " ".join(each.level for each in found) == levels
-    assert all(each.do for each in found if each.is_wrong)
-    assert not found or words in f"{found[-1].what} do: {found[-1].do}"
+    assert_judged(check, facts, levels, words)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytest
 from hpctrain.cluster.libraries import family
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import installed
-from hpctrain.launch.pmi import libmpi
-from tests.cluster.slurm import check as slurm
-from tests.cluster.vcluster.check import obstacle
+from hpctrain.launch.pmi import load
+from tests.cluster.vcluster.check import obstacle, slurm_obstacle
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +38,7 @@ def _cluster() -> str:
 @functools.cache
 def _slurm() -> str:
     """A private Slurm on virtual nodes."""
-    return slurm.obstacle()
+    return slurm_obstacle()
 
 
 def _debian_openmpi() -> str:
@@ -56,7 +55,7 @@ def _horovod() -> str:
     if found is None or not found.needs:
         return "no Horovod: `make .venv-horovod` builds it"
     try:
-        library = libmpi()
+        library = load().library
     except LaunchError as error:
         return str(error)
     if found.family != family(library):

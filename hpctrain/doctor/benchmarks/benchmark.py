@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -15,9 +16,6 @@ from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
-
-REDUCING = ("allreduce", "reduce_scatter")
-"""Operations that combine values."""
 
 FACTOR = 4
 """From one size to the next."""
@@ -38,8 +36,6 @@ class BenchmarkRequest:
     """Last size."""
     dtype: str = "float32"
     """A dtype of torch."""
-    op: str = "sum"
-    """How values are combined: the name of an ``Op``, in small letters."""
     in_bucket: bool = False
     """All-reduce buckets in node memory."""
     peers: bool = False
@@ -65,7 +61,7 @@ class BenchmarkRequest:
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
                 raise ConfigError(f"{option} is for allreduce, got {self.operation}; leave it out")
-        self._check_op()
+        self.setup(0)  # looks at the dtype
 
     def setups(self) -> list[Setup]:
         """Return the messages, smallest first; a barrier has one, of nothing."""
@@ -74,8 +70,7 @@ class BenchmarkRequest:
 
     def setup(self, num_bytes: int) -> Setup:
         """Return the message of a size."""
-        dtype, op = self.torch_dtype, self.torch_op
-        return Setup(num_bytes=num_bytes, dtype=dtype, op=op, in_bucket=self.in_bucket)
+        return Setup(num_bytes=num_bytes, dtype=self.torch_dtype, in_bucket=self.in_bucket)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,30 +80,14 @@ class BenchmarkRequest:
             ConfigError: torch has none of this name, or its values cannot be checked.
         """
         found = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype) or found in UNCHECKABLE:
-            raise ConfigError(
-                f"--dtype is one of torch's number types, such as float32, bfloat16, int64, "
-                f"complex64 or bool, got {self.dtype!r}"
-            )
-        return found
-
-    @property
-    def torch_op(self) -> Op:
-        """The operation on values.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        try:
-            return Op[self.op.upper()]
-        except KeyError:
-            names = ", ".join(op.name.lower() for op in Op)
-            raise ConfigError(f"--op is one of {names}, got {self.op!r}") from None
-
-    @property
-    def op_shown(self) -> str:
-        """The operation on values, empty where none are combined."""
-        return self.op if self.operation in REDUCING else ""
+        with suppress(CommError):
+            if isinstance(found, torch.dtype) and found not in UNCHECKABLE:
+                combination(found, Op.SUM)
+                return found
+        raise ConfigError(
+            f"--dtype is one of torch's number types, such as float32, bfloat16, int64, "
+            f"complex64 or bool, got {self.dtype!r}"
+        )
 
     def _sizes(self) -> Iterator[int]:
         num_bytes = self.min_bytes
@@ -116,17 +95,6 @@ class BenchmarkRequest:
             yield num_bytes
             num_bytes *= FACTOR
         yield self.max_bytes
-
-    def _check_op(self) -> None:
-        if self.operation not in REDUCING and self.torch_op is not Op.SUM:
-            raise ConfigError(
-                f"--op is for {' and '.join(REDUCING)}, got {self.op} for {self.operation}; "
-                f"leave it out"
-            )
-        try:
-            combination(self.torch_dtype, self.torch_op)
-        except CommError as error:
-            raise ConfigError(f"--dtype {self.dtype} and --op {self.op}: {error}") from None
 
 
 ALONE = (
@@ -151,7 +119,7 @@ class Row:
     num_bytes: int
     """Bytes of the message."""
     numel: int
-    iterations: int
+    dtype: str
     min_us: float
     """Time of a call on the rank where it was shortest; a rank's time is its mean over calls."""
     avg_us: float
@@ -205,7 +173,7 @@ def _measure_all(comm: Communicator, request: BenchmarkRequest, console: Console
     console.print(head(peers=request.peers), soft_wrap=True)
     for setup in request.setups():
         rows.append(measure(comm, request, setup))
-        console.print(line(rows[-1], request.dtype, request.op_shown), soft_wrap=True)
+        console.print(line(rows[-1]), soft_wrap=True)
     return rows
 
 
@@ -221,26 +189,26 @@ def _describe(console: Console, here: World, request: BenchmarkRequest) -> None:
         console.print(f"# {ALONE}{request.operation}", soft_wrap=True)
 
 
-_HEAD = (
-    f"{'bytes':>12} {'elements':>11} {'dtype':>15} {'op':>7} "
-    f"{'min us':>10} {'avg us':>10} {'max us':>10} {'alg GB/s':>9} {'bus GB/s':>9} {'wrong':>6}"
+_COLUMNS = (
+    *(("bytes", "12", "num_bytes"), ("elements", "11", "numel"), ("dtype", "15", "dtype")),
+    *(("min us", "10.2f", "min_us"), ("avg us", "10.2f", "avg_us"), ("max us", "10.2f", "max_us")),
+    *(("alg GB/s", "9.3f", "algorithm_gbs"), ("bus GB/s", "9.3f", "bus_gbs")),
+    *(("wrong", "6", "num_wrong"), ("MPI us", "10.2f", "library_us")),
+    ("MPI/ours", "8.2f", "library_ratio"),
 )
-_PEER_HEAD = f" {'MPI us':>10} {'MPI/ours':>8}"
+"""Name, width and format, field of a ``Row``; the last two of a library that was measured."""
 
 
 def head(*, peers: bool) -> str:
     """Return the names of the columns."""
-    return _HEAD + _PEER_HEAD if peers else _HEAD
+    shown = _COLUMNS if peers else _COLUMNS[:-2]
+    return " ".join(f"{name:>{form.partition('.')[0]}}" for name, form, _ in shown)
 
 
-def line(row: Row, dtype: str, op: str) -> str:
-    """Return the line of one size; ``op`` is empty for operations that combine nothing."""
-    text = f"{row.num_bytes:>12} {row.numel:>11} {dtype:>15} {op:>7} "
-    text += " ".join(f"{us:>10.2f}" for us in (row.min_us, row.avg_us, row.max_us))
-    text += f" {row.algorithm_gbs:>9.3f} {row.bus_gbs:>9.3f} {row.num_wrong:>6}"
-    if row.library_us is not None and row.library_ratio is not None:
-        text += f" {row.library_us:>10.2f} {row.library_ratio:>8.2f}"
-    return text
+def line(row: Row) -> str:
+    """Return the line of one size."""
+    values = ((form, getattr(row, name)) for _, form, name in _COLUMNS)
+    return " ".join(format(value, f">{form}") for form, value in values if value is not None)
 
 
 def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
@@ -252,7 +220,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
     iterations = request.iterations or _affordable(comm.broadcast_object(warm_up_s))
     library_s: list[float] | None = None
     if request.peers:
-        seconds, library_s = _in_turn(comm, case, setup, iterations)
+        seconds, library_s = _in_turn(comm, case, iterations)
     else:
         seconds = _seconds(comm, case.call, iterations)
     if request.operation == "send":  # the ranks in between do nothing
@@ -264,7 +232,7 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
     return Row(
         num_bytes=num_bytes,
         numel=case.numel,
-        iterations=iterations,
+        dtype=request.dtype,
         min_us=min(seconds) * 1e6,
         avg_us=mean * 1e6,
         max_us=max(seconds) * 1e6,
@@ -289,13 +257,11 @@ def _affordable(warm_up_s: float) -> int:
     return min(max(round(BUDGET_S / warm_up_s), FEWEST), MOST)
 
 
-def _in_turn(
-    comm: Communicator, case: Case, setup: Setup, iterations: int
-) -> tuple[list[float], list[float]]:
+def _in_turn(comm: Communicator, case: Case, iterations: int) -> tuple[list[float], list[float]]:
     """Time ours and the library in turn; return the median turn of each rank for both."""
     from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
 
-    library = LibraryAllreduce(case.given[0].values, setup.op)
+    library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     each = -(-iterations // PEER_ROUNDS)

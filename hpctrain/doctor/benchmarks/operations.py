@@ -5,9 +5,8 @@ checked. Those of a rank repeat after ``PERIOD`` elements: what all ranks make o
 out for one period, in whole numbers, and compared bit by bit with all the others.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -15,34 +14,21 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.ops import Op
 
 PERIOD = 61
 """A prime: no slice, chunk or cache line of any size has the same values as the next one."""
 _TILE_PERIODS = 1 << 14
 """Periods that are written or compared at once: 1 Mi elements."""
 
-_Fold = Callable[[Tensor, Tensor], Tensor]
-_FOLDS: dict[Op, _Fold] = {
-    Op.SUM: torch.add,
-    Op.PRODUCT: torch.mul,
-    Op.MIN: torch.minimum,
-    Op.MAX: torch.maximum,
-    Op.BAND: torch.bitwise_and,
-    Op.BOR: torch.bitwise_or,
-    Op.BXOR: torch.bitwise_xor,
-}
 
-
-def values_of(rank: int, size: int, dtype: torch.dtype, op: Op = Op.SUM) -> Tensor:
+def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     """Return a period of the values of ``rank``, one of ``size`` ranks, of ``dtype``."""
-    return _whole(rank, size, dtype, op).to(dtype)
+    return _whole(rank, size, dtype).to(dtype)
 
 
-def combined(size: int, dtype: torch.dtype, op: Op) -> Tensor:
-    """Return a period of what ``op`` makes of the values of all ranks, of ``dtype``."""
-    ranks = (_whole(rank, size, dtype, op) for rank in range(size))
-    return reduce(_FOLDS[op], ranks).to(dtype)
+def combined(size: int, dtype: torch.dtype) -> Tensor:
+    """Return a period of the sum of the values of all ranks, of ``dtype``."""
+    return torch.stack([_whole(rank, size, dtype) for rank in range(size)]).sum(0).to(dtype)
 
 
 def write(target: Tensor, period: Tensor, start: int = 0) -> None:
@@ -58,21 +44,17 @@ def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
     )
 
 
-def _whole(rank: int, size: int, dtype: torch.dtype, op: Op) -> Tensor:
+def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     """Return the values as whole numbers; bool takes what is not 0 as true."""
     place = torch.arange(PERIOD)
     if dtype is torch.bool:
-        # True everywhere in a few places only, so that "and" and "or" both find something.
-        return ((place + rank) % (size + 1) != 0).long()
-    if op is Op.SUM:
-        # Where the sum of all would not be exact, only one rank of every `stride` adds to it.
-        limit = _largest_exact(dtype)
-        stride = -(-size // limit)
-        values = (3 * place + rank) % (limit // -(-size // stride) + 1)
-        return values * ((place + rank) % stride == 0)
-    if op is Op.PRODUCT:
-        return 1 + ((place + rank) % 2) * (rank < 3)
-    return (3 * place + 5 * rank) % 8
+        # False everywhere in a few places only.
+        return ((place + rank) % (size + 1) == 0).long()
+    # Where the sum of all would not be exact, only one rank of every `stride` adds to it.
+    limit = _largest_exact(dtype)
+    stride = -(-size // limit)
+    values = (3 * place + rank) % (limit // -(-size // stride) + 1)
+    return values * ((place + rank) % stride == 0)
 
 
 def _largest_exact(dtype: torch.dtype) -> int:
@@ -98,7 +80,6 @@ class Setup:
     num_bytes: int
     """Size that was asked for; it is rounded down to whole elements for each rank, at least 1."""
     dtype: torch.dtype
-    op: Op = Op.SUM
     in_bucket: bool = False
     """In a bucket in node memory instead of an ordinary tensor; for all-reduce."""
 
@@ -163,11 +144,11 @@ def allreduce(comm: Communicator, setup: Setup) -> Case:
         else torch.empty(setup.numel, dtype=setup.dtype)
     )
     flat = target.flat if isinstance(target, Bucket) else target
-    total = combined(comm.size, setup.dtype, setup.op)
+    total = combined(comm.size, setup.dtype)
     return Case(
         numel=setup.numel,
-        call=lambda: comm.allreduce_(target, op=setup.op).wait(),
-        given=[Part(flat, values_of(comm.rank, comm.size, setup.dtype, setup.op))],
+        call=lambda: comm.allreduce_(target).wait(),
+        given=[Part(flat, values_of(comm.rank, comm.size, setup.dtype))],
         expected=lambda: [Part(flat, total)],
     )
 
@@ -175,13 +156,13 @@ def allreduce(comm: Communicator, setup: Setup) -> Case:
 def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
     """``reduce_scatter``; the message is the whole tensor that each rank gives."""
     given, got = torch.empty(setup.numel, dtype=setup.dtype), _Got()
-    total = combined(comm.size, setup.dtype, setup.op)
+    total = combined(comm.size, setup.dtype)
     sizes = [len(part) for part in torch.arange(setup.numel).tensor_split(comm.size)]
     start, mine = sum(sizes[: comm.rank]), sizes[comm.rank]
     return Case(
         numel=setup.numel,
-        call=lambda: got.take([comm.reduce_scatter(given, op=setup.op)]),
-        given=[Part(given, values_of(comm.rank, comm.size, setup.dtype, setup.op))],
+        call=lambda: got.take([comm.reduce_scatter(given)]),
+        given=[Part(given, values_of(comm.rank, comm.size, setup.dtype))],
         expected=lambda: [Part(got.tensors[0], total, start, mine)],
     )
 
@@ -284,10 +265,9 @@ OPERATIONS = {
 class _Got:
     """Tensors that the last call has returned."""
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    tensors: Sequence[Tensor] = ()
 
-    def take(self, tensors: list[Tensor]) -> None:
+    def take(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
 

@@ -1,13 +1,9 @@
-"""A check: a function that judges facts. What it finds is told once for all ranks that find it."""
+"""Findings of checks: their making, and their telling once for all ranks that have them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import TypeVar
 
 from hpctrain.core.finding import Finding
-
-F = TypeVar("F")
 
 SHOWN = 4
 """Hosts, values or findings of a kind that are told; a thousand would drown the rest."""
@@ -17,19 +13,10 @@ Found = Finding | Iterable[Finding]
 """What a function that judges gives: at least one finding, an ``ok`` where all is well."""
 
 
-def check(name: str) -> Callable[[Callable[[F], Found]], Callable[[F], list[Finding]]]:
-    """Make a check of a function: its findings are told under ``name``, in two or three words."""
-
-    def decorate(judge: Callable[[F], Found]) -> Callable[[F], list[Finding]]:
-        @wraps(judge)
-        def judged(facts: F) -> list[Finding]:
-            found = judge(facts)
-            several = [found] if isinstance(found, Finding) else found
-            return [replace(each, check=name) for each in several]
-
-        return judged
-
-    return decorate
+def named(check: str, found: Found) -> list[Finding]:
+    """Return what a check has found under its name, or names of their own."""
+    several = [found] if isinstance(found, Finding) else found
+    return [replace(each, check=check or each.check) for each in several]
 
 
 def ok(what: str) -> Finding:
@@ -72,11 +59,10 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Keep each finding once; name its hosts unless it holds on all of them.
+    """Keep each finding once, in the order of the first rank that has it.
 
-    Returns:
-        The findings in the order of the first rank that has them. Of an ``ok`` that differs from
-        rank to rank only the first rank's is kept, and none where the check found a fault.
+    Its hosts are named unless it holds on all of them. Of an ``ok`` that differs from rank to rank
+    only the first rank's is kept, and none where the check found a fault.
     """
     found: dict[Finding, dict[str, None]] = {}
     for of_rank, host in zip(findings, hosts, strict=True):

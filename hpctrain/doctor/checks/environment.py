@@ -11,13 +11,12 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes
-from hpctrain.doctor.checks.check import Found, check, error, note, ok, warning
+from hpctrain.doctor.checks.check import Found, error, note, ok, warning
 from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFacts, differences
 from hpctrain.launch.installed_horovod import Installed, plain
 from hpctrain.launch.pmi import name_of
 
 
-@check("versions")
 def check_versions(facts: Facts) -> Found:
     """Name what is missing."""
     found = [_missing(name) for name, version in facts.versions.items() if version is None]
@@ -25,7 +24,6 @@ def check_versions(facts: Facts) -> Found:
     return found or ok(", ".join([f"python {facts.python}", *installed, facts.place]))
 
 
-@check("versions")
 def check_equal_versions(world: WorldFacts) -> Found:
     """Name packages and libraries of which the ranks have different versions."""
     versions = [{"python": each.python, **each.versions} for each in world.ranks]
@@ -52,7 +50,6 @@ _SYSTEM = Path("/usr")
 """What lies below was installed with the machine, not chosen by a module."""
 
 
-@check("MPI library")
 def check_library(facts: Facts) -> Found:
     """Name a library that cannot be loaded, and one that hides another."""
     mpi = facts.mpi
@@ -101,7 +98,6 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
     )
 
 
-@check("engines")
 def check_engines(facts: Facts) -> Found:
     """Name a Horovod that was built for something else, and one that is asked for and absent."""
     found = facts.horovod
@@ -154,7 +150,6 @@ _FOR_ALL = (
 )
 
 
-@check("settings")
 def check_settings(facts: Facts) -> Found:
     """Name variables that are not valid or not known, and list every setting with its source."""
     try:
@@ -177,7 +172,6 @@ def check_settings(facts: Facts) -> Found:
     return found
 
 
-@check("settings")
 def check_equal_settings(world: WorldFacts) -> Found:
     """Find variables that differ between ranks."""
     ours = [_ours(facts.environ) for facts in world.ranks]
@@ -207,7 +201,6 @@ _WITHOUT_LOCKS = (
 )
 
 
-@check("directory")
 def check_directories(facts: Facts) -> list[Finding]:
     """Name what fails or hangs in each directory that was asked about."""
     return [found for each in facts.directories for found in _judge(each)]

@@ -6,7 +6,7 @@ from hpctrain.cluster.env import Launched, job_id, launched, scheduler, tasks_of
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
-from hpctrain.doctor.checks.check import Found, check, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 
@@ -29,7 +29,6 @@ def ranks_per_node(environ: Mapping[str, str]) -> int | None:
     return max(counts, default=None)
 
 
-@check("job")
 def check_job(facts: Facts) -> Found:
     """Tell the job and its division; name what srun would not pass on to the ranks."""
     environ, name = facts.environ, scheduler(facts.environ)
@@ -53,7 +52,6 @@ def check_job(facts: Facts) -> Found:
     return found
 
 
-@check("launcher")
 def check_launcher(facts: Facts) -> Found:
     """Tell who started this rank; before a launch, whether srun can."""
     offered, library = facts.mpi.srun_types, facts.mpi.library
@@ -72,7 +70,6 @@ def check_launcher(facts: Facts) -> Found:
     )
 
 
-@check("world")
 def check_world(world: WorldFacts) -> Found:
     """Compare what the launcher says with the world that MPI made."""
     topology, found = world.topology, world.launched
@@ -89,7 +86,6 @@ def check_world(world: WorldFacts) -> Found:
     )
 
 
-@check("ranks per node")
 def check_nodes(world: WorldFacts) -> Found:
     """Say where nodes hold different numbers of ranks."""
     topology = world.topology
@@ -104,7 +100,6 @@ def check_nodes(world: WorldFacts) -> Found:
     )
 
 
-@check("MPI threads")
 def check_level(world: WorldFacts) -> Found:
     """Say whether threads may call MPI."""
     levels = [facts.thread_level for facts in world.ranks]
@@ -120,7 +115,6 @@ def check_level(world: WorldFacts) -> Found:
     )
 
 
-@check("plan")
 def tell_plan(world: WorldFacts) -> list[Finding]:
     """Tell the plan, and what it was chosen by."""
     return [note(text) for text in world.plan]

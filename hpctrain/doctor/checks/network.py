@@ -6,7 +6,7 @@ from statistics import median
 
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
-from hpctrain.doctor.checks.check import Found, check, few, listed, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
@@ -17,7 +17,6 @@ FEWEST_BYTES = 1 << 18
 """Fewer bytes drown in what else leaves a host."""
 
 
-@check("network cards")
 def check_cards(facts: Facts) -> Found:
     """Name a fast card that is down, that MPI is told not to use, or that it has no driver for."""
     cards = facts.network.cards
@@ -58,7 +57,6 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-@check("copies between ranks")
 def check_copies(facts: Facts) -> Found:
     """Name what keeps MPI from copying between the ranks of a node in one go."""
     if not facts.network.copy_error:
@@ -71,7 +69,6 @@ def check_copies(facts: Facts) -> Found:
     )
 
 
-@check("network")
 def check_ways(world: WorldFacts) -> Found:
     """Say how messages leave the nodes, and where a fast network lies idle."""
     carried = world.carried
@@ -131,7 +128,6 @@ WRONG_S = 1.0
 """Clocks that are kept by NTP differ by milliseconds."""
 
 
-@check("links")
 def check_links(world: WorldFacts) -> list[Finding]:
     """Tell how fast messages are inside nodes and between them, and name the slow links."""
     found = []
@@ -227,7 +223,6 @@ def _rate(bytes_per_s: float) -> str:
     return f"{format_bytes(bytes_per_s)}/s"
 
 
-@check("clocks")
 def check_clocks(world: WorldFacts) -> Found:
     """Compare the clocks of all nodes with that of the middle one."""
     if world.topology.num_nodes == 1:

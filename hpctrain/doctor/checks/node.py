@@ -12,7 +12,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import MIB, format_bytes, format_numbers, format_ranks
-from hpctrain.doctor.checks.check import Found, check, error, few, note, ok, plural, warning
+from hpctrain.doctor.checks.check import Found, error, few, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
 from hpctrain.doctor.checks.job import number_of, ranks_per_node
 
@@ -24,7 +24,6 @@ _GIVE = (
 )
 
 
-@check("cores")
 def check_masks(ranks: Sequence[Facts]) -> Found:
     """Find ranks that take turns on cores, and ranks that are kept from cores of their job.
 
@@ -67,7 +66,6 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
     return [warning(what, _GIVE) if is_wrong else note(what, _GIVE)]
 
 
-@check("threads")
 def check_threads(ranks: Sequence[Facts]) -> Found:
     """Name variables that make more threads than a rank has cores, or fewer.
 
@@ -134,7 +132,6 @@ _VARIABLES = (_VISIBLE, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
 
-@check("GPUs")
 def check_gpus(facts: Facts) -> Found:
     """Name a device given twice, more ranks than devices, and a torch that cannot use them."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
@@ -144,7 +141,6 @@ def check_gpus(facts: Facts) -> Found:
     return found or ok(text)
 
 
-@check("GPUs")
 def check_own_gpus(world: WorldFacts) -> Found:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     ranks = world.ranks
@@ -260,7 +256,6 @@ SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 MPICH 5."""
 
 
-@check("memory")
 def check_room(facts: Facts) -> Found:
     """Name a control group or a machine with no room for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
@@ -278,7 +273,6 @@ def check_room(facts: Facts) -> Found:
     )
 
 
-@check("node memory")
 def check_ways(facts: Facts) -> Found:
     """Name what will keep the ranks of this node from sharing memory."""
     try:
@@ -295,7 +289,6 @@ def check_ways(facts: Facts) -> Found:
     return found or ok(f"memfd; {room}")
 
 
-@check("node memory")
 def check_way(world: WorldFacts) -> Found:
     """Say which memory the ranks of a node share."""
     way, wanted = world.node_memory, world.settings.shared_memory

@@ -104,8 +104,7 @@ def file_system_of(path: Path) -> str:
 def take_steps(directory: Path, name: str) -> None:
     """Take all steps that make sense, and tell each; what is made is below ``name``."""
     try:
-        status = os.statvfs(directory)
-        free_bytes = status.f_bavail * status.f_frsize
+        free_bytes = shutil.disk_usage(directory).free
     except OSError:
         free_bytes = 0
     _say("place", file_system_of(directory), free_bytes)

@@ -119,8 +119,7 @@ def srun_types_of(text: str) -> tuple[str, ...]:
 
 def _memory() -> MemoryFacts:
     try:
-        status = os.statvfs(SHM)
-        size, free = (n * status.f_frsize for n in (status.f_blocks, status.f_bavail))
+        size, _, free = shutil.disk_usage(SHM)
     except OSError:
         size, free = 0, 0
     return MemoryFacts(

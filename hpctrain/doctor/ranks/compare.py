@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -21,15 +21,6 @@ from hpctrain.doctor.ranks.traffic import links_between, links_inside
 from hpctrain.runtime.abort import FailureHooks, leave
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Mine:
-    """What each rank tells all others."""
-
-    facts: Facts
-    notes: tuple[str, ...]
-    local: list[Finding]
-
-
 def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]:
     """Connect all ranks, gather their facts and judge them. Collective.
 
@@ -44,15 +35,13 @@ def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]
         settings = Settings()
     with _connected(settings) as (found, obstacles):
         comm, topology = found.comm, found.topology
-        told: list[_Mine] = comm.allgather_object(
-            _Mine(facts=_of_rank(facts, comm.size), notes=found.notes, local=local)
-        )
-        launched, settings = comm.broadcast_object((env.launched(), settings))
+        told = comm.allgather_object((_of_rank(facts, comm.size), local))
+        launched, settings, notes = comm.broadcast_object((env.launched(), settings, found.notes))
         inside = links_inside(comm, topology)
         fast = [card.name for card in facts.network.cards if card.is_fast]
         between, carried = links_between(comm, topology, tuple(fast), seconds)
         world = WorldFacts(
-            ranks=[rank.facts for rank in told],
+            ranks=[of_rank for of_rank, _ in told],
             topology=topology,
             launched=launched,
             mpi=mpi_library.version() if comm.size > 1 else "no MPI",
@@ -60,14 +49,14 @@ def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]
             engine=found.plan.engine,
             node_memory=found.plan.node_memory,
             overlap=found.plan.overlap,
-            notes=told[0].notes,
+            notes=notes,
             obstacles=obstacles,
             plan=_in_sentences(found),
             inside=inside,
             between=between,
             carried=carried,
         )
-        findings = examine_all(world, [rank.local for rank in told])
+        findings = examine_all(world, [found for _, found in told])
         return comm.broadcast_object(findings)  # some speak of rank 0's own: it tells all
 
 

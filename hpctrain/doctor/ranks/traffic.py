@@ -45,11 +45,9 @@ def links_inside(comm: Communicator, topology: Topology) -> list[Link]:
 def links_between(
     comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
 ) -> tuple[list[Link], list[Carried]]:
-    """Measure between nodes as long as there is time, and doubtful links again. Collective.
+    """Measure between first ranks of nodes as long as there is time, doubtful links again.
 
-    Returns:
-        The links between the first ranks of nodes, and what left each node meanwhile; the same
-        on every rank.
+    Collective. What left each node meanwhile comes second; all is the same on every rank.
     """
     before = interface_bytes(), card_bytes()
     links: list[Link] = []
@@ -111,10 +109,7 @@ def measure(
 ) -> list[Link]:
     """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
 
-    Pairs are disjoint, and the same on every rank.
-
-    Returns:
-        A link for each pair, in their order; the same on every rank.
+    Pairs are disjoint, and the same on every rank; so are their links, in the same order.
     """
     mine: Link | None = None
     for first, second in pairs:

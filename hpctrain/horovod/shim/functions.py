@@ -8,7 +8,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.horovod.shim.modules import install
-from hpctrain.launch.hosts import check_hosts
+from hpctrain.launch.mpiexec import check_hosts
 from hpctrain.runtime.run import run as hpctrain_run
 
 HARMLESS = {

@@ -12,7 +12,15 @@ SUFFIX = ".sbatch"
 
 _CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
+_OPPOSITE = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
 _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
+
+
+_PLAIN = (
+    *("job_name", "partition", "account", "nodes", "tasks_per_node", "cpus_per_task", "time"),
+    *("gpus_per_node", "output", "array", "dependency"),
+)
+"""Settings that are options of sbatch with a value, in the order of the script."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +67,10 @@ class BatchSettings:
         Raises:
             ConfigError: an entry of ``extra`` is no long option.
         """
-        values = {
-            "--job-name": self.job_name,
-            "--partition": self.partition,
-            "--account": self.account,
-            "--nodes": self.nodes,
-            "--ntasks-per-node": self.tasks_per_node,
-            "--cpus-per-task": self.cpus_per_task,
-            "--time": self.time,
-            "--gpus-per-node": self.gpus_per_node,
-            "--output": self.output,
-            "--array": self.array,
-            "--dependency": self.dependency,
-            "--kill-on-invalid-dep": "yes" if self.dependency else None,
-        }
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _PLAIN}
+        values["--ntasks-per-node"] = values.pop("--tasks-per-node")
+        if self.dependency:
+            values["--kill-on-invalid-dep"] = "yes"
         found = {name: f"{name}={_word(name, v)}" for name, v in values.items() if v is not None}
         if self.requeue is not None:
             name = "--requeue" if self.requeue else "--no-requeue"
@@ -114,25 +112,19 @@ def script(name: str, settings: BatchSettings) -> str:
     """
     options = settings.options()
     lines = text(name).splitlines()
-    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
-    there = [_option(line) for line in lines]
-    written = [
-        f"#SBATCH {options[option]}" if option in options else line
-        for option, line in zip(there, lines, strict=True)
-        if option not in _opposites(options)
-    ]
-    last -= sum(option in _opposites(options) for option in there[: last + 1])
-    written[last + 1 : last + 1] = [
-        f"#SBATCH {line}" for option, line in options.items() if option not in there
-    ]
+    opposites = {_OPPOSITE[option] for option in options if option in _OPPOSITE}
+    written = []
+    for line in lines:
+        option = _option(line)
+        if option not in opposites:
+            written.append(f"#SBATCH {options.pop(option)}" if option in options else line)
+    last = max(number for number, line in enumerate(written, 1) if line.startswith("#SBATCH "))
+    written[last:last] = [f"#SBATCH {line}" for line in options.values()]
     whole = "\n".join(written) + "\n"
     words = [_quoted(f"--set={override}") for override in settings.overrides]
     before = f'set -- {" ".join(words)} "$@"\n' if words else ""
-    if settings.config is not None:
-        before += f"config={shlex.quote(settings.config)}"
-        whole = _CONFIG.sub(lambda _: before, whole, count=1)
-    elif before:
-        whole = _CONFIG.sub(lambda found: before + found[0], whole, count=1)
+    config = "" if settings.config is None else f"config={shlex.quote(settings.config)}"
+    whole = _CONFIG.sub(lambda found: before + (config or found[0]), whole, count=1)
     if settings.directory is not None:
         line = f"directory={_quoted(settings.directory)}"
         whole = _DIRECTORY.sub(lambda _: line, whole, count=1)
@@ -146,12 +138,6 @@ def _folder() -> Traversable:
 def _option(line: str) -> str:
     match = _OPTION.match(line)
     return match[1] if match else ""
-
-
-def _opposites(options: dict[str, str]) -> set[str]:
-    """Return what must not stand beside these options."""
-    pairs = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
-    return {pairs[option] for option in options if option in pairs}
 
 
 def _word(name: str, value: str | int) -> str:

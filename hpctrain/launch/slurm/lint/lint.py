@@ -19,6 +19,7 @@ from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
     BatchScript,
     LintFacts,
+    Options,
     ScriptStep,
     launcher_of,
     number,
@@ -110,22 +111,16 @@ def _nested(script: BatchScript) -> Iterator[Fault]:
                 f"line {step.line}: srun starts {found}, once for each task, and each of them "
                 "starts ranks"
             )
-            yield (
-                "error",
-                what,
-                f"one launcher: srun --mpi=... PROGRAM, or {found} ... without srun",
-            )
+            do = f"one launcher: srun --mpi=... PROGRAM, or {found} ... without srun"
+            yield "error", what, do
         own = str(step.options.get("ntasks-per-node", script.number("ntasks-per-node")) or 1)
         if step.does_own_launching and own.isdigit() and int(own) > 1:
             what = (
                 f"line {step.line}: srun starts torchrun or its like {own} times on each node, "
                 "and each of them starts ranks for all GPUs"
             )
-            yield (
-                "error",
-                what,
-                "srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun",
-            )
+            do = "srun --ntasks-per-node=1 torchrun ..., or srun PROGRAM without torchrun"
+            yield "error", what, do
     for launcher in filter(_runs_srun, script.launchers):
         name = launcher_of(launcher)
         what = (
@@ -159,16 +154,15 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered):
             continue
+        needs = f"the MPI of this environment needs {needed}"
         if offered:
             shown = f"--mpi={said}" if said is not None else f"MpiDefault={offered}"
-            what = f"srun with {shown}, but the MPI of this environment needs {needed}"
             alone = "each rank would be alone in a world of its own"
             level: Level = "error" if _is_certain(step, script) else "warning"
-            yield level, f"line {step.line}: {what}: {alone}", do
+            yield level, f"line {step.line}: srun with {shown}, but {needs}: {alone}", do
         else:
-            what = "srun without --mpi takes what the site has chosen"
-            needs = f"the MPI of this environment needs {needed}"
-            yield "note", f"line {step.line}: {what}; {needs}", do
+            what = f"line {step.line}: srun without --mpi takes what the site has chosen; {needs}"
+            yield "note", what, do
 
 
 def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
@@ -268,7 +262,7 @@ def _tasks_per_node(script: BatchScript) -> int | None:
     if per_node is None and "ntasks-per-node" in script.options:
         return None
     usual = per_node or (1 if whole is None else _share(whole, nodes))
-    own: list[Mapping[str, str | None]] = [step.options for step in steps]
+    own: list[Options] = [step.options for step in steps]
     for line in words:
         after = [word for name, word in pairwise(line) if name in _NUM_RANKS]
         own.append({"ntasks": after[0]} if after else {})
@@ -276,7 +270,7 @@ def _tasks_per_node(script: BatchScript) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _own_tasks(options: Mapping[str, str | None], nodes: int, usual: int | None) -> int | None:
+def _own_tasks(options: Options, nodes: int, usual: int | None) -> int | None:
     """Return the tasks of a node by a launcher's own options, ``usual`` where they say nothing."""
     if "ntasks-per-node" in options:
         return number(options, "ntasks-per-node")
@@ -303,11 +297,8 @@ def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
             f"--signal={said} goes to the batch shell alone, which has no trap for it and ends "
             "by it"
         )
-        yield (
-            "warning",
-            what,
-            "#SBATCH --signal=USR1@120 reaches the ranks; or a trap that hands it on",
-        )
+        do = "#SBATCH --signal=USR1@120 reaches the ranks; or a trap that hands it on"
+        yield "warning", what, do
 
 
 def _output(script: BatchScript) -> Iterator[Fault]:
@@ -335,11 +326,8 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
             f"line {lines[0]}: scontrol requeue without a bound: a job that always stops early "
             "is queued for ever"
         )
-        yield (
-            "warning",
-            what,
-            'if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-        )
+        do = 'if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
+        yield "warning", what, do
 
 
 def _time(script: BatchScript) -> Iterator[Fault]:
@@ -364,11 +352,8 @@ def _time(script: BatchScript) -> Iterator[Fault]:
                 f"saves a checkpoint every {format_seconds(every_s)}: when it breaks off, all is "
                 "lost"
             )
-            yield (
-                "warning" if is_said else "note",
-                what,
-                f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time",
-            )
+            do = f"--set checkpoint.every={max(1, round(limit_s / 240))}min, or a longer --time"
+            yield "warning" if is_said else "note", what, do
 
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:

@@ -89,6 +89,10 @@ OPTIONAL = frozenset(
 """Options whose value, if any, is joined to them: ``--nice=5``, ``-K0``."""
 
 
+Options = Mapping[str, str | None]
+"""By long name; empty for a flag; None for a value that is not known."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintFacts:
     """Facts beside the script; a check that lacks one is left out."""
@@ -110,8 +114,7 @@ class ScriptStep:
     """One ``srun``."""
 
     line: int
-    options: Mapping[str, str | None]
-    """By long name; None for a value that is not known."""
+    options: Options
     programs: tuple[Command, ...]
     """What each task runs: one program, or those of ``bash -c "..."``."""
     is_complete: bool
@@ -196,18 +199,18 @@ class BatchScript:
         return None if per_node is None or nodes is None else per_node * nodes
 
     def _step(self, command: Command) -> ScriptStep:
-        parsed = parse(command.words[1:])
+        options, rest, is_complete = parse(command.words[1:])
         around = {name: self.shell.get(name) or "" for name in self.shell.values}
         return ScriptStep(
             command.line,
-            parsed.options,
-            tuple(self._programs(command.line, parsed.rest)),
-            parsed.is_complete,
-            self._tasks_of(parsed.options),
+            options,
+            tuple(self._programs(command.line, rest)),
+            is_complete,
+            self._tasks_of(options),
             {**self.shell.given, **around, **command.environ},
         )
 
-    def _tasks_of(self, options: Mapping[str, str | None]) -> int | None:
+    def _tasks_of(self, options: Options) -> int | None:
         if "ntasks" in options:
             return number(options, "ntasks")
         if (own := number(options, "ntasks-per-node")) is not None:
@@ -225,7 +228,7 @@ class BatchScript:
             yield program
 
 
-def number(options: Mapping[str, str | None], name: str) -> int | None:
+def number(options: Options, name: str) -> int | None:
     """Return the value of an option; None where it is not one whole number."""
     text = options.get(name) or ""
     return int(text) if text.isdigit() else None
@@ -264,27 +267,19 @@ def _directives(text: str) -> tuple[dict[str, str], list[int]]:
             words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
         except ValueError:  # an open quote
             words = line.split()[1:]
-        parsed = parse(words, is_sbatch=True)
-        is_other = is_other or bool({"hetjob", "packjob"} & {*parsed.rest})
+        found, rest, _ = parse(words, is_sbatch=True)
+        is_other = is_other or bool({"hetjob", "packjob"} & {*rest})
         if not is_other:  # what follows is another part of a heterogeneous job
-            options |= {name: value or "" for name, value in parsed.options.items()}
+            options |= {name: value or "" for name, value in found.items()}
     return options, late
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """Options and what stands behind them."""
+def parse(
+    words: Sequence[str | None], *, is_sbatch: bool = False
+) -> tuple[Options, tuple[str | None, ...], bool]:
+    """Split the words behind ``srun`` or ``#SBATCH`` into options and the program behind them.
 
-    options: Mapping[str, str | None] = field(default_factory=dict)
-    """By long name; empty for a flag; None for a value that is not known."""
-    rest: tuple[str | None, ...] = ()
-    """The program and its arguments."""
-    is_complete: bool = True
-    """False where a word is not known, so that more options may hide there."""
-
-
-def parse(words: Sequence[str | None], *, is_sbatch: bool = False) -> Parsed:
-    """Split the words behind ``srun`` or ``#SBATCH`` into options and the rest.
+    The last value is False where a word is not known, so that more options may hide there.
 
     None stands for words that are not known. ``--wait`` is a flag of sbatch, and takes a value of
     srun. Source: ``sbatch --help`` and ``srun --help`` of Slurm 22.05, and the manual of 24.11.
@@ -310,7 +305,7 @@ def parse(words: Sequence[str | None], *, is_sbatch: bool = False) -> Parsed:
             else:
                 options[name] = value or ""
         at += 1
-    return Parsed(options, tuple(words[at:]), is_complete)
+    return options, tuple(words[at:]), is_complete
 
 
 def _split(
