@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hpctrain.comm.rail.algorithms import Wire
+from hpctrain.comm.rail.wire import Wire
 
 PATIENCE_S = 10.0
 """A wait that lasts so long is a deadlock."""

@@ -31,8 +31,8 @@ GAIN = 0.15
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
-_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "library")
-_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "library")
+_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
+_LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 _NO_RAIL = SizeTable(((0, "library"),))
 
 

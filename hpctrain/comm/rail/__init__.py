@@ -1,1 +1,1 @@
-"""Between nodes: rings, doubling and halving over the slow link."""
+"""Between nodes: rings, trees and halving over the slow link."""

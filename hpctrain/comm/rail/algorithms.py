@@ -1,78 +1,17 @@
 """The all-reduces between nodes by name; doubling, halving, a ring, exchanges of all pairs."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
+from hpctrain.comm.rail.trees import double_tree_allreduce_, tree_allreduce_
+from hpctrain.comm.rail.wire import Arrival, Wire, cut, num_segments, received
 from hpctrain.core.units import KIB, MIB
-
-
-class Wire(Protocol):
-    """Point to point, by rank: over MPI, or simulated.
-
-    Tensors are flat and contiguous. Sender and receiver give the same number of elements.
-    """
-
-    rank: int
-    size: int
-
-    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Any:
-        """Begin to send ``tensor``, which stays as it is until ``finish`` of what is returned."""
-
-    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Any:
-        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
-
-    def finish(self, transfer: Any) -> None:
-        """Return when a message under way is complete."""
-
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send ``tensor`` to ``dest``; it may be overwritten on return."""
-        self.finish(self.start_send(tensor, dest, tag))
-
-    def receive_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Replace ``tensor`` by what ``source`` sends."""
-        self.finish(self.start_receive(tensor, source, tag))
-
-    def exchange(self, outgoing: Tensor, dest: int, incoming: Tensor, source: int) -> None:
-        """Send ``outgoing`` to ``dest`` and replace ``incoming`` by what ``source`` sends."""
-        arriving = self.start_receive(incoming, source)
-        leaving = self.start_send(outgoing, dest)
-        self.finish(arriving)
-        self.finish(leaving)
-
-
-def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
-    """Cut a flat ``tensor`` into views that differ by one element at most; some may be empty."""
-    numel = tensor.numel()
-    return [
-        tensor[i * numel // num_pieces : (i + 1) * numel // num_pieces] for i in range(num_pieces)
-    ]
-
-
-def received(wire: Wire, source: int, targets: Iterable[Tensor], ahead: int) -> Iterator[Tensor]:
-    """Yield ``targets`` in order, each when what rank ``source`` sends for it has come.
-
-    The next ``ahead`` receives are posted all the time, so they travel while the caller works.
-    A later piece may go where an earlier one was ``ahead`` pieces before: it is posted when the
-    caller asks for the next piece.
-    """
-
-    def start(target: Tensor) -> tuple[Tensor, Any]:
-        return target, wire.start_receive(target, source)
-
-    coming = iter(targets)
-    posted = deque(start(target) for target in islice(coming, ahead))
-    while posted:
-        tensor, transfer = posted.popleft()
-        wire.finish(transfer)
-        yield tensor
-        posted.extend(start(target) for target in islice(coming, 1))
 
 
 def doubling_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
@@ -223,7 +162,7 @@ def ring_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> Non
     size, rank, numel = wire.size, wire.rank, tensor.numel()
     if size == 1 or numel == 0:
         return
-    num_each = max(1, -(-(-(-numel // size) * tensor.itemsize) // SEGMENT_BYTES))
+    num_each = num_segments(-(-numel // size) * tensor.itemsize, SEGMENT_BYTES)
     pieces = cut(tensor, size * num_each)
     ahead = min(2, num_each)
     inboxes = torch.empty(ahead, -(-numel // len(pieces)), dtype=tensor.dtype)
@@ -238,12 +177,14 @@ def ring_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> Non
     ]
     num_combined = (size - 1) * num_each
 
-    def targets() -> Iterator[Tensor]:
+    def expected() -> Iterator[Arrival]:
         for turn, segment in enumerate(incoming):
-            yield inboxes[turn % ahead, : segment.numel()] if turn < num_combined else segment
+            combined = turn < num_combined
+            target = inboxes[turn % ahead, : segment.numel()] if combined else segment
+            yield Arrival(target, (rank - 1) % size)
 
     leaving = deque(wire.start_send(segment, (rank + 1) % size) for segment in segments_of(rank))
-    for turn, arrived in enumerate(received(wire, (rank - 1) % size, targets(), ahead)):
+    for turn, arrived in enumerate(received(wire, expected(), ahead)):
         segment = incoming[turn]
         if turn < num_combined:
             combination.into(segment, arrived)
@@ -261,6 +202,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "doubling": doubling_allreduce_,
     "halving": halving_allreduce_,
     "ring": ring_allreduce_,
+    "tree": tree_allreduce_,
+    "double_tree": double_tree_allreduce_,
     "library": allreduce_by_messages_,  # where the MPI library cannot; else Rail calls the library
 }
 """By the name that a plan gives them."""
@@ -280,9 +223,12 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
 def pairwise_reduce_scatter(
     wire: Wire, parts: Sequence[Tensor], combination: Combination
 ) -> Tensor:
-    """Return everybody's ``parts[rank]`` combined, as a new tensor of dtype ``wide``. Collective.
+    """Combine everybody's ``parts[rank]`` on this rank. Collective.
 
     Parts are flat and contiguous, of dtype ``combination.lane``, alike on every rank.
+
+    Returns:
+        A new tensor of dtype ``combination.wide``, as long as this rank's part.
     """
     total = parts[wire.rank].to(combination.wide, copy=True)
     inbox = torch.empty_like(parts[wire.rank])

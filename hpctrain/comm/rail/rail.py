@@ -11,7 +11,8 @@ from torch import Tensor
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.rail.algorithms import ALGORITHMS, Wire
+from hpctrain.comm.rail.algorithms import ALGORITHMS
+from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError
