@@ -33,8 +33,7 @@ class Snapshot:
         self._rank = rank
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}
-        self.num_bytes = 0
-        """Copied by the last ``take``."""
+        self.num_bytes = 0  # copied by the last ``take``
 
     def take(self, state: Any) -> Any:
         """Return a copy of a state, on the CPU; what the one before returned is overwritten.

@@ -14,8 +14,7 @@ from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.core.atomic import PART, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
-SCORE = "score"
-"""Among the facts of a checkpoint: how good its model is."""
+SCORE = "score"  # among the facts of a checkpoint: how good its model is
 
 ASIDE = ".aside"
 """Ending of a checkpoint that a run went back behind; it is kept for people, and never loaded."""
@@ -32,8 +31,7 @@ class Kept:
     """A checkpoint as the rules see it."""
 
     step: int
-    whole: bool = True
-    """Whether it can be loaded, as far as is known."""
+    whole: bool = True  # whether it can be loaded, as far as is known
     score: float | None = None
     """How good the model is, the larger the better; None and NaN are never the best."""
 

@@ -12,11 +12,9 @@ from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes
 
-_LONGEST = 200
-"""Characters shown of a fact."""
+_LONGEST = 200  # characters shown of a fact
 
-FOLDER = "checkpoints"
-"""Where the checkpoints of a run directory lie."""
+FOLDER = "checkpoints"  # where the checkpoints of a run directory lie
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:

@@ -43,8 +43,7 @@ class Loaded:
     """What a checkpoint holds."""
 
     state: Any
-    private: "Privates"
-    """What each rank had of its own, by the rank it had then."""
+    private: "Privates"  # what each rank had of its own, by the rank it had then
     facts: dict[str, Any]
     step: int
 

@@ -45,12 +45,9 @@ class Figures:
     """What a checkpoint cost."""
 
     step: int
-    num_bytes: int
-    """Of all tensors, on all ranks."""
-    stall_s: float
-    """How long the training stood still, the longest of all ranks."""
-    write_s: float
-    """Until all was on disk, the longest of all ranks."""
+    num_bytes: int  # of all tensors, on all ranks
+    stall_s: float  # how long the training stood still, the longest of all ranks
+    write_s: float  # until all was on disk, the longest of all ranks
 
     @property
     def bytes_per_s(self) -> float:

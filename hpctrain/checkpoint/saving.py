@@ -39,25 +39,21 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 
-_Spec = tuple[str, tuple[int, ...]]
-"""Dtype and shape of a whole tensor."""
+_Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
 """Of one rank: the checksums of what it wrote, and what it has of its own."""
 
-WHOLE_BYTES = MIB
-"""Smaller tensors are not cut."""
+WHOLE_BYTES = MIB  # smaller tensors are not cut
 
-Parts = dict[int, Shard]
-"""What each writing rank writes of one tensor."""
+Parts = dict[int, Shard]  # what each writing rank writes of one tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What a save took."""
 
-    bytes: int
-    """Of all tensors, on all ranks."""
+    bytes: int  # of all tensors, on all ranks
     seconds: float
 
 
@@ -66,8 +62,7 @@ class _Contents:
     leaves: dict[str, Tensor | Piece]
     skeleton: Any
     own: dict[str, Tensor]
-    common: list[str]
-    """What must be the same on every rank."""
+    common: list[str]  # what must be the same on every rank
 
     @property
     def pieces(self) -> dict[str, Shard]:

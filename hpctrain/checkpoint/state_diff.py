@@ -16,14 +16,12 @@ from hpctrain.checkpoint.loading import load
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.tensor_arguments import name_of
 
-PRIVATE = "private"
-"""Begins the paths of what a rank has of its own: ``private/3/random``."""
+PRIVATE = "private"  # begins the paths of what a rank has of its own: ``private/3/random``
 
 _MEASURED = ("training_s", "tally/sums", "epoch_tally/sums")
 """Ends of the paths at which the state of ``hpctrain train`` holds durations."""
 
-_LONGEST = 60
-"""Characters shown of a plain value."""
+_LONGEST = 60  # characters shown of a plain value
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,17 +30,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Difference:
     """One place at which two states are not the same."""
 
-    path: str
-    """Of the tensor or plain value, such as ``model/0.weight``."""
+    path: str  # of the tensor or plain value, such as ``model/0.weight``
     what: str
     """``values``, ``shape``, ``dtype``, ``missing``, ``plain``, or ``time`` of what a run of
     ``hpctrain train`` has measured of itself, which is no difference of its results."""
-    text: str
-    """For people, in one line."""
-    num_different: int = 0
-    """Elements whose bits differ; 0 unless ``what`` is ``values``."""
-    max_abs: float = 0.0
-    """Largest difference of two finite elements."""
+    text: str  # for people, in one line
+    num_different: int = 0  # elements whose bits differ; 0 unless ``what`` is ``values``
+    max_abs: float = 0.0  # largest difference of two finite elements
 
 
 def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Difference]:

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-WRONG = 1
-"""Exit code when a value was wrong."""
+WRONG = 1  # exit code when a value was wrong
 
 Operation = Annotated[
     str,

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-FAULT = 1
-"""Exit code when a checkpoint is not whole, or two states differ."""
+FAULT = 1  # exit code when a checkpoint is not whole, or two states differ
 
 EXAMPLES = """
 For instance:

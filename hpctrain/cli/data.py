@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.data.tools.shared_work import Start
 
-FAULT = 1
-"""Exit code when a data set is not whole."""
+FAULT = 1  # exit code when a data set is not whole
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The data set.", show_default=False)
@@ -192,8 +191,7 @@ def _together(verb: str) -> "Iterator[tuple[Communicator | None, Start]]":
         yield comm, bar.start
 
 
-_MOST_SHARDS = 20
-"""Listed one by one; of more only the first and the last."""
+_MOST_SHARDS = 20  # listed one by one; of more only the first and the last
 
 
 def _lines_of(about: "dict[str, Any]") -> "Iterator[str]":

@@ -10,8 +10,7 @@ import typer
 
 from hpctrain.core.finding import LEVELS, Finding
 
-WRONG = 1
-"""Exit code when there is a warning or an error."""
+WRONG = 1  # exit code when there is a warning or an error
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")]
 Pmi = Annotated[

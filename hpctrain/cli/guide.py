@@ -8,8 +8,7 @@ import typer
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
 
-MAX_WIDTH = 100
-"""Columns of a guide on a wide terminal."""
+MAX_WIDTH = 100  # columns of a guide on a wide terminal
 
 Topic = Annotated[
     str | None,

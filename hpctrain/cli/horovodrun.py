@@ -21,14 +21,10 @@ class Meant(NamedTuple):
 
     names: str
     variable: str
-    metavar: str = ""
-    """Of its value; a switch has none."""
-    value: str = "1"
-    """Of a switch."""
-    factor: int = 1
-    """From the unit of the option to that of the variable."""
-    help: str = ""
-    """Without one it is understood, and not shown."""
+    metavar: str = ""  # of its value; a switch has none
+    value: str = "1"  # of a switch
+    factor: int = 1  # from the unit of the option to that of the variable
+    help: str = ""  # without one it is understood, and not shown
 
     def variables(self, given: str) -> dict[str, str]:
         """Return what the ranks get in their environment.

@@ -19,8 +19,7 @@ from hpctrain.runtime.stopping import STOPPED
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell has it."""
+INTERRUPTED = 130  # exit code after Ctrl-C, as a shell has it
 
 
 @with_options

@@ -23,8 +23,7 @@ from hpctrain.cli.train import train
 from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0
-"""Time in which rank 0's error ends the job, so that no other rank repeats it."""
+ROOT_SPEAKS_S = 2.0  # time in which rank 0's error ends the job, so that no other rank repeats it
 
 EXAMPLES = """
 For instance:

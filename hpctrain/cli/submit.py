@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from hpctrain.core.finding import Finding
     from hpctrain.launch.slurm.batch_script import BatchSettings
 
-SCRIPT = "job.sbatch"
-"""The script of the latest job of a run, in the run's folder."""
+SCRIPT = "job.sbatch"  # the script of the latest job of a run, in the run's folder
 
-JOBS = "jobs.txt"
-"""The numbers of its jobs, one a line."""
+JOBS = "jobs.txt"  # the numbers of its jobs, one a line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +28,7 @@ class Job:
     """A job before it is submitted."""
 
     name: str
-    folder: Path
-    """Of the run; an array has one below it for each index."""
+    folder: Path  # of the run; an array has one below it for each index
     is_array: bool = False
 
     def __post_init__(self) -> None:
@@ -119,17 +116,14 @@ class Job:
         return "\n".join([f"job {number}: {self.folder / SCRIPT}", *lines])
 
 
-REFUSED = 1
-"""Exit code where the checks or Slurm refuse the job."""
+REFUSED = 1  # exit code where the checks or Slurm refuse the job
 
 Name = partial(Option, metavar="NAME")
 Number = partial(Option, min=1, metavar="N")
 
-LIST = "list"
-"""What ``--template`` without a name stands for."""
+LIST = "list"  # what ``--template`` without a name stands for
 
-WIDTH = 99
-"""Columns of the list of templates."""
+WIDTH = 99  # columns of the list of templates
 
 
 class SubmitCommand(TyperCommand):

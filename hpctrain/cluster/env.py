@@ -19,22 +19,16 @@ from pathlib import Path
 class Launcher:
     """The variables of one launcher; of several names for a fact the first that is set counts."""
 
-    name: str
-    """How the launcher is called in ``Topology.launcher`` and in messages."""
-    rank: str
-    """Rank in the world."""
-    size: str
-    """Ranks of the world."""
-    local_rank: str = ""
-    """Rank on this node."""
-    local_size: str = ""
-    """Ranks on this node."""
+    name: str  # how the launcher is called in ``Topology.launcher`` and in messages
+    rank: str  # rank in the world
+    size: str  # ranks of the world
+    local_rank: str = ""  # rank on this node
+    local_size: str = ""  # ranks on this node
     needs: str = field(default="", kw_only=True)
     """More variables which must be set for its word to count."""
     pmi: str = field(default="", kw_only=True)
     """Holds the process management interface that was asked for."""
-    by_mpi: bool = field(default=True, kw_only=True)
-    """Whether MPI connects the ranks."""
+    by_mpi: bool = field(default=True, kw_only=True)  # whether MPI connects the ranks
 
 
 def _four(prefix: str) -> tuple[str, str, str, str]:
@@ -102,22 +96,15 @@ SCHEDULERS = {
 class Launched:
     """What the launcher of this process says about it; MPI has the last word."""
 
-    name: str
-    """Name of the launcher, from the table."""
-    rank: int
-    """Rank in the world."""
-    size: int
-    """Ranks in the world."""
-    local_rank: int | None
-    """Rank on the node, where the launcher says it."""
-    local_size: int | None
-    """Ranks on the node, where the launcher says it."""
+    name: str  # name of the launcher, from the table
+    rank: int  # rank in the world
+    size: int  # ranks in the world
+    local_rank: int | None  # rank on the node, where the launcher says it
+    local_size: int | None  # ranks on the node, where the launcher says it
     pmi: str
     """Process management interface of the step, such as ``pmix`` or ``none``; empty if unsaid."""
-    size_variable: str
-    """Where ``size`` was read, for messages."""
-    by_mpi: bool = True
-    """Whether this launcher's ranks are connected by MPI."""
+    size_variable: str  # where ``size`` was read, for messages
+    by_mpi: bool = True  # whether this launcher's ranks are connected by MPI
 
 
 TUNING = (

@@ -22,8 +22,7 @@ FIX: dict[tuple[str, Family], str] = {
 ``srun_type``."""
 
 
-ALONE = "HPCTRAIN_ALONE=1"
-"""Allows a world of one where several ranks were expected."""
+ALONE = "HPCTRAIN_ALONE=1"  # allows a world of one where several ranks were expected
 
 
 def check_world(

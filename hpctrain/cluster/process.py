@@ -45,11 +45,9 @@ def is_child() -> bool:
 class Stat(NamedTuple):
     """What /proc says of a process."""
 
-    state: str
-    """``Z`` and ``X`` are no longer alive."""
+    state: str  # ``Z`` and ``X`` are no longer alive
     parent: int
-    birth: int
-    """When it started, in clock ticks since boot."""
+    birth: int  # when it started, in clock ticks since boot
 
 
 def stat(pid: int) -> Stat | None:

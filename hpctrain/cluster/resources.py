@@ -118,15 +118,13 @@ _FILES = (
 )
 SPARE_BYTES = 8 << 20
 """What a process needs besides, for its next message or list, lest it wakes the OOM killer."""
-ENTRY_FACTOR = 512
-"""A page of 4 KiB takes 8 bytes in the page table of every process that maps it."""
+ENTRY_FACTOR = 512  # a page of 4 KiB takes 8 bytes in the page table of every process that maps it
 
 
 class Room(NamedTuple):
     """Memory that some processes of a machine take from together."""
 
-    key: tuple[int, int]
-    """The same in every process that takes from it, whatever its namespaces."""
+    key: tuple[int, int]  # the same in every process that takes from it, whatever its namespaces
     name: str
     left_bytes: int
 

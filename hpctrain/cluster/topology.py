@@ -7,52 +7,39 @@ from typing import Self
 from hpctrain.core.errors import TopologyError
 from hpctrain.core.units import format_numbers
 
-SHOWN = 8
-"""Nodes named in ``describe``; a thousand would drown the rest."""
+SHOWN = 8  # nodes named in ``describe``; a thousand would drown the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
     """What one rank knows of itself; ``comm.factory`` gathers them over MPI."""
 
-    host: str
-    """Name of the host, different for every machine."""
+    host: str  # name of the host, different for every machine
     node: str = ""
     """Tells nodes apart where the host's name does not; empty means the host is the node."""
-    cores: tuple[int, ...]
-    """Affinity mask."""
-    cards: int = 1
-    """Network cards of the host."""
-    launcher: str = "alone"
-    """Who started this rank, a name of ``cluster.env.LAUNCHERS``."""
-    scheduler: str = ""
-    """Whose job it is; empty outside of jobs."""
+    cores: tuple[int, ...]  # affinity mask
+    cards: int = 1  # network cards of the host
+    launcher: str = "alone"  # who started this rank, a name of ``cluster.env.LAUNCHERS``
+    scheduler: str = ""  # whose job it is; empty outside of jobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """The world as one rank sees it; all ranks agree on all but what says "mine"."""
 
-    rank: int
-    """My rank in the world."""
-    size: int
-    """Ranks in the world."""
+    rank: int  # my rank in the world
+    size: int  # ranks in the world
     nodes: tuple[tuple[int, ...], ...]
     """World ranks of each node, in rank order; nodes in the order of their lowest rank."""
     hosts: tuple[str, ...]
     """Name of each node: the host's, or ``host#2`` for the second node declared on it."""
-    cards: int
-    """Network cards of the node that has fewest, so that all ranks plan alike."""
-    cores: tuple[int, ...]
-    """My affinity mask."""
+    cards: int  # network cards of the node that has fewest, so that all ranks plan alike
+    cores: tuple[int, ...]  # my affinity mask
     core_peers: tuple[int, ...]
     """Ranks of my host, of whatever declared node, whose masks overlap with mine; me included."""
-    num_peer_cores: int
-    """Cores that ``core_peers`` have together."""
-    launcher: str
-    """Who started me."""
-    scheduler: str
-    """Whose job this is; empty outside of jobs."""
+    num_peer_cores: int  # cores that ``core_peers`` have together
+    launcher: str  # who started me
+    scheduler: str  # whose job this is; empty outside of jobs
 
     @classmethod
     def from_facts(

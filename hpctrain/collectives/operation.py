@@ -21,8 +21,7 @@ from hpctrain.runtime.world import current
 
 _PREFIX = {kind: f"{kind.value}." for kind in Kind}
 
-only: Callable[[Result], Tensor] = itemgetter(0)
-"""Takes the single tensor of a result."""
+only: Callable[[Result], Tensor] = itemgetter(0)  # takes the single tensor of a result
 
 
 class UnsupportedError(ConfigError, NotImplementedError):

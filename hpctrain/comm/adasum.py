@@ -12,8 +12,7 @@ from hpctrain.comm.tensor_arguments import check_tensor, name_of
 from hpctrain.core.errors import CommError
 
 _TAG = 23258
-_CHUNK = 1 << 16
-"""Elements that are calculated on at a time, in float64: they stay in the cache."""
+_CHUNK = 1 << 16  # elements that are calculated on at a time, in float64: they stay in the cache
 _SMALLEST = torch.finfo(torch.float64).tiny ** 0.5
 """A squared norm below this is zero: a quotient by it may overflow."""
 
@@ -64,8 +63,7 @@ class _Partner(NamedTuple):
     """With whom this rank combines at one level."""
 
     rank: int
-    weight: float
-    """Of this rank's side; the other one has what is missing to 1."""
+    weight: float  # of this rank's side; the other one has what is missing to 1
     group: tuple[int, ...]
     """Ranks to exchange with, one after the other, to sum over all that hold a part of the two."""
 

@@ -8,18 +8,15 @@ from torch import Tensor
 
 CHUNK_BYTES = 256 << 10
 """One piece of every rank's bucket and the running sum stay in a core's L2 cache."""
-ALIGN = 64
-"""Slices begin at a multiple of so many elements: no cache line has two writers."""
-_ALIGN_BYTES = 64
-"""Tensors begin at a multiple of it, which is one of every element size."""
+ALIGN = 64  # slices begin at a multiple of so many elements: no cache line has two writers
+_ALIGN_BYTES = 64  # tensors begin at a multiple of it, which is one of every element size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """One message of many tensors, laid out alike on every rank."""
 
-    flat: Tensor
-    """This rank's own elements, 1-D and contiguous. The sum comes back into it."""
+    flat: Tensor  # this rank's own elements, 1-D and contiguous. The sum comes back into it
     peers: tuple[Tensor, ...] = ()
     """The same bucket of every rank of the node, by local rank, mapped into this process.
     Empty when the bucket lies in private memory."""
@@ -27,8 +24,7 @@ class Bucket:
     """The slice that this rank sums, cut into pieces that fit the cache: one view per peer."""
     number: int = 0
     """Counts the buckets of a communicator: the ranks compare it before they reduce."""
-    owner: object = None
-    """The node level that made it; None in private memory."""
+    owner: object = None  # the node level that made it; None in private memory
 
     @property
     def numel(self) -> int:

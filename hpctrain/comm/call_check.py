@@ -20,8 +20,7 @@ class Call(NamedTuple):
     """What a rank is about to do."""
 
     text: str
-    number: int
-    """By which ranks compare it, from 0 to 2^62."""
+    number: int  # by which ranks compare it, from 0 to 2^62
 
 
 @lru_cache(maxsize=1024)

@@ -23,14 +23,11 @@ T = TypeVar("T")
 class Traffic(NamedTuple):
     """Counters of one rank since the communicator was made."""
 
-    node_bytes: int = 0
-    """Bytes that this rank has read or written in the memory of its node."""
+    node_bytes: int = 0  # bytes that this rank has read or written in the memory of its node
     rail_bytes: int = 0
     """Bytes that this rank has sent by messages; inside an MPI library the bytes of its calls."""
-    waited_s: float = 0.0
-    """Seconds in which this rank waited for others."""
-    rail_s: float = 0.0
-    """Seconds that this rank spent on its rail between nodes without waiting."""
+    waited_s: float = 0.0  # seconds in which this rank waited for others
+    rail_s: float = 0.0  # seconds that this rank spent on its rail between nodes without waiting
 
     def since(self, earlier: "Traffic") -> "Traffic":
         """Return what was added after ``earlier``."""

@@ -31,14 +31,10 @@ class Connection:
     comm: Communicator
     topology: Topology
     plan: Plan
-    plan_origin: str
-    """What the plan was chosen by, for people."""
-    settings: Settings
-    """By which all ranks decide: those of rank 0."""
-    presence: "Liveness | None" = None
-    """Who is still there; None in a world of one."""
-    notes: tuple[str, ...] = ()
-    """Warnings of this rank, for the user."""
+    plan_origin: str  # what the plan was chosen by, for people
+    settings: Settings  # by which all ranks decide: those of rank 0
+    presence: "Liveness | None" = None  # who is still there; None in a world of one
+    notes: tuple[str, ...] = ()  # warnings of this rank, for the user
 
 
 def connect(

@@ -57,8 +57,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
         self.rail = rail
         self.node = node
-        self.plan = plan
-        """What algorithms are chosen by; ``use`` changes it."""
+        self.plan = plan  # what algorithms are chosen by; ``use`` changes it
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
         self._slots = SharedSlots(node)

@@ -228,8 +228,7 @@ class Library(NamedTuple):
     """Horovod as it is loaded into this process."""
 
     version: str
-    torch: Any
-    """The module ``horovod.torch``."""
+    torch: Any  # the module ``horovod.torch``
 
 
 @functools.cache

@@ -15,8 +15,7 @@ from hpctrain.core.units import format_ranks
 
 GRACE_S = 1.0
 """How long a rank that leaves waits for the others before it tells them that it has left."""
-LOOK_S = 0.1
-"""Between two looks at the processes of this node."""
+LOOK_S = 0.1  # between two looks at the processes of this node
 PEERS_PER_LOOK = 16
 """Bounds the cost of a look on nodes with hundreds of ranks: the next look takes the next ones."""
 NEAR_SIZE = 64
@@ -52,8 +51,7 @@ class Liveness:
         self._next_look = 0.0
         self._left: set[int] = set()
         self._num_blocks = 0
-        self._blocks: dict[int, str] = {}
-        """What blocks this rank is in, by number."""
+        self._blocks: dict[int, str] = {}  # what blocks this rank is in, by number
         self._broken: dict[int, tuple[float, str]] = {}
         """When this rank heard that another has left a block by an error, and which."""
         self._told: list[MPI.Request] = []

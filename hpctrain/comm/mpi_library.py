@@ -65,8 +65,7 @@ class BeforeFinalize:
         from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
         self._function: Callable[[], object] | None = function
-        self.is_over = False
-        """Whether the function was called."""
+        self.is_over = False  # whether the function was called
         self._key: int | None = MPI.Comm.Create_keyval(delete_fn=self._on_delete)
         MPI.COMM_SELF.Set_attr(self._key, self)
 

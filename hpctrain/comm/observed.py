@@ -24,16 +24,11 @@ _OPERATIONS = {
 class Call(NamedTuple):
     """One operation of this rank that is over."""
 
-    rank: int
-    """This rank's number in the communicator."""
-    operation: str
-    """Name of the method."""
-    num_bytes: int | None
-    """Bytes of the tensors that this rank gave; None where it gave none."""
-    seconds: float
-    """How long the call lasted; work that goes on after it is not in it."""
-    traffic: Traffic
-    """What the call moved, and how long it waited."""
+    rank: int  # this rank's number in the communicator
+    operation: str  # name of the method
+    num_bytes: int | None  # bytes of the tensors that this rank gave; None where it gave none
+    seconds: float  # how long the call lasted; work that goes on after it is not in it
+    traffic: Traffic  # what the call moved, and how long it waited
 
 
 Listener = Callable[[Call], object]
@@ -116,12 +111,9 @@ class Count:
     """What one rank has spent on one operation so far."""
 
     calls: int = 0
-    num_bytes: int = 0
-    """Bytes of the tensors that it gave."""
-    node_bytes: int = 0
-    """Bytes that it read or wrote in the memory of its node."""
-    rail_bytes: int = 0
-    """Bytes that it sent by messages, over the rail above all."""
+    num_bytes: int = 0  # bytes of the tensors that it gave
+    node_bytes: int = 0  # bytes that it read or wrote in the memory of its node
+    rail_bytes: int = 0  # bytes that it sent by messages, over the rail above all
     seconds: float = 0.0
     waited_s: float = 0.0
 
@@ -141,8 +133,7 @@ class Statistics:
     def __init__(self, comm: Communicator) -> None:
         """Begin at nothing; ``comm`` gathers the counts at the end, and is not listened to."""
         self._comm = comm
-        self.counts: dict[str, Count] = {}
-        """By operation."""
+        self.counts: dict[str, Count] = {}  # by operation
         self._counting = threading.Lock()
         self._owner = Owner()
 

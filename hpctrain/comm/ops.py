@@ -26,8 +26,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is a function in Python, in the way of every call
 
 
-_Function = Callable[..., Tensor]
-"""Of two tensors, with ``out``."""
+_Function = Callable[..., Tensor]  # of two tensors, with ``out``
 
 _ARITHMETIC: dict[Op, _Function] = {Op.SUM: torch.add, Op.PRODUCT: torch.mul}
 _ORDER: dict[Op, _Function] = {Op.MIN: torch.minimum, Op.MAX: torch.maximum}
@@ -61,8 +60,7 @@ _COMPLEX = {
     torch.complex128: torch.float64,
 }
 _WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + _EIGHTHS, torch.float32)
-_SCALE_ELEMENTS = 1 << 16
-"""A piece that is scaled and rounded while it lies in the cache."""
+_SCALE_ELEMENTS = 1 << 16  # a piece that is scaled and rounded while it lies in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,7 @@ class Combination:
     wide: torch.dtype
     """In which many values are combined before they are rounded once; ``lane`` if that is exact
     or as good."""
-    function: _Function = field(repr=False)
-    """Of two tensors of dtype ``wide``, with ``out``."""
+    function: _Function = field(repr=False)  # of two tensors of dtype ``wide``, with ``out``
 
     def into(self, total: Tensor, other: Tensor) -> None:
         """Replace ``total`` by ``total (op) other``; both flat, of dtype ``lane`` or ``wide``."""

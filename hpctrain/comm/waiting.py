@@ -13,10 +13,8 @@ from hpctrain.core.errors import RankLostError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SPIN_S = 50e-6
-"""Peers that do the same work arrive within this time; sleeping costs about as much."""
-LOOK_S = 0.1
-"""Between two looks at the others."""
+SPIN_S = 50e-6  # peers that do the same work arrive within this time; sleeping costs about as much
+LOOK_S = 0.1  # between two looks at the others
 NAP_SHARE = 0.02
 """Naps are this share of the time waited so far: so late, at most, is the end noticed."""
 LATE_S = 3.0
@@ -26,16 +24,14 @@ LATE_S = 3.0
 class Pace(NamedTuple):
     """How long a wait stays awake, and its naps afterwards."""
 
-    spin_s: float = SPIN_S
-    """Busy."""
+    spin_s: float = SPIN_S  # busy
     yield_s: float = 0.0
     """Giving the core to whoever wants it between two tries: sooner back than from a nap."""
     shortest_s: float = LOOK_S
     longest_s: float = LOOK_S
 
 
-IN_NODE = Pace()
-"""The nap ends by itself when the peer has come."""
+IN_NODE = Pace()  # the nap ends by itself when the peer has come
 BY_MPI = Pace(yield_s=2e-3, shortest_s=20e-6, longest_s=500e-6)
 """Nobody wakes who waits for a message of MPI."""
 
@@ -116,8 +112,7 @@ class Watch:
         ranks: Collection[int] | None = None,
     ) -> None:
         """Take what is needed to tell who is waited for, and on which node each rank is."""
-        self.waited_s = 0.0
-        """Seconds that this process has waited so far."""
+        self.waited_s = 0.0  # seconds that this process has waited so far
         self._find_lost = find_lost
         self._hosts = hosts or {}
         self._rank = rank

@@ -11,8 +11,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
-PART = ".part"
-"""Ending of a file that is being written; whoever finds one may remove it."""
+PART = ".part"  # ending of a file that is being written; whoever finds one may remove it
 
 
 @contextmanager

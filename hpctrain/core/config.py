@@ -97,8 +97,7 @@ class Settings:
     ``fresh`` now, whatever was measured before."""
     stats: Annotated[bool, _flag] = False
     """Print what was moved, and how long was waited, at the end."""
-    trace: Annotated[bool, _flag] = False
-    """Print one line per collective."""
+    trace: Annotated[bool, _flag] = False  # print one line per collective
     log_dir: Annotated[Path | None, Path] = None
     """Folder for ``rank-N.log`` of each rank; none when unset."""
     stage_dir: Annotated[Path | None, _file] = None

@@ -17,10 +17,8 @@ class Finding:
     """Which check this is, in two or three words: the same word for its ``ok`` and its errors."""
     level: Level
     """``ok``; ``note``: good to know; ``warning``: slow or risky; ``error``: will fail."""
-    what: str
-    """What was found, with its values."""
-    do: str = ""
-    """The command or setting that mends it; empty only where nothing is wrong."""
+    what: str  # what was found, with its values
+    do: str = ""  # the command or setting that mends it; empty only where nothing is wrong
 
     @property
     def is_wrong(self) -> bool:

@@ -20,10 +20,8 @@ class Variable(NamedTuple):
     """A variable of Horovod's that is read where ours of the same meaning is not set."""
 
     name: str
-    setting: str
-    """Name in ``hpctrain.core.config.Settings``."""
-    parse: Callable[[str], Any]
-    """Reads the text; returns None where that asks for nothing."""
+    setting: str  # name in ``hpctrain.core.config.Settings``
+    parse: Callable[[str], Any]  # reads the text; returns None where that asks for nothing
 
 
 def _number(text: str) -> float:

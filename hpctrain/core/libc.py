@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"
-"""Bytes at a fixed address."""
+Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"  # bytes at a fixed address
 
 _HERE = -100  # AT_FDCWD: paths are as for any other call
 _EXCHANGE = 2

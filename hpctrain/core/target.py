@@ -12,11 +12,9 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 
-NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""How such a name looks."""
+NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # how such a name looks
 
-_MOST_NAMED = 40
-"""So many names are told where none is like the one that was given."""
+_MOST_NAMED = 40  # so many names are told where none is like the one that was given
 
 
 def make_importable(folder: Path) -> None:

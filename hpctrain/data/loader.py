@@ -57,19 +57,14 @@ class Loader:
     batch that was not delivered. At its end the loader is at the start of the next epoch.
     """
 
-    dataset: Samples
-    """What to read; the same on every rank."""
+    dataset: Samples  # what to read; the same on every rank
     _: KW_ONLY
-    global_batch: int
-    """Samples per step, of all ranks together."""
-    rank: int = 0
-    """Rank of this process; that of ``comm``, if it is given."""
-    size: int = 1
-    """Number of ranks; that of ``comm``, if it is given."""
+    global_batch: int  # samples per step, of all ranks together
+    rank: int = 0  # rank of this process; that of ``comm``, if it is given
+    size: int = 1  # number of ranks; that of ``comm``, if it is given
     comm: Communicator | None = None
     """The ranks that load together. With it iterating is collective, and ranks fail together."""
-    seed: int = 0
-    """Of the order of every epoch; the same on every rank."""
+    seed: int = 0  # of the order of every epoch; the same on every rank
     order: OrderName = "auto"
     """``global``: any sample can come at any time. ``window``: whole blocks are read and mixed,
     for small samples of a large data set. ``sequential``: as they lie on disk. ``auto``: global
@@ -84,17 +79,13 @@ class Loader:
     """Makes the values of a batch from those of the data set; runs while reading. ``PerSample``
     makes one of a function of a sample, which may take a random generator: in threads the global
     ones are refused."""
-    threads: int = 4
-    """How many steps are read at the same time."""
-    prefetch: int = 4
-    """Batches read ahead; more for more ``workers``."""
-    workers: int = 0
-    """Processes that read and transform, for a transform that holds Python's lock."""
+    threads: int = 4  # how many steps are read at the same time
+    prefetch: int = 4  # batches read ahead; more for more ``workers``
+    workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
     worker_timeout_s: float = TIMEOUT_S
     """How long a worker may take for a batch, ``inf`` for ever. One that takes longer is ended,
     and the error says where it stood. Less than ``HPCTRAIN_TIMEOUT``: then others give up."""
-    pin_memory: bool = False
-    """Whether batches lie in memory from which a GPU can copy by itself."""
+    pin_memory: bool = False  # whether batches lie in memory from which a GPU can copy by itself
     ragged: Literal["packed", "padded"] = "packed"
     """Samples of different lengths come as ``Ragged``, or as a tensor filled up with zeros and a
     field ``<field>_lengths``."""
@@ -102,8 +93,7 @@ class Loader:
     """Damaged samples are an error, or all ranks leave them out from then on, with a warning."""
     window: WindowShape | None = None
     """What a window order mixes; by default chosen so that it mixes well."""
-    epoch: int = field(default=0, init=False)
-    """The epoch of the next batch."""
+    epoch: int = field(default=0, init=False)  # the epoch of the next batch
     consumed: int = field(default=0, init=False)
     """Samples of this epoch that were delivered, on all ranks together."""
     step_samples: int = field(default=0, init=False)

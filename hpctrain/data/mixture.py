@@ -37,8 +37,7 @@ class Mixture:
     their order, which is shuffled already.
     """
 
-    block_size = 1
-    """Neighbours have nothing to do with each other."""
+    block_size = 1  # neighbours have nothing to do with each other
 
     def __init__(
         self,

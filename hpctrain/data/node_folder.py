@@ -22,10 +22,8 @@ _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """The magic numbers of tmpfs and ramfs, by statfs(2)."""
 _LOCAL_FILE_SYSTEMS = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x794C7630)
 """Of ext2 to ext4, xfs, btrfs, f2fs, zfs and overlayfs: on a disk of this node."""
-_FREE_SHARE = 0.95
-"""Of a disk or memory that the user chose; others write there too."""
-_MEMORY_SHARE = 0.5
-"""Of free memory that the user did not choose: the ranks need the rest."""
+_FREE_SHARE = 0.95  # of a disk or memory that the user chose; others write there too
+_MEMORY_SHARE = 0.5  # of free memory that the user did not choose: the ranks need the rest
 
 
 class Site(NamedTuple):

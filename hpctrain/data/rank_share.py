@@ -212,8 +212,7 @@ class _Shares(Sampler[list[Any]]):
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
         """Samples of this rank, and of all, in each batch that was drawn and not yet delivered."""
-        self.keeps_empty = True
-        """Whether a rank without samples in a batch gets one all the same."""
+        self.keeps_empty = True  # whether a rank without samples in a batch gets one all the same
 
     def __len__(self) -> int:
         return len(self._batches)

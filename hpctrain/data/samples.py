@@ -17,8 +17,7 @@ from hpctrain.data.format.layout import Field
 class Ragged:
     """Samples whose first dimension differs; the others are the same."""
 
-    values: Tensor
-    """``(total, *shape)``: the samples, one after another."""
+    values: Tensor  # ``(total, *shape)``: the samples, one after another
     offsets: Tensor
     """``(num_samples + 1,)`` int64: sample i is ``values[offsets[i]:offsets[i + 1]]``."""
 
@@ -142,8 +141,7 @@ class Batch:
 
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of what the transform returned."""
-    num_samples: int
-    """Samples of this rank; 0 where a short tail does not go round."""
+    num_samples: int  # samples of this rank; 0 where a short tail does not go round
     num_repeated: int = 0
     """How many of them, the last ones, came before in this epoch: ``tail="wrap"`` alone."""
 

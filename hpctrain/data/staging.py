@@ -28,8 +28,7 @@ from hpctrain.data.tools.shared_work import in_turns
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-FIRST_S, EVERY_S = 10.0, 30.0
-"""When a copy says how far it is, and how often from then on."""
+FIRST_S, EVERY_S = 10.0, 30.0  # when a copy says how far it is, and how often from then on
 
 _PIECE_BYTES = 8 * MIB
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -93,10 +92,8 @@ def stage(
 class StagedOpener:
     """Opens shards from the node's copy where it has them; picklable."""
 
-    directory: Path
-    """Of the copy."""
-    present: frozenset[int]
-    """Numbers of the shards that were copied."""
+    directory: Path  # of the copy
+    present: frozenset[int]  # numbers of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
     """Keeps the copy; the process that made it has it, not those that got this by pickle."""
 
@@ -122,10 +119,8 @@ class _Copier:
     def __init__(self, dataset: ShardedDataset, target: Path) -> None:
         self._dataset = dataset
         self._target = target
-        self.present: list[int] = []
-        """Shards that are there, whole."""
-        self.full = ""
-        """Why the storage took no more."""
+        self.present: list[int] = []  # shards that are there, whole
+        self.full = ""  # why the storage took no more
 
     def copy(self, indices: list[int], *, tells: bool) -> Iterator[None]:
         """Copy shards a piece at a time, until all are there or the storage is full."""

@@ -24,10 +24,8 @@ Tail = Literal["short", "drop", "wrap"]
 
 PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
-AHEAD = 8
-"""Steps between asking for single samples and reading them, about."""
-ASKED = 1024
-"""Blocks that are asked for together, about."""
+AHEAD = 8  # steps between asking for single samples and reading them, about
+ASKED = 1024  # blocks that are asked for together, about
 
 
 class Skipped:
@@ -68,10 +66,8 @@ class Skipped:
 class StepPart:
     """What one rank reads at once: its samples of one or several steps."""
 
-    indices: Indices
-    """Of all the steps, one after another."""
-    sizes: list[int]
-    """Samples of each step."""
+    indices: Indices  # of all the steps, one after another
+    sizes: list[int]  # samples of each step
     num_repeated: list[int]
     """How many of the samples of each step, the last ones, came before in this epoch."""
 
@@ -109,8 +105,7 @@ class Cut:
     """How the line of an epoch is cut: among steps, and each step among the ranks."""
 
     num_samples: int
-    start: int
-    """Samples of the epoch that were consumed before the first step."""
+    start: int  # samples of the epoch that were consumed before the first step
     global_batch: int
     tail: Tail
     rank: int
@@ -263,11 +258,9 @@ _MOST_TOGETHER = 128
 class ReadDepth(NamedTuple):
     """What a rank reads at once, and what at the same time."""
 
-    together: int
-    """Steps that one read gathers: a read costs as much as many small samples."""
+    together: int  # steps that one read gathers: a read costs as much as many small samples
     threads: int
-    depth: int
-    """Reads ahead of the consumer, 0 for none."""
+    depth: int  # reads ahead of the consumer, 0 for none
 
     @classmethod
     def of(

@@ -30,25 +30,16 @@ class Stream(IterableDataset[Columns]):
     Slower than ``Loader``, whose threads need not send batches from process to process.
     """
 
-    dataset: Samples
-    """What to read; the same on every rank."""
+    dataset: Samples  # what to read; the same on every rank
     _: KW_ONLY
-    global_batch: int
-    """Samples per step, of all ranks together."""
-    rank: int = 0
-    """Rank of this process."""
-    size: int = 1
-    """Number of ranks."""
-    seed: int = 0
-    """Of the order of every epoch; the same on every rank."""
-    epoch: int = 0
-    """The epoch of the next pass: set it before."""
-    order: OrderName = "auto"
-    """As of ``Loader``."""
-    tail: Tail = "short"
-    """As of ``Loader``."""
-    transform: Transform | None = None
-    """As of ``Loader``."""
+    global_batch: int  # samples per step, of all ranks together
+    rank: int = 0  # rank of this process
+    size: int = 1  # number of ranks
+    seed: int = 0  # of the order of every epoch; the same on every rank
+    epoch: int = 0  # the epoch of the next pass: set it before
+    order: OrderName = "auto"  # as of ``Loader``
+    tail: Tail = "short"  # as of ``Loader``
+    transform: Transform | None = None  # as of ``Loader``
 
     def __post_init__(self) -> None:
         """Check the arguments."""

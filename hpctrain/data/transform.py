@@ -20,8 +20,7 @@ from hpctrain.data.samples import Columns, Indices, Ragged, Values
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
 """From the values of a batch by field to others; it may change them in place."""
-OnSample = Callable[[int], None]
-"""Is told the index of each sample whose work begins."""
+OnSample = Callable[[int], None]  # is told the index of each sample whose work begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class PerSample:
     ``numpy.random.Generator``, a function of (seed, epoch, sample) only: a sample is changed in
     the same way on any number of ranks, and after any interruption."""
     _: KW_ONLY
-    random: bool = False
-    """Whether the function takes a generator."""
+    random: bool = False  # whether the function takes a generator
 
     def __call__(self, columns: Columns) -> dict[str, Values]:
         """Transform a batch of which nobody knows which samples are in it.
@@ -165,8 +163,7 @@ class ThreadDraws:
     """
 
     def __init__(self) -> None:
-        self._turn = 0
-        """Odd while the main thread waits for a batch, another number each time."""
+        self._turn = 0  # odd while the main thread waits for a batch, another number each time
 
     def waited(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield ``batches``, and note when they are waited for."""

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 
-FieldSpec = Field | tuple[tuple[int, ...], Any]
-"""A field, or the shape of a sample and its dtype."""
+FieldSpec = Field | tuple[tuple[int, ...], Any]  # a field, or the shape of a sample and its dtype
 
 
 def write_arrays(

@@ -55,8 +55,7 @@ class Reducer:
         told once per step what this rank has done with others. Of several reducers that are
         exclusive only the last one reduces a gradient.
         """
-        self.reduction = reduction
-        """What moves the gradients."""
+        self.reduction = reduction  # what moves the gradients
         self._is_exclusive = is_exclusive
         self.is_on = True
         """Whether gradients are reduced; while it is off they stay as this rank made them. It
@@ -71,8 +70,7 @@ class Reducer:
         self._replaced_sum = ""
         """Name of a sum that was replaced before this backward, which adds to it."""
         self._forget_backward()
-        self._superseded = ""
-        """Why these gradients are no longer reduced here, if so."""
+        self._superseded = ""  # why these gradients are no longer reduced here, if so
         self._gradient_hook = _Hook(self, Reducer._on_ready, None)
         self._hooks: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}

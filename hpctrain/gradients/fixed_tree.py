@@ -117,8 +117,7 @@ def _tensors_of(batch: Any) -> Iterator[Tensor]:
         )
 
 
-MESSAGE_BYTES = 4 << 20
-"""Values that travel at once, unless one alone is larger."""
+MESSAGE_BYTES = 4 << 20  # values that travel at once, unless one alone is larger
 
 Absent = Callable[[int, int], Tensor]
 """From (entry, level) to what a node of this level sums to where no leaf has a value: a new

@@ -114,8 +114,7 @@ class AdasumStep:
         """Compare the parameters of all ranks, of today and with their names. Collective."""
         self.steps = steps
         """What is compared before a step, and the number of steps that were taken."""
-        self.exposed_seconds = 0.0
-        """Time that the last step needed beside that of the optimizer."""
+        self.exposed_seconds = 0.0  # time that the last step needed beside that of the optimizer
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
         steps.enter(self)
@@ -163,12 +162,9 @@ class AdasumStep:
 class DistributedMethods:
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
-    _exchange: Reducer | AdasumStep | None = None
-    """None where there is nobody to average with."""
-    _reducer: Reducer | None = None
-    """That, where gradients are averaged."""
-    _parameter_names: dict[Tensor, str]
-    """Of all parameters, the same on every rank."""
+    _exchange: Reducer | AdasumStep | None = None  # None where there is nobody to average with
+    _reducer: Reducer | None = None  # that, where gradients are averaged
+    _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
     _passes = 1
     _own_flags = 0  # in a world of one
     _is_synchronizing = True

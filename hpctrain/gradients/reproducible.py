@@ -127,8 +127,7 @@ class _Report:
     num_samples: int | None
     flags: int
     refusal: str | None = None
-    losses: list[float] = field(default_factory=list)
-    """Of its micro-shards, each times its weight."""
+    losses: list[float] = field(default_factory=list)  # of its micro-shards, each times its weight
     present: list[bool] = field(default_factory=list)
     """Which entries have a value in any of its micro-shards."""
     counters: dict[int, Tensor] | None = None
@@ -175,10 +174,8 @@ class Reproducible:
         self._ranges = [
             own_micro_shards(num_micro_shards, rank, comm.size) for rank in range(comm.size)
         ]
-        self.own = self._ranges[comm.rank]
-        """Numbers of the micro-shards of this rank."""
-        self.next_step = 0
-        """Number of the next step; random numbers depend on it."""
+        self.own = self._ranges[comm.rank]  # numbers of the micro-shards of this rank
+        self.next_step = 0  # number of the next step; random numbers depend on it
         self.communication_seconds = 0.0
         """Time that the last step spent on other ranks, waiting for them included."""
         self.raised_flags = 0

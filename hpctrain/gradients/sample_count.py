@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from hpctrain.core.errors import ConfigError
 
-NUM_FLAGS = 4
-"""Bits that ranks may raise in a step."""
+NUM_FLAGS = 4  # bits that ranks may raise in a step
 
 
 class SampleCount:
@@ -22,13 +21,10 @@ class SampleCount:
 
     def __init__(self, *, average: bool = True, predivide: float = 1.0) -> None:
         """Count every rank alike; weights are divided by ``predivide``, and the sum multiplied."""
-        self.average = average
-        """Whether the sum is divided at all."""
+        self.average = average  # whether the sum is divided at all
         self.weight = 1.0
-        self.is_set = False
-        """Whether the weight follows from a number of samples."""
-        self.total_weight = 1.0
-        """The sum over all ranks, of the opening message."""
+        self.is_set = False  # whether the weight follows from a number of samples
+        self.total_weight = 1.0  # the sum over all ranks, of the opening message
         self._predivide = predivide
 
     def set(self, num_samples: float, nominal: float) -> None:

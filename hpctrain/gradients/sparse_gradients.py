@@ -26,8 +26,7 @@ class GradientState:
         self.sparse_dim = sparse_dim
         """Sparse dimensions of the gradient where it is sparse on some rank."""
         self.fires = 0
-        self.is_reached = False
-        """Whether a backward of this rank has reached the parameter lately."""
+        self.is_reached = False  # whether a backward of this rank has reached the parameter lately
         self.is_present = False
         self.is_result = False
         """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""
@@ -71,8 +70,7 @@ class SparseSlot(GradientState):
 
     __slots__ = ("_gradient",)
 
-    sparse_dim: int
-    """The same on every rank."""
+    sparse_dim: int  # the same on every rank
 
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
         super().__init__(name, parameter, sparse_dim)

@@ -25,10 +25,8 @@ from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 
 _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
-_FIRST_BYTES = 64 * KIB
-"""How much of each gradient is compared in the first step."""
-_LONG = 16
-"""Every so many steps it is compared which parameters no backward has reached in them."""
+_FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
+_LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
 _COMPARED = ("member", "step", "num_skipped", "by_hand", "weights", "first", "unreached")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
@@ -50,20 +48,15 @@ _NUM_WORDS = 2 + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
 class Announcement:
     """What a rank says before it reduces."""
 
-    member: int = 0
-    """Which optimizer of this communicator, see ``StepCheck.enter``."""
+    member: int = 0  # which optimizer of this communicator, see ``StepCheck.enter``
     step: int | None = None
     """Steps taken so far; None after state was loaded: the number of the others holds."""
-    num_skipped: int = 0
-    """Steps whose gradients were averaged, and which this rank has not taken."""
-    weight: float = 1.0
-    """How much this rank's gradient counts."""
-    is_weighted: bool = False
-    """Whether that was set by a number of samples."""
+    num_skipped: int = 0  # steps whose gradients were averaged, and which this rank has not taken
+    weight: float = 1.0  # how much this rank's gradient counts
+    is_weighted: bool = False  # whether that was set by a number of samples
     outdated: bool = False
     """Whether the parameters are no longer those that the buckets were laid out for."""
-    new_sparse: bool = False
-    """Whether there is a sparse gradient where none was so far."""
+    new_sparse: bool = False  # whether there is a sparse gradient where none was so far
     by_hand: int | None = None
     """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
     keeps_sums: bool = False
@@ -74,8 +67,7 @@ class Announcement:
     """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
     repeats: bool = False
     """Whether gradients of the step before are there, and no backward has added to them."""
-    needs_all: bool = False
-    """Whether no rank may have joined."""
+    needs_all: bool = False  # whether no rank may have joined
     weights: int | None = None
     """Checksum of a sample of the weights; None where they are not compared."""
     first: int | None = None
@@ -84,18 +76,15 @@ class Announcement:
     """Checksum of the names that follow; None where they are not compared in this step."""
     unreached_names: tuple[str, ...] = ()
     """Parameters that no backward of this rank has reached in the last ``_LONG`` steps."""
-    is_strict: bool = True
-    """Whether weights that have parted are an error."""
-    flags: int = 0
-    """Bits that all ranks shall see."""
+    is_strict: bool = True  # whether weights that have parted are an error
+    flags: int = 0  # bits that all ranks shall see
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
     """What all ranks together have said; the same on every rank."""
 
-    num_active: int
-    """Ranks that have not joined, see ``hpctrain.join``."""
+    num_active: int  # ranks that have not joined, see ``hpctrain.join``
     member: int
     step: int
     total_weight: float
@@ -107,8 +96,7 @@ class Opening:
     weights_differ: bool
     """Whether the sampled weights are not the same on every rank that has compared them."""
     is_strict: bool
-    first_alike: bool
-    """Whether the first gradients are the same bits on all ranks, of two or more."""
+    first_alike: bool  # whether the first gradients are the same bits on all ranks, of two or more
     unreached_differ: bool
     """Whether backward does not reach the same parameters on all ranks, for many steps."""
     flags: int
@@ -131,8 +119,7 @@ class StepCheck:
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
         self._unreached_told: set[int] = set()
-        self._num_taken = 0
-        """Exchanges since all ranks had joined in which this one had not."""
+        self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
 
     def enter(self, member: Member) -> int:
         """Return the number of one more optimizer; all ranks enter theirs in the same order."""
@@ -231,12 +218,9 @@ class CheckedSteps:
         """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``."""
         self.number: int | None = 0
         """Steps that were taken; None after state was loaded, until the next one tells."""
-        self.num_skipped = 0
-        """Steps of all ranks together that this one has not taken."""
-        self.flags = 0
-        """Bits of this rank."""
-        self.raised_flags = 0
-        """Bits that any rank had in the last message; the same on every rank."""
+        self.num_skipped = 0  # steps of all ranks together that this one has not taken
+        self.flags = 0  # bits of this rank
+        self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
         self._member, self._is_first = 0, True

@@ -9,10 +9,8 @@ from torch.nn import Parameter
 
 from hpctrain.core.checksum import crc32
 
-_NUM_PARAMETERS = 64
-"""How many are looked at in a step: the cost stays below 100 microseconds."""
-_NUM_BYTES = 256
-"""How much of each, step by step the next part."""
+_NUM_PARAMETERS = 64  # how many are looked at in a step: the cost stays below 100 microseconds
+_NUM_BYTES = 256  # how much of each, step by step the next part
 
 
 class WeightSample:

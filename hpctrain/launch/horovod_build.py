@@ -30,29 +30,24 @@ from hpctrain.launch.installed_horovod import plain
 from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load, name_of
 from hpctrain.launch.program import ask
 
-Say = Callable[[str], None]
-"""Is told what happens, a line each."""
+Say = Callable[[str], None]  # is told what happens, a line each
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Of ``horovod-0.28.1.tar.gz``, the last one published; pip refuses any other file."""
 
-STANDARD = 20
-"""Of C++, that the headers of torch 2.13 need; Horovod's sources ask for 14."""
+STANDARD = 20  # of C++, that the headers of torch 2.13 need; Horovod's sources ask for 14
 PATCHED = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
 """Files that name a C++ standard for what includes torch's headers."""
 
 PACKAGES = ("setuptools>=70.1", "packaging", "cffi>=1.4", "cloudpickle", "psutil", "pyyaml")
 """What setup.py of Horovod loads or asks for."""
 
-JOB_BYTES = 7 * GIB // 4
-"""What one compiler takes at most; measured with g++ 12: 1.5 GiB."""
+JOB_BYTES = 7 * GIB // 4  # what one compiler takes at most; measured with g++ 12: 1.5 GiB
 
-LOG = "build.log"
-"""Everything that the last build of a folder has printed."""
+LOG = "build.log"  # everything that the last build of a folder has printed
 
-_RECIPE = 1
-"""Counts changes in how it is built: a wheel of an older recipe is not used again."""
+_RECIPE = 1  # counts changes in how it is built: a wheel of an older recipe is not used again
 _OTHER_WISHES = re.compile(r"HOROVOD_(?!CUDA|NCCL)|MAKE|MFLAGS|CMAKE_GENERATOR")
 """Variables that would build something else, or speak to a make further up."""
 _WISHES = {
@@ -362,8 +357,7 @@ def _install(wheel: Path, log: Path) -> None:
         run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 
 
-LAST_LINES = 12
-"""So much of a log is shown when something fails."""
+LAST_LINES = 12  # so much of a log is shown when something fails
 
 _TELLING = re.compile(
     r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",

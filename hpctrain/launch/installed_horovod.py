@@ -23,12 +23,9 @@ _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 class Installed:
     """A Horovod and what it was built for."""
 
-    version: str
-    """Of Horovod itself: ``0.28.1``."""
-    torch: str = ""
-    """As in a label, ``2.13.0.cpu``, or as torch says it, ``2.13.0+cpu``."""
-    mpi: str = ""
-    """As in a label: ``openmpi5.0.11``; empty for a wheel that another tool built."""
+    version: str  # of Horovod itself: ``0.28.1``
+    torch: str = ""  # as in a label, ``2.13.0.cpu``, or as torch says it, ``2.13.0+cpu``
+    mpi: str = ""  # as in a label: ``openmpi5.0.11``; empty for a wheel that another tool built
     needs: str = ""
     """The MPI library it loads, ``libmpi.so.40``; empty where it has no engine for torch."""
 

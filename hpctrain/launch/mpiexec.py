@@ -48,16 +48,14 @@ class Options:
 
     binding: Literal["auto", "none"] = "auto"
     """``auto`` gives each rank a core of its own when the ranks fill the machine."""
-    tag_output: bool = False
-    """Each line of output names its rank."""
+    tag_output: bool = False  # each line of output names its rank
     allocated: bool = False
     """A scheduler lends the hosts: it knows their cores, we see those of this one only."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that every rank gets, on top of those it gets anyway."""
-    extra: tuple[str, ...] = ()
-    """Further words for ``mpirun``, as it wants them."""
+    extra: tuple[str, ...] = ()  # further words for ``mpirun``, as it wants them
 
 
 def command(

@@ -21,12 +21,9 @@ VERSION_TIMEOUT_S = 30.0
 class Mpirun:
     """One ``mpirun`` of this machine."""
 
-    path: Path
-    """The program, absolute."""
-    flavour: Flavour
-    """Whose options it takes."""
-    version: str
-    """As it says itself, such as ``5.0.11``."""
+    path: Path  # the program, absolute
+    flavour: Flavour  # whose options it takes
+    version: str  # as it says itself, such as ``5.0.11``
 
     @property
     def is_openmpi(self) -> bool:

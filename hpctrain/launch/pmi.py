@@ -10,8 +10,7 @@ from hpctrain.cluster.libraries import libmpi_of, srun_type
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.program import ask
 
-TIMEOUT_S = 60.0
-"""A first import from a shared file system may take long."""
+TIMEOUT_S = 60.0  # a first import from a shared file system may take long
 
 # Loads the library exactly as a rank does, and starts nothing: MPI_Init is not called.
 _LOAD = """
@@ -46,10 +45,8 @@ NAMES = {
 class Mpi:
     """An MPI library."""
 
-    library: Path
-    """The file that mpi4py loads."""
-    vendor: str = "mpi"
-    """A key of ``NAMES``; ``mpi`` for one that nobody has met."""
+    library: Path  # the file that mpi4py loads
+    vendor: str = "mpi"  # a key of ``NAMES``; ``mpi`` for one that nobody has met
     version: str = ""
 
     @property

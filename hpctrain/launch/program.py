@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
 
-Said = subprocess.CompletedProcess[str]
-"""What a program has written, and its exit code."""
+Said = subprocess.CompletedProcess[str]  # what a program has written, and its exit code
 
 
 def resolve(argv: Sequence[str]) -> list[str]:

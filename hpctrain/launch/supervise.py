@@ -21,8 +21,7 @@ from hpctrain.launch.mpiexec import is_guard
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
 
-GRACE_S = 5.0
-"""Time that ranks get after a signal, and again after the SIGTERM that follows it."""
+GRACE_S = 5.0  # time that ranks get after a signal, and again after the SIGTERM that follows it
 
 SAVE_S = 60.0
 """Time that ranks get to save their state after a request, before anything else is sent."""
@@ -30,8 +29,7 @@ SAVE_S = 60.0
 LOOK_S, ORPHANED_S = 1.0, 5.0
 """Between two looks at mpirun's children, and how long it may outlive the last of them."""
 
-TIMED_OUT = 124
-"""Exit code of a launch that ran past its limit, as ``timeout`` has it."""
+TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout`` has it
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
@@ -125,8 +123,7 @@ class _Ending:
         self.process, self.note = process, note
         self.grace_s, self.save_s = grace_s, save_s
         self.timed_out = False
-        self.is_granted = False
-        """The ranks were asked to stop, and nothing was done to them since."""
+        self.is_granted = False  # the ranks were asked to stop, and nothing was done to them since
         self.first_signal: int | None = None
         self.timers: list[threading.Timer] = []
 
@@ -294,8 +291,7 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-TRY_AGAIN_S = 0.5
-"""Between two tries to read while another program has the terminal."""
+TRY_AGAIN_S = 0.5  # between two tries to read while another program has the terminal
 
 
 def hand_on_input(sink: IO[bytes]) -> None:

@@ -14,8 +14,7 @@ from hpctrain.gradients.parameter_names import places_of
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-Mark = tuple[int, int]
-"""Where a tensor lies, and how often it was changed."""
+Mark = tuple[int, int]  # where a tensor lies, and how often it was changed
 
 
 class Tensors:
@@ -189,8 +188,7 @@ class OptimizerState(Tensors):
         super().__init__(self._entries)
         self._optimizer = optimizer
         self._layout: Layout = {}
-        self._missing: set[str] = set()
-        """Parameters of which some rank has no state."""
+        self._missing: set[str] = set()  # parameters of which some rank has no state
         self._own_missing: set[str] = set()
         self._numbers = torch.zeros(0, dtype=torch.float64)
 

@@ -22,8 +22,7 @@ class Load:
     """One bucket, and where the tensors lie in it."""
 
     bucket: Bucket
-    places: tuple[tuple[int, Tensor], ...]
-    """Views in the shapes of tensors, by number of tensor."""
+    places: tuple[tuple[int, Tensor], ...]  # views in the shapes of tensors, by number of tensor
 
     def places_in(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the same places of another tensor that is as long as the bucket."""

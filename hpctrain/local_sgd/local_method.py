@@ -30,8 +30,7 @@ from hpctrain.runtime import world
 SWITCH = 1 << (NUM_FLAGS - 1)
 """The flag by which one rank lets all change their phase; those of users are below it."""
 
-_MARK = "_local_method"
-"""The attribute of an optimizer that names the method which hooks it."""
+_MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 
 
 class LocalMethod(StateFields):
@@ -83,12 +82,10 @@ class LocalMethod(StateFields):
         compression = compression or Compression.none
         self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
-        self.rounds = Rounds(self._comm)
-        """Counts steps and rounds."""
+        self.rounds = Rounds(self._comm)  # counts steps and rounds
         self.replica = Replica(self._comm, model, optimizer)
         """This rank's model and optimizer state."""
-        self.communication_seconds = 0.0
-        """Time in which the last step waited for other ranks."""
+        self.communication_seconds = 0.0  # time in which the last step waited for other ranks
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [SampleSums()]
         self._flags, self._wants_switch = 0, False

@@ -11,8 +11,7 @@ from hpctrain.local_sgd.local_method import SWITCH
 from hpctrain.local_sgd.local_sgd import LocalSGD
 from hpctrain.local_sgd.rounds import Fields, Steps
 
-DROP = 0.5
-"""A learning rate has dropped when it is at most this part of the highest so far."""
+DROP = 0.5  # a learning rate has dropped when it is at most this part of the highest so far
 
 
 class PostLocalSGD(LocalSGD):

@@ -31,8 +31,7 @@ class Replica:
 
     def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
         self._comm, self._model, self.optimizer = comm, model, optimizer
-        self.roster = Roster(model, optimizer)
-        """The parameters that all ranks average."""
+        self.roster = Roster(model, optimizer)  # the parameters that all ranks average
 
     def inner_roster(self) -> Roster:
         """Make the roster of some ranks that average among themselves in between."""
@@ -140,8 +139,7 @@ class Exchange(StateFields):
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressor
     ) -> None:
         """Begin without averagings; parameters travel compressed between all ranks."""
-        self.bytes_sent = 0
-        """Bytes that this rank has given to averagings over all ranks."""
+        self.bytes_sent = 0  # bytes that this rank has given to averagings over all ranks
         self._comm, self._topology = here.comm, here.topology
         self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note
         self._replica, self._rounds, self._compression = replica, rounds, compression

@@ -86,22 +86,17 @@ def _put(owner: object, path: str, method: str, state: Any) -> None:
         setattr(holder, name, deepcopy(state))
 
 
-_NUM_SUMS = 9
-"""Of what ranks report when they meet."""
+_NUM_SUMS = 9  # of what ranks report when they meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOpening:
     """What all ranks know after they have met."""
 
-    weight: float
-    """Of this rank's replica."""
-    total_weight: float
-    """Of all ranks' replicas; 0 where all sit out."""
-    outdated: bool
-    """Whether tensors have changed on some rank."""
-    step_s: float
-    """Mean duration of a step, without averaging."""
+    weight: float  # of this rank's replica
+    total_weight: float  # of all ranks' replicas; 0 where all sit out
+    outdated: bool  # whether tensors have changed on some rank
+    step_s: float  # mean duration of a step, without averaging
     round_s: float
     """Mean time over ranks that the averaging before has cost, waiting for others included."""
 
@@ -111,8 +106,7 @@ class SampleSums:
 
     def __init__(self) -> None:
         self._sum = self._nominal = 0.0
-        self.is_counted = False
-        """Whether a number was ever given."""
+        self.is_counted = False  # whether a number was ever given
 
     @property
     def weight(self) -> float:
@@ -149,14 +143,10 @@ class Rounds:
 
     def __init__(self, comm: Communicator) -> None:
         """Make the message. Collective."""
-        self.step = 0
-        """Steps that were taken, those that were skipped included."""
-        self.number = 0
-        """Rounds that have ended."""
-        self.start = 0
-        """Step at which the present round began."""
-        self.has_met = True
-        """Whether the ranks have met in the last step."""
+        self.step = 0  # steps that were taken, those that were skipped included
+        self.number = 0  # rounds that have ended
+        self.start = 0  # step at which the present round began
+        self.has_met = True  # whether the ranks have met in the last step
         self.drift = 0.0
         """Distance of replicas from their mean, root mean square over ranks, at the averaging
         before the last meeting; the same on every rank."""
@@ -166,18 +156,12 @@ class Rounds:
         """Time that this rank has spent on others since the last averaging began."""
         self.round_s = 0.0
         """Mean time over ranks that the averaging before the last has cost; the same on all."""
-        self.takes_part = True
-        """Whether this rank's replica counts."""
-        self.flags = 0
-        """Bits of this rank."""
-        self.raised_flags = 0
-        """Bits that any rank had at the last meeting; the same on every rank."""
-        self.within_s = float("inf")
-        """Time between two meetings at most, about."""
-        self.must_meet = False
-        """Whether the next step ends in a meeting; the same on every rank."""
-        self.agrees = True
-        """Whether all ranks have the same parameters."""
+        self.takes_part = True  # whether this rank's replica counts
+        self.flags = 0  # bits of this rank
+        self.raised_flags = 0  # bits that any rank had at the last meeting; the same on every rank
+        self.within_s = float("inf")  # time between two meetings at most, about
+        self.must_meet = False  # whether the next step ends in a meeting; the same on every rank
+        self.agrees = True  # whether all ranks have the same parameters
         self._comm = comm
         self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
 
-TICK_S = 1.0
-"""Between two looks for what has lasted too long, and for questions of other ranks."""
+TICK_S = 1.0  # between two looks for what has lasted too long, and for questions of other ranks
 _BURST_S, _MOST_CYCLES = 100e-6, 50
 """Between two operations of a burst, at most; and how many times it may last so long."""
 _CLOSE_S = 10.0
@@ -67,8 +66,7 @@ class Controller:
         lock = threading.Lock()
         self._given_up = threading.Condition(lock)
         """Told when nobody drives any more, and when something was carried out."""
-        self._wanted = threading.Condition(lock)
-        """Told when the thread has something to do."""
+        self._wanted = threading.Condition(lock)  # told when the thread has something to do
         self._is_driven = self._is_asleep = self._is_idle = False
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S

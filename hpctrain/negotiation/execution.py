@@ -25,8 +25,7 @@ DIRECT_BYTES = 1 << 20
 """Tensors from this size on are not fused: to copy them costs more than a message saves."""
 BUCKET_BYTES = 128 * KIB
 """From here on a message lies in node memory: one copy less for two more meetings."""
-_MOST_VIEWS = 1 << 14
-"""Views that are kept: making one costs as much as copying some KiB."""
+_MOST_VIEWS = 1 << 14  # views that are kept: making one costs as much as copying some KiB
 
 
 def runs(requests: Sequence[Request], fusion_bytes: int) -> list[list[int]]:
@@ -73,14 +72,10 @@ def fusible_bytes(request: Request) -> int | None:
 class Layout(NamedTuple):
     """The part of the buffer that is in use."""
 
-    whole: Bucket | Tensor
-    """For the communicator."""
-    flat: Tensor
-    """Its values."""
-    views: list[Tensor]
-    """A view of it for every tensor."""
-    is_flat: bool
-    """Whether all tensors have one dimension."""
+    whole: Bucket | Tensor  # for the communicator
+    flat: Tensor  # its values
+    views: list[Tensor]  # a view of it for every tensor
+    is_flat: bool  # whether all tensors have one dimension
 
 
 class FusionBuffer:

@@ -15,8 +15,7 @@ from hpctrain.negotiation.request import Signature
 Part = tuple[Signature, list[int] | None]
 """A description of an operation and the ranks that gave it; None for all ranks below."""
 
-BITS, REPORT, SLOTS, VECTOR, DECISION, QUESTIONS = range(6)
-"""The first byte of a message."""
+BITS, REPORT, SLOTS, VECTOR, DECISION, QUESTIONS = range(6)  # the first byte of a message
 _ONE = ord("1")
 
 
@@ -25,8 +24,7 @@ class Entry(NamedTuple):
 
     name: str
     signature: Signature
-    error: str | None = None
-    """What to raise on every rank instead of carrying it out."""
+    error: str | None = None  # what to raise on every rank instead of carrying it out
 
 
 @dataclass(slots=True)
@@ -43,16 +41,13 @@ class OperationBatch:
 class Report(NamedTuple):
     """What a rank tells its parent about itself and the ranks below it."""
 
-    bits: int = 0
-    """Operations with a number that all of them have announced, alike."""
+    bits: int = 0  # operations with a number that all of them have announced, alike
     names: Sequence[tuple[str, list[Part]]] = ()
     """Other operations that all of them have announced, or have joined."""
-    ranks: tuple[int, ...] = ()
-    """Who they are; told once."""
+    ranks: tuple[int, ...] = ()  # who they are; told once
     joins: Sequence[int] = ()
     """Ranks among them that have joined, in the order in which this became known."""
-    all_joined: bool = False
-    """Whether now all of them have."""
+    all_joined: bool = False  # whether now all of them have
     questions: Sequence[object] = ()
     answers: Sequence[tuple[int, object]] = ()
 

@@ -251,11 +251,9 @@ class Negotiator:
                 self._slots.put(item.name, item.signature)
 
 
-_NUM_SHOWN = 3
-"""Tensors of a group that are described: the first ones that differ."""
+_NUM_SHOWN = 3  # tensors of a group that are described: the first ones that differ
 
-Given = Sequence[tuple[Signature, Sequence[int]]]
-"""Each description and the ranks that gave it."""
+Given = Sequence[tuple[Signature, Sequence[int]]]  # each description and the ranks that gave it
 
 
 def disagreement(name: str, given: Given) -> str:

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, slots_of
 from hpctrain.negotiation.request import Signature
 
-NUM_SLOTS = 16384
-"""Most names that have a number: a vector of as many bits is 2 KiB."""
-_MOST_BATCHES = 16
-"""Batches that are kept, for a program that repeats them."""
+NUM_SLOTS = 16384  # most names that have a number: a vector of as many bits is 2 KiB
+_MOST_BATCHES = 16  # batches that are kept, for a program that repeats them
 
 
 class ResponseCache:
@@ -21,10 +19,8 @@ class ResponseCache:
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         """Start empty; ``num_slots``, at most 65536, is the same on all ranks."""
-        self.numbers: dict[str, int] = {}
-        """By name."""
-        self.entries: list[Entry] = []
-        """By number."""
+        self.numbers: dict[str, int] = {}  # by name
+        self.entries: list[Entry] = []  # by number
         self._num_slots = num_slots
         self._batches: dict[bytes, OperationBatch] = {}
 
@@ -54,8 +50,7 @@ class ResponseCache:
         return batch
 
 
-OWN = 0
-"""The source that is this rank; its children are sources 1, 2, ..."""
+OWN = 0  # the source that is this rank; its children are sources 1, 2, ...
 
 
 class PendingTable:
@@ -70,8 +65,7 @@ class PendingTable:
         """Take the numbers, which somebody else keeps up to date."""
         self.bits = [0] * (1 + num_children)
         """By source, the operations it has announced that are not decided."""
-        self.joined = [False] * (1 + num_children)
-        """By source, whether all its ranks have joined."""
+        self.joined = [False] * (1 + num_children)  # by source, whether all its ranks have joined
         self.ranks: list[Sequence[int]] = [(rank,), *((),) * num_children]
         """By source, its ranks; known before its first operation is complete."""
         self._slots = slots

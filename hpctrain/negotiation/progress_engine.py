@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.timeline import Timeline, Timelines
 
-JOIN = "<join>"
-"""The name of the handles that wait until all ranks have joined."""
-CLOSE = "<close>"
-"""The name of the last operation of all."""
+JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
+CLOSE = "<close>"  # the name of the last operation of all
 NUM_UNNAMED = 1024
 """Operations without a name get numbers, which come again so that they become known ones: so many
 are under way at once, those that follow wait until the one of their number is done."""
@@ -59,12 +57,9 @@ class ProgressEngine:
         self._numbering = threading.Lock()
         self._held = deque[Handle]()
         """Whose number is under way still, by age, and what must not come before them."""
-        self.news: deque[Handle] = deque()
-        """Submitted and not announced yet."""
-        self.to_ask: deque[object] = deque()
-        """Questions for all ranks."""
-        self.broken: BaseException | None = None
-        """Why nothing goes on any more."""
+        self.news: deque[Handle] = deque()  # submitted and not announced yet
+        self.to_ask: deque[object] = deque()  # questions for all ranks
+        self.broken: BaseException | None = None  # why nothing goes on any more
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)

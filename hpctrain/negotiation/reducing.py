@@ -31,19 +31,15 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 class Recipe(NamedTuple):
     """What to do with values of one dtype, in this order."""
 
-    wide: torch.dtype | None
-    """In which to calculate; None for their own."""
-    before: float | None
-    """Factor of this rank's values."""
+    wide: torch.dtype | None  # in which to calculate; None for their own
+    before: float | None  # factor of this rank's values
     op: Op
     scale: float | None
     """Factor that the communicator applies in the last pass; floating point and complex."""
     after: float | None
     """Factor of the result of integers, calculated in float64 and rounded towards zero."""
-    divisor: int
-    """Of integers, also rounded towards zero; 1 for none."""
-    is_plain: bool
-    """Whether the communicator does it all."""
+    divisor: int  # of integers, also rounded towards zero; 1 for none
+    is_plain: bool  # whether the communicator does it all
 
 
 @lru_cache(maxsize=1024)

@@ -129,8 +129,7 @@ Result = list[Any]
 for a barrier."""
 
 
-Take = Callable[[Result], Any]
-"""Makes what the user gets of the result of a request."""
+Take = Callable[[Result], Any]  # makes what the user gets of the result of a request
 
 
 class Handle:

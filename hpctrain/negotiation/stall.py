@@ -22,8 +22,7 @@ from hpctrain.core.units import format_ranks
 
 _LOG = logging.getLogger(__name__)
 
-MAX_LINES = 8
-"""Operations that are named, and groups of ranks that are told of."""
+MAX_LINES = 8  # operations that are named, and groups of ranks that are told of
 
 _SILENT = "stopped, or in code that keeps Python's lock"
 
@@ -31,12 +30,9 @@ _SILENT = "stopped, or in code that keeps Python's lock"
 class Question(NamedTuple):
     """Who has not submitted these operations?"""
 
-    key: tuple[int, int]
-    """Number of the asking rank, and of its question."""
-    ages_s: dict[str, float]
-    """How long that rank has waited for each."""
-    is_final: bool
-    """Whether all ranks are to end once it is known."""
+    key: tuple[int, int]  # number of the asking rank, and of its question
+    ages_s: dict[str, float]  # how long that rank has waited for each
+    is_final: bool  # whether all ranks are to end once it is known
 
 
 class Answer(NamedTuple):
@@ -45,23 +41,17 @@ class Answer(NamedTuple):
     key: tuple[int, int]
     waiting: tuple[str, ...]
     """Of the operations asked about, those that this rank has submitted and waits for."""
-    lacking: tuple[str, ...]
-    """Those that it has not submitted."""
-    others: tuple[str, ...]
-    """Some that it has submitted and nobody asked about."""
-    last: str
-    """Its last collective."""
-    last_ago_s: float | None
-    """How long ago that was."""
-    stack: str
-    """Where its main thread is; empty if it lacks nothing."""
+    lacking: tuple[str, ...]  # those that it has not submitted
+    others: tuple[str, ...]  # some that it has submitted and nobody asked about
+    last: str  # its last collective
+    last_ago_s: float | None  # how long ago that was
+    stack: str  # where its main thread is; empty if it lacks nothing
 
 
 class SetMember(NamedTuple):
     """A rank of a process set."""
 
-    rank: int
-    """In the world."""
+    rank: int  # in the world
     host: str
 
 
@@ -70,8 +60,7 @@ class Inquiry:
     """A question and the answers so far, by numbers of ranks in the process set."""
 
     question: Question
-    until: float
-    """When answers are not waited for any more."""
+    until: float  # when answers are not waited for any more
     answers: dict[int, Answer] = field(default_factory=dict)
 
 
@@ -160,8 +149,7 @@ def _who(numbers: Sequence[int], members: Sequence[SetMember]) -> str:
     return f"{_ranks(numbers, members)} on {where}"
 
 
-MAX_FRAMES = 10
-"""Lines of a stack; of a deeper one the innermost."""
+MAX_FRAMES = 10  # lines of a stack; of a deeper one the innermost
 
 _OURS = str(Path(hpctrain.__file__).parent)
 _INSTALLED = ("stdlib", "platstdlib", "scripts")
@@ -228,15 +216,13 @@ def _line(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}{code}"
 
 
-HANG = 86
-"""Exit code of ranks that are ended because one of them keeps the others waiting."""
+HANG = 86  # exit code of ranks that are ended because one of them keeps the others waiting
 
 ANSWER_S = 4.0
 """How long the root waits for answers, and a second for each level of a tree of the ranks: those
 that have nothing to do look for messages once a second."""
 
-MAX_NAMES = 50
-"""Operations that one question asks about; those that have waited longest."""
+MAX_NAMES = 50  # operations that one question asks about; those that have waited longest
 
 _OTHERS = 3
 
@@ -259,10 +245,8 @@ class StallWatch:
 
         ``end`` ends all ranks with an exit code.
         """
-        self.last_call = last_call
-        """To be told of every operation."""
-        self.answer_s = ANSWER_S + len(members).bit_length()
-        """How long the root waits for answers."""
+        self.last_call = last_call  # to be told of every operation
+        self.answer_s = ANSWER_S + len(members).bit_length()  # how long the root waits for answers
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
         self._number, self._members, self._end = number, members, end

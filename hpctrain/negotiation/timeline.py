@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.comm.communicator import Traffic
 
-RANK = "{rank}"
-"""Where a path has this, every rank writes a file of its own."""
+RANK = "{rank}"  # where a path has this, every rank writes a file of its own
 
 _END = b"\n]\n"
 _LOG = logging.getLogger(__name__)
@@ -65,8 +64,7 @@ class _Row(NamedTuple):
     """A tensor in the file."""
 
     number: int
-    open: list[int]
-    """When each slice that has not ended began, the outermost first."""
+    open: list[int]  # when each slice that has not ended began, the outermost first
 
 
 class Timeline:

@@ -26,8 +26,7 @@ FAILED = 1
 RANK_LOST = 87
 INTERRUPTED = 130
 
-ABORT_S = 2.0
-"""How long ``MPI_Abort`` may take before the process ends without it."""
+ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
 STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
@@ -170,8 +169,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     return FAILED, ""
 
 
-FAREWELL_S = 1.0
-"""Time for the tagger to end once nobody can write to it any more."""
+FAREWELL_S = 1.0  # time for the tagger to end once nobody can write to it any more
 
 
 class CrashReport:

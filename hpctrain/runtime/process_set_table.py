@@ -33,8 +33,7 @@ T = TypeVar("T")
 class Wanted(NamedTuple):
     """A process set that a rank asks for."""
 
-    ranks: tuple[int, ...]
-    """Of the world, sorted."""
+    ranks: tuple[int, ...]  # of the world, sorted
     by_communicator: bool
     """Whether the ranks are those of a communicator, of which each rank of the world has its own:
     then there are as many sets as communicators."""
@@ -70,8 +69,7 @@ class Controllers:
     settings: Settings
     timelines: Timelines
     last_call: LastCall
-    end: Callable[[int], object] | None
-    """Ends all ranks with an exit code; None in a world of one."""
+    end: Callable[[int], object] | None  # ends all ranks with an exit code; None in a world of one
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
         """Make the controller of a process set, which closes ``comm``. Collective over that."""
@@ -104,8 +102,7 @@ class Registered:
         self.is_open = True
         self.inside: Communicator | None = None
         """Of the set, for buckets, in the thread of the caller; None outside of it."""
-        self.comm: Communicator | None = None
-        """The same with the thread that the plan wants."""
+        self.comm: Communicator | None = None  # the same with the thread that the plan wants
         self.controller: Controller | None = None
         """Carries out named operations; None outside of the set."""
 

@@ -14,12 +14,9 @@ from typing import NamedTuple
 class Stage(enum.IntEnum):
     """What comes before what: a holder may use what the stages before its own have made."""
 
-    RECORDS = 0
-    """What writes down what this rank does: timelines."""
-    SETS = 1
-    """Process sets and the controllers of their named operations."""
-    HOLDERS = 2
-    """What is built upon them: optimizers, samplers, loaders."""
+    RECORDS = 0  # what writes down what this rank does: timelines
+    SETS = 1  # process sets and the controllers of their named operations
+    HOLDERS = 2  # what is built upon them: optimizers, samplers, loaders
 
 
 class _Holder(NamedTuple):

@@ -37,12 +37,10 @@ class Failure(NamedTuple):
     """An exception on its way from a rank to the caller."""
 
     rank: int
-    when_s: float
-    """Wall-clock time: the first failure is the cause of the others."""
+    when_s: float  # wall-clock time: the first failure is the cause of the others
     summary: str
     traceback: str
-    exception: bytes
-    """Pickled; empty if that was not possible."""
+    exception: bytes  # pickled; empty if that was not possible
 
 
 def run(

@@ -13,15 +13,12 @@ from typing import Self
 from hpctrain.cluster.env import asked_by
 from hpctrain.core.units import format_seconds
 
-STOPPED = 85
-"""Exit code of a run that has saved its state and wants to go on."""
+STOPPED = 85  # exit code of a run that has saved its state and wants to go on
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-ECHO_S = 1.0
-"""A launcher and a batch system may both deliver the same request: that is one signal."""
-LOOK_S = 1.0
-"""Between two looks at the file."""
+ECHO_S = 1.0  # a launcher and a batch system may both deliver the same request: that is one signal
+LOOK_S = 1.0  # between two looks at the file
 
 
 def deadline(

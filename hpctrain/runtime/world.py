@@ -51,31 +51,20 @@ class OpenedSteps(Protocol):
 class World:
     """What ``init`` found and made."""
 
-    comm: Communicator
-    """All ranks, for buckets; named operations have one of their own."""
-    sets: ProcessSets
-    """What named operations go through."""
+    comm: Communicator  # all ranks, for buckets; named operations have one of their own
+    sets: ProcessSets  # what named operations go through
     topology: Topology
     plan: Plan
-    plan_origin: str
-    """What the plan was chosen by, for people."""
+    plan_origin: str  # what the plan was chosen by, for people
     settings: Settings
-    presence: "Liveness | None"
-    """Who is still there; None in a world of one."""
-    statistics: Statistics | None
-    """What the collectives cost, where that is wanted."""
-    hooks: FailureHooks | None
-    """What ends all ranks when this one fails; None in a world of one."""
-    ranks: "MpiComm | None"
-    """The same ranks for MPI; None in a world of one."""
-    given: "MpiComm | None"
-    """The communicator that ``init`` was given."""
-    rebuild: Rebuild
-    """Who holds state about the ranks."""
-    timelines: Timelines
-    """The timeline that this rank records, if any."""
-    last_call: LastCall
-    """What this rank has communicated last."""
+    presence: "Liveness | None"  # who is still there; None in a world of one
+    statistics: Statistics | None  # what the collectives cost, where that is wanted
+    hooks: FailureHooks | None  # what ends all ranks when this one fails; None in a world of one
+    ranks: "MpiComm | None"  # the same ranks for MPI; None in a world of one
+    given: "MpiComm | None"  # the communicator that ``init`` was given
+    rebuild: Rebuild  # who holds state about the ranks
+    timelines: Timelines  # the timeline that this rank records, if any
+    last_call: LastCall  # what this rank has communicated last
     step_checks: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"

@@ -33,8 +33,7 @@ FAILED = "an error of all ranks"
 """How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
 
 
-FINISHED = "its last epoch"
-"""How a part has ended after which nothing was left to do."""
+FINISHED = "its last epoch"  # how a part has ended after which nothing was left to do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +44,8 @@ class Attempt:
     """Counted from 1, over all jobs of the run; also those that came to no checkpoint."""
     ended_by: str | None = None
     """Why the part before has ended: who stopped it, or ``killed``; None for the first."""
-    job: str = ""
-    """What the scheduler calls the job; empty outside of one."""
-    restarts: int = 0
-    """How often Slurm has started this job again."""
+    job: str = ""  # what the scheduler calls the job; empty outside of one
+    restarts: int = 0  # how often Slurm has started this job again
 
     @classmethod
     def after(cls, records: Sequence[dict[str, Any]]) -> "Attempt":

@@ -14,11 +14,9 @@ from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState, require_finite_weights
 
-STOP, SAVE, NOT_FINITE = 1, 2, 4
-"""Bits that ride in the opening message of a step."""
+STOP, SAVE, NOT_FINITE = 1, 2, 4  # bits that ride in the opening message of a step
 
-RETRY_S = 60.0
-"""After a checkpoint that could not be written, as when a disk is full."""
+RETRY_S = 60.0  # after a checkpoint that could not be written, as when a disk is full
 
 
 class Boundary:

@@ -15,8 +15,7 @@ class Scores:
     """Means over all test samples."""
 
     loss: float
-    metric: float
-    """Equal to ``loss`` when the loss is the metric."""
+    metric: float  # equal to ``loss`` when the loss is the metric
     num_samples: int
 
 

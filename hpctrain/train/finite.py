@@ -28,12 +28,9 @@ class NotFiniteFinding:
     step: int
     epoch: int
     lr: float
-    loss: float
-    """Of this rank's samples."""
-    norm: float
-    """Of the gradients, averaged where ranks average them."""
-    samples: list[int]
-    """Numbers of this rank's samples in the data set."""
+    loss: float  # of this rank's samples
+    norm: float  # of the gradients, averaged where ranks average them
+    samples: list[int]  # numbers of this rank's samples in the data set
 
     def describe(self) -> str:
         """Say it for people."""

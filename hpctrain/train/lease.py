@@ -31,12 +31,10 @@ BEAT = ".beat"
 class Times:
     """How long those who share a directory wait for each other, in seconds."""
 
-    beat_s: float = 5.0
-    """Between two heartbeats of the holder."""
+    beat_s: float = 5.0  # between two heartbeats of the holder
     stale_s: float = 30.0
     """A holder whose heartbeat stands still for so long is dead, or as good as that."""
-    wait_s: float = 60.0
-    """So long a holder that is alive is waited for."""
+    wait_s: float = 60.0  # so long a holder that is alive is waited for
     look_s: float = 1.0
     """Between two looks at the lease; the holder writes if its last one is no older."""
     settle_s: float = 2.0
@@ -51,19 +49,14 @@ class Holder:
     """Who holds a lease."""
 
     host: str
-    job: str
-    """What the scheduler calls the job; empty outside of one."""
-    restarts: int
-    """How often Slurm has started the job again."""
-    pid: int
-    """Of rank 0."""
+    job: str  # what the scheduler calls the job; empty outside of one
+    restarts: int  # how often Slurm has started the job again
+    pid: int  # of rank 0
     born: int | None
     """When the process started, in clock ticks since boot: ids of processes come again."""
-    namespace: tuple[str, int]
-    """Where ``pid`` means this process."""
+    namespace: tuple[str, int]  # where ``pid`` means this process
     since: str
-    token: str
-    """No other holder has this one."""
+    token: str  # no other holder has this one
 
     @classmethod
     def here(cls) -> Self:

@@ -21,8 +21,7 @@ _ENVIRONMENT = {
 }
 """Settings of the environment that are keys of the file too."""
 
-_UNITS = {"bucket_bytes": "B", "budget": "s"}
-"""Of settings that the file has as texts."""
+_UNITS = {"bucket_bytes": "B", "budget": "s"}  # of settings that the file has as texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +29,7 @@ class LoadedData:
     """A configuration and where each of its values came from."""
 
     config: RunConfig
-    path: Path | None
-    """The file; None when there is none."""
+    path: Path | None  # the file; None when there is none
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where the keys that are not defaults were set: ``file digits.toml``, ``argument --set``."""
 

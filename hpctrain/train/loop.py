@@ -23,20 +23,16 @@ from hpctrain.train.task import Task
 class Outcome:
     """What a training has led to."""
 
-    scores: Scores
-    """Of the last test."""
-    training_s: float
-    """Duration of all steps, without tests."""
+    scores: Scores  # of the last test
+    training_s: float  # duration of all steps, without tests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
     """A training that was asked to stop, has saved its state, and wants to go on."""
 
-    reason: str
-    """Who asked, for people."""
-    step: int
-    """Steps that are done."""
+    reason: str  # who asked, for people
+    step: int  # steps that are done
 
 
 class TrainingLoop:

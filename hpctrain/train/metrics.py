@@ -10,8 +10,7 @@ from typing import Any, Self
 from hpctrain.core.atomic import publishing, sync
 from hpctrain.core.logs import logger
 
-SHOWN = 5
-"""Damaged lines that a warning names."""
+SHOWN = 5  # damaged lines that a warning names
 
 
 class Metrics:

@@ -41,14 +41,10 @@ from hpctrain.train.task import Task, build
 class How:
     """How to run what a configuration describes."""
 
-    dry_run: bool = False
-    """Only build and describe everything: write nothing and train nothing."""
-    resume: bool = False
-    """Go on with the run in the directory."""
-    changed: bool = False
-    """Go on also where the configuration makes it another training."""
-    force: bool = False
-    """Take the run also from another job that is at work."""
+    dry_run: bool = False  # only build and describe everything: write nothing and train nothing
+    resume: bool = False  # go on with the run in the directory
+    changed: bool = False  # go on also where the configuration makes it another training
+    force: bool = False  # take the run also from another job that is at work
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:

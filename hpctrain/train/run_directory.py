@@ -24,19 +24,13 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"
-        """The configuration as it was used."""
-        self.environment = path / "env.json"
-        """Versions, machine, command line."""
-        self.plan = path / "plan.json"
-        """Topology and plan of the communication."""
-        self.metrics = path / "metrics.jsonl"
-        """One JSON record per line."""
-        self.logs = path / "log"
-        """The folder of ``rank-N.log``."""
+        self.config = path / "config.toml"  # the configuration as it was used
+        self.environment = path / "env.json"  # versions, machine, command line
+        self.plan = path / "plan.json"  # topology and plan of the communication
+        self.metrics = path / "metrics.jsonl"  # one JSON record per line
+        self.logs = path / "log"  # the folder of ``rank-N.log``
         self.checkpoints = path / "checkpoints"
-        self.plots = path / "plots"
-        """The folder of figures."""
+        self.plots = path / "plots"  # the folder of figures
         self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
 

@@ -27,18 +27,12 @@ class RunState:
     """The position of a run between two steps, and how to save and restore it."""
 
     task: Task
-    step: int = 0
-    """Steps that are done, of all epochs."""
-    training_s: float = 0.0
-    """Duration of the steps that were recorded, without tests."""
-    scores: Scores | None = None
-    """Of the last test."""
-    num_records: int = 0
-    """Lines of ``metrics.jsonl`` when the state was saved."""
-    num_skipped: int = 0
-    """Steps that were left out, as far as they were recorded."""
-    checked_step: int = 0
-    """Step after which replicas were compared last, in this part."""
+    step: int = 0  # steps that are done, of all epochs
+    training_s: float = 0.0  # duration of the steps that were recorded, without tests
+    scores: Scores | None = None  # of the last test
+    num_records: int = 0  # lines of ``metrics.jsonl`` when the state was saved
+    num_skipped: int = 0  # steps that were left out, as far as they were recorded
+    checked_step: int = 0  # step after which replicas were compared last, in this part
     tally: StepMeter = field(default_factory=StepMeter)
     epoch_tally: StepMeter = field(default_factory=StepMeter)
     """Of the present epoch, where the method of ``[sync]`` is told its loss."""

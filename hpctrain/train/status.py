@@ -9,8 +9,7 @@ from hpctrain.train.lease import Holder
 from hpctrain.train.metrics import record_of, result
 from hpctrain.train.run_directory import RunDirectory
 
-FAILED = 1
-"""Exit code for a run that is at work, was ended without a word, or is not there."""
+FAILED = 1  # exit code for a run that is at work, was ended without a word, or is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +17,7 @@ class Status:
     """How it stands with a run."""
 
     state: Literal["finished", "stopped", "failed", "unfinished", "missing"]
-    what: str
-    """In one line, for people."""
+    what: str  # in one line, for people
 
     @property
     def code(self) -> int:

@@ -18,13 +18,10 @@ class Interval:
     """Some steps, as all ranks together saw them; times are means over steps and ranks."""
 
     num_steps: int
-    num_samples: int
-    """Of all ranks."""
-    loss: float
-    """Mean over the samples; NaN of nothing, where all steps were left out."""
+    num_samples: int  # of all ranks
+    loss: float  # mean over the samples; NaN of nothing, where all steps were left out
     compute_s: float
-    communication_s: float
-    """Only what computing did not hide."""
+    communication_s: float  # only what computing did not hide
     input_s: float
     num_skipped: int = 0
     """Steps that were left out; where ranks take steps of their own, of all ranks."""

@@ -18,8 +18,7 @@ from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.config import SyncConfig
 
-WITHIN_S = 1.0
-"""A stop, or a checkpoint by the clock, is known to all ranks after about so long."""
+WITHIN_S = 1.0  # a stop, or a checkpoint by the clock, is known to all ranks after about so long
 
 _KINDS: Mapping[str, type[LocalMethod]] = {
     "local_sgd": LocalSGD,

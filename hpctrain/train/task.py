@@ -42,8 +42,7 @@ _ONE_LENGTH = (
     "a rank's part of the batch; pad them to a fixed length in data.transform"
 )
 
-Metric = Callable[[Tensor, Tensor], Tensor]
-"""From (output, label) to one value for every sample."""
+Metric = Callable[[Tensor, Tensor], Tensor]  # from (output, label) to one value for every sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +52,14 @@ class Task:
     config: RunConfig
     comm: Communicator
     model: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Mean over the samples of a batch."""
-    metric: Metric | None
-    """None when the loss is the metric."""
+    loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
+    metric: Metric | None  # None when the loss is the metric
     optimizer: Any
     """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps`` or
     ``sync``."""
     train: Loader
     test: Loader
-    schedule: Callable[[int], float]
-    """Factor of the learning rate at each step."""
+    schedule: Callable[[int], float]  # factor of the learning rate at each step
     steps: Reproducible | None = None
     """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
     for."""

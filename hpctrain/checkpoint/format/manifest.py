@@ -54,14 +54,12 @@ class CheckpointManifest:
     """What a checkpoint holds and where."""
 
     step: int
-    world: int
-    """Number of ranks that wrote it."""
+    world: int  # number of ranks that wrote it
     facts: dict[str, Any]
     skeleton: Any
     tensors: dict[str, Record]
     """Tensors of the state, by path, which is also their name in the files."""
-    private: dict[int, dict[str, Record]]
-    """Tensors of each rank, by name in its file."""
+    private: dict[int, dict[str, Record]]  # tensors of each rank, by name in its file
 
     @property
     def num_bytes(self) -> int:

@@ -23,8 +23,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB
 
-BLOCK_BYTES = 4 * MIB
-"""Bytes of a tensor under one crc32; part of version 1 of the format."""
+BLOCK_BYTES = 4 * MIB  # bytes of a tensor under one crc32; part of version 1 of the format
 
 _HEADER_BYTES = 100 * MIB
 _ALIGN = 4096
@@ -36,8 +35,7 @@ _SAFETENSORS = {
     "uint32": "U32", "uint16": "U16", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-_AS_BYTES = ("complex128",)
-"""Safetensors has no name for it: it is U8 with one more dimension."""
+_AS_BYTES = ("complex128",)  # safetensors has no name for it: it is U8 with one more dimension
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_SAFETENSORS, *_AS_BYTES) if hasattr(torch, name)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.control_channel.message_network import Network
     from hpctrain.comm.node.shared_memory import SharedMemory
 
-_FLUSH_S = 1e-3
-"""Between two looks whether large messages have left."""
+_FLUSH_S = 1e-3  # between two looks whether large messages have left
 
 _WAY_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
@@ -38,12 +37,9 @@ for links of 10 to 50 us and 10 us of work on each, four make the shortest way t
 class Tree:
     """The place of one rank in the tree; rank 0 is the root."""
 
-    rank: int
-    """My rank."""
-    parent: int | None
-    """The rank towards the root; None at the root."""
-    children: tuple[int, ...]
-    """The ranks away from the root: first those of other nodes."""
+    rank: int  # my rank
+    parent: int | None  # the rank towards the root; None at the root
+    children: tuple[int, ...]  # the ranks away from the root: first those of other nodes
 
     @property
     def neighbours(self) -> tuple[int, ...]:

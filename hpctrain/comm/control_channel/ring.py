@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 
-RING_BYTES = 1 << 14
-"""Room of one direction between two ranks."""
+RING_BYTES = 1 << 14  # room of one direction between two ranks
 HEAD_BYTES = 2 * LINE_BYTES
 """Before it: a line that the writer stores to and one that the reader stores to."""
 _WRITTEN, _STUCK, _READ = 0, 1, LINE_BYTES // 8
@@ -46,8 +45,7 @@ class Outlet:
         self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
     ) -> None:
         """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's bell."""
-        self.is_stuck = False
-        """Whether messages wait for room."""
+        self.is_stuck = False  # whether messages wait for room
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
         self._bell = bell.post

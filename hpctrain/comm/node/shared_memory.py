@@ -25,8 +25,7 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_CELLS = LINE_BYTES // 8
-"""Numbers in the cache line of each rank."""
+_CELLS = LINE_BYTES // 8  # numbers in the cache line of each rank
 
 
 class SharedMemory:
@@ -53,8 +52,7 @@ class SharedMemory:
         self.turn = 0
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
-        self.num_bytes = 0
-        """Bytes that this rank has read and written in node memory so far."""
+        self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
         self._node = node
         self._num_buckets = 0
         self._unusable = ""
@@ -239,8 +237,7 @@ def _lane(part: Tensor, combination: Combination) -> Tensor:
 
 Slots = tuple[Tensor, ...]
 
-MOST_SEEN = 256
-"""Views that are kept: making one costs as much as a small sum."""
+MOST_SEEN = 256  # views that are kept: making one costs as much as a small sum
 
 
 class SharedSlots:

@@ -13,8 +13,7 @@ from hpctrain.comm.rail.algorithms import DOUBLING_BYTES
 from hpctrain.core.config import Settings
 from hpctrain.core.units import KIB, MIB
 
-STEP_BYTES = 64 * KIB
-"""A step of a ring that carries less costs mostly its latency."""
+STEP_BYTES = 64 * KIB  # a step of a ring that carries less costs mostly its latency
 DIRECT_RANKS = 4
 """Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
 DIRECT_BYTES = 64 * KIB
@@ -189,8 +188,7 @@ def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
 BATCHING_SIZES = (KIB, 256 * KIB)
 """Sizes in bytes to measure: one that is all latency, and one that no link hides in a buffer and
 a slow one carries in ten milliseconds."""
-LATENCY_SHARE = 1 / 128
-"""Of the time of a full message."""
+LATENCY_SHARE = 1 / 128  # of the time of a full message
 _FUSION_BYTES = (64 * KIB, 64 * MIB)
 _LATENCY_S = (2e-6, 8e-3)
 
@@ -198,14 +196,11 @@ _LATENCY_S = (2e-6, 8e-3)
 class Batching(NamedTuple):
     """How named operations are put together."""
 
-    fusion_bytes: int
-    """Largest message of several operations."""
-    cycle_s: float
-    """How long an operation waits for others, unless somebody waits for it."""
+    fusion_bytes: int  # largest message of several operations
+    cycle_s: float  # how long an operation waits for others, unless somebody waits for it
 
 
-DEFAULT = Batching(64 * MIB, 0.0)
-"""Without a measurement: no limit that matters, and no waiting."""
+DEFAULT = Batching(64 * MIB, 0.0)  # without a measurement: no limit that matters, and no waiting
 
 
 def batching(seconds: Mapping[int, float]) -> Batching:

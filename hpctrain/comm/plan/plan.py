@@ -37,14 +37,10 @@ class SizeTable:
 class Measurement:
     """How long one algorithm took for one size, on the slowest rank."""
 
-    what: str
-    """``tensors``: ordinary tensors over all ranks; ``rail``: parts over a rail."""
-    num_bytes: int
-    """Size of the message."""
-    algorithm: str
-    """A name of the plan's table for ``what``."""
-    runs: tuple[float, ...]
-    """Seconds of each run."""
+    what: str  # ``tensors``: ordinary tensors over all ranks; ``rail``: parts over a rail
+    num_bytes: int  # size of the message
+    algorithm: str  # a name of the plan's table for ``what``
+    runs: tuple[float, ...]  # seconds of each run
 
     @property
     def seconds(self) -> float:
@@ -62,27 +58,21 @@ class Plan:
     node_memory: str
     """How the ranks of a node share memory: ``memfd``, ``none`` (flat MPI), or ``alone`` in a
     world of one."""
-    num_rails: int
-    """Local ranks of each node that take part in the slow link; 0 on one node."""
-    bucket_bytes: int
-    """Largest message while gradients travel during backward."""
+    num_rails: int  # local ranks of each node that take part in the slow link; 0 on one node
+    bucket_bytes: int  # largest message while gradients travel during backward
     overlap: str
     """``thread``: buckets travel beside backward; ``inline``: inside it; ``end``: after it."""
-    threads: int
-    """Torch's threads of each rank: the cores it really has."""
+    threads: int  # torch's threads of each rank: the cores it really has
     tensors: SizeTable
     """How ordinary tensors travel: ``direct``, ``slices`` or ``library`` on one node, ``levels``
     or ``library`` on several; all tensors by ``flat`` or ``two-level`` with Horovod."""
-    rail: SizeTable
-    """How a rail carries its part, by the bytes of the part."""
+    rail: SizeTable  # how a rail carries its part, by the bytes of the part
     measured: tuple[Measurement, ...] = ()
     """What the tables were chosen by; empty where the rule chose them."""
-    fusion_bytes: int = 64 * MIB
-    """Largest message of several named operations."""
+    fusion_bytes: int = 64 * MIB  # largest message of several named operations
     cycle_s: float = 0.0
     """How long a named operation waits for others, unless somebody waits for it."""
-    engine: str = "hpctrain"
-    """What moves tensors: ``hpctrain`` or ``horovod``."""
+    engine: str = "hpctrain"  # what moves tensors: ``hpctrain`` or ``horovod``
 
     def table(self, what: str) -> SizeTable:
         """Return the table of ``tensors`` or of the ``rail``."""

@@ -44,8 +44,7 @@ _LOG = logging.getLogger(__name__)
 class StoredPlan:
     """A plan and the world it was made for, as they lie on disk."""
 
-    nodes: tuple[int, ...]
-    """Ranks of each node."""
+    nodes: tuple[int, ...]  # ranks of each node
     plan: Plan
 
     @classmethod
@@ -116,10 +115,8 @@ class PlanDecision:
     """A plan, and where it comes from; the same on every rank."""
 
     plan: Plan
-    origin: str
-    """What it was chosen by, for people."""
-    key: str = ""
-    """Where a measurement is to be kept; empty where none is wanted."""
+    origin: str  # what it was chosen by, for people
+    key: str = ""  # where a measurement is to be kept; empty where none is wanted
 
 
 def pinned(comm: Communicator, settings: Settings) -> StoredPlan | None:

@@ -28,25 +28,17 @@ from hpctrain.comm.plan.plan import Measurement, Plan
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
-BUDGET_S = 0.3
-"""What the tables may take."""
-RAIL_SHARE = 0.6
-"""Of the budget, for the rails; the rest is for tensors."""
-BATCHING_SHARE = 0.3
-"""Of the budget, and beside it, for what fusion and cycle follow from."""
-BATCHING_RUNS = 9
-"""Of each size; the shortest counts."""
-RUNS = 3
-"""Timed runs of a candidate."""
-RUN_S = 1e-3
-"""What a run should take: a call that is faster is repeated in it."""
-MOST_CALLS = 8
-"""Calls in a run at most."""
+BUDGET_S = 0.3  # what the tables may take
+RAIL_SHARE = 0.6  # of the budget, for the rails; the rest is for tensors
+BATCHING_SHARE = 0.3  # of the budget, and beside it, for what fusion and cycle follow from
+BATCHING_RUNS = 9  # of each size; the shortest counts
+RUNS = 3  # timed runs of a candidate
+RUN_S = 1e-3  # what a run should take: a call that is faster is repeated in it
+MOST_CALLS = 8  # calls in a run at most
 FIRST_SHARE = 1 / 3
 """Of the time for one kind, for its smallest size, where there is least to gain."""
 
-RunBy = Callable[[str, torch.Tensor], object]
-"""Sums a flat tensor by the algorithm of this name."""
+RunBy = Callable[[str, torch.Tensor], object]  # sums a flat tensor by the algorithm of this name
 
 _LOG = logging.getLogger(__name__)
 
@@ -154,8 +146,7 @@ class Stopwatch:
     """Times what all ranks do together; shows the same on all of them."""
 
     def __init__(self, world: MPI.Intracomm, watch: Watch) -> None:
-        self.elapsed_s = 0.0
-        """Seconds since the stopwatch was made, at the end of the latest run."""
+        self.elapsed_s = 0.0  # seconds since the stopwatch was made, at the end of the latest run
         self._world = world
         self._watch = watch
         self._start = time.perf_counter()

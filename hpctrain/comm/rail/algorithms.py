@@ -53,10 +53,8 @@ def doubling_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) ->
 class Fold(NamedTuple):
     """How the ranks are brought down to a power of two, as one rank sees it."""
 
-    ranks: tuple[int, ...]
-    """The ones that take part."""
-    place: int | None
-    """Where this rank stands in ``ranks``; None if ``other`` takes part for it."""
+    ranks: tuple[int, ...]  # the ones that take part
+    place: int | None  # where this rank stands in ``ranks``; None if ``other`` takes part for it
     other: int | None
     """The rank for which this one takes part, or the reverse; None if there is none."""
 

@@ -18,8 +18,7 @@ from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_bytes
 
-CHUNK_ELEMENTS = 1 << 26
-"""Largest message in elements: counts of MPI-3 are 32-bit."""
+CHUNK_ELEMENTS = 1 << 26  # largest message in elements: counts of MPI-3 are 32-bit
 
 
 _MPI_TYPE = {
@@ -58,10 +57,8 @@ class Transfer:
     """A message under way."""
 
     tensor: Tensor
-    partner: int
-    """Rank of the communicator at the other end."""
-    arrives: bool
-    """Whether it is received, not sent."""
+    partner: int  # rank of the communicator at the other end
+    arrives: bool  # whether it is received, not sent
     requests: list[MPI.Request]
 
 
@@ -83,8 +80,7 @@ class MpiWire(Wire):
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.num_bytes_sent = 0
-        """Bytes that this rank has sent so far."""
+        self.num_bytes_sent = 0  # bytes that this rank has sent so far
         self._comm = comm
         self._watch = watch or Watch()
         self._world_ranks = world_ranks or range(comm.size)
@@ -163,8 +159,7 @@ class Rail:
         watch = watch or Watch()
         self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
         self._comm = comm
-        self.table = table
-        """Algorithms by bytes of the part; the same on all ranks."""
+        self.table = table  # algorithms by bytes of the part; the same on all ranks
         self._watch = watch
         self._name = name
         self._library_bytes = 0

@@ -49,10 +49,8 @@ SEGMENT_BYTES = 256 * KIB
 class TreePlace(NamedTuple):
     """Where a rank stands in a tree."""
 
-    parent: int | None
-    """None at the root."""
-    children: tuple[int, ...]
-    """Two at most, in the order in which they are combined."""
+    parent: int | None  # None at the root
+    children: tuple[int, ...]  # two at most, in the order in which they are combined
 
 
 def double_tree_allreduce_(wire: Wire, tensor: Tensor, combination: Combination) -> None:

@@ -45,8 +45,7 @@ class Wire(Protocol):
 class Arrival(NamedTuple):
     """A piece that will come."""
 
-    tensor: Tensor
-    """Where it goes."""
+    tensor: Tensor  # where it goes
     source: int
     tag: int = 0
 

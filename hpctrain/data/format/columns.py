@@ -26,8 +26,7 @@ from hpctrain.data.samples import Ragged
 class RaggedRows:
     """Samples of a ragged field."""
 
-    values: NDArray[Any]
-    """``(num_rows, *shape)``"""
+    values: NDArray[Any]  # ``(num_rows, *shape)``
     offsets: NDArray[np.int64]
     """``(num_samples + 1,)``: between which of ``values`` each sample lies."""
 
@@ -119,13 +118,11 @@ _COPY_BYTES = 4 * MIB
 class Column:
     """The values of one field in one file, ``/data/<field>``."""
 
-    capacity: int | None = None
-    """Rows that the file has room for, None for any number."""
+    capacity: int | None = None  # rows that the file has room for, None for any number
 
     def __init__(self, name: str, field: Field) -> None:
         self._name, self._field = name, field
-        self._num_rows = 0
-        """In the column, but for those that wait for a whole chunk."""
+        self._num_rows = 0  # in the column, but for those that wait for a whole chunk
         self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:

@@ -64,8 +64,7 @@ def rows_per_chunk(field: Field, block_size: int) -> int:
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
 """What a damaged file leads to, in HDF5 and here."""
 
-_MOST_LINKS = 16
-"""Soft links that lead from one to the next."""
+_MOST_LINKS = 16  # soft links that lead from one to the next
 
 
 def own_dataset(file: h5py.File, path: str) -> Any:

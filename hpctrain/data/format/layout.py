@@ -26,10 +26,8 @@ from hpctrain.core.errors import DataError
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
-LOCK = "writer.lock"
-"""Held by the writer that is at work in the directory."""
-CLASSES = "classes.txt"
-"""The name of label 0 in the first line, and so on."""
+LOCK = "writer.lock"  # held by the writer that is at work in the directory
+CLASSES = "classes.txt"  # the name of label 0 in the first line, and so on
 COMPRESSIONS = (None, "zstd")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 SHARD_FILE = re.compile(
@@ -48,10 +46,8 @@ class Field:
 
     shape: tuple[int, ...]
     """Shape of one sample, ``()`` for a number; of a ragged field, of one of its rows."""
-    dtype: str
-    """numpy's name with the byte order, little-endian: ``<f4``, ``|u1``."""
-    ragged: bool = False
-    """A sample is ``(length, *shape)``, and the lengths differ."""
+    dtype: str  # numpy's name with the byte order, little-endian: ``<f4``, ``|u1``
+    ragged: bool = False  # a sample is ``(length, *shape)``, and the lengths differ
     compression: str | None = None
     """None or ``zstd``: smaller on disk, several times the work of a processor to read."""
 
@@ -98,16 +94,11 @@ class Field:
 class Place:
     """Where a field lies in a shard."""
 
-    offset: int | None
-    """First byte of ``/data/<field>``, None where only HDF5 can read it."""
-    crc_offset: int | None
-    """First byte of ``/crc/<field>``, None where only HDF5 can read it."""
-    crc32: int
-    """Of the bytes of ``/crc/<field>``: tells a shard of another data set."""
-    index_offset: int | None = None
-    """First byte of ``/index/<field>`` of a ragged field."""
-    index_crc32: int | None = None
-    """Of all bytes of ``/index/<field>``."""
+    offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
+    crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
+    crc32: int  # of the bytes of ``/crc/<field>``: tells a shard of another data set
+    index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
+    index_crc32: int | None = None  # of all bytes of ``/index/<field>``
     num_rows: int | None = None
     """Rows of ``/data/<field>`` of a ragged field: the sum of the lengths."""
 
@@ -116,8 +107,7 @@ class Place:
 class ShardEntry:
     """One HDF5 file of a data set."""
 
-    file: str
-    """Name in the directory of the data set."""
+    file: str  # name in the directory of the data set
     num_samples: int
     num_bytes: int
     crc32: int
@@ -130,8 +120,7 @@ class Manifest:
 
     uuid: str
     split: str
-    block_size: int
-    """Samples per crc32, counted from the start of each shard."""
+    block_size: int  # samples per crc32, counted from the start of each shard
     fields: Mapping[str, Field]
     shards: tuple[ShardEntry, ...]
     classes: tuple[str, ...] = ()

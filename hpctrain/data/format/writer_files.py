@@ -159,8 +159,7 @@ class WriterLock:
 class Publication:
     """Makes one data set of the finished shards of all ranks; used once."""
 
-    named = False
-    """A manifest may name the shards of this rank: they must not be removed."""
+    named = False  # a manifest may name the shards of this rank: they must not be removed
 
     def __init__(self, directory: Path, comm: "Communicator", journal: Journal | None) -> None:
         self._directory, self._comm, self._journal = directory, comm, journal

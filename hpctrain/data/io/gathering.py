@@ -27,8 +27,7 @@ Empty = Callable[[Sequence[int], np.dtype[Any]], NDArray[Any]]
 _SMALL_BYTES = 64 * KIB
 _MAX_PER_SIZE = 16
 _MAX_SIZES = 8
-_MANY = 4096
-"""Samples from which on it is worth a look whether they grow."""
+_MANY = 4096  # samples from which on it is worth a look whether they grow
 
 
 class Buffers:
@@ -85,10 +84,8 @@ class Part(NamedTuple):
     """The samples of a batch that one shard has."""
 
     shard: "OpenShard"
-    rows: Array
-    """Numbered from the start of the shard."""
-    places: Array | None
-    """Where they belong in the batch, None if they are all of it."""
+    rows: Array  # numbered from the start of the shard
+    places: Array | None  # where they belong in the batch, None if they are all of it
 
 
 def split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:

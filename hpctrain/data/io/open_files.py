@@ -147,12 +147,10 @@ def _is_copied(manifest: Manifest, file: ShardFile, name: str, most: int) -> boo
     return small or file.is_kept(name)
 
 
-_ROOM = 2
-"""So many times the size of a data set must be free before all of it is mapped unseen."""
+_ROOM = 2  # so many times the size of a data set must be free before all of it is mapped unseen
 
 
-Opener = Callable[..., OpenShard]
-"""Opens a shard, with the arguments of ``OpenShard``; picklable."""
+Opener = Callable[..., OpenShard]  # opens a shard, with the arguments of ``OpenShard``; picklable
 
 
 class Handles:

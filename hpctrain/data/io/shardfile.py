@@ -51,10 +51,8 @@ class ShardFile:
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
-        self.coming: dict[int, Future[None]] = {}
-        """Blocks that are read ahead."""
-        self.is_replaced = False
-        """Whether the file was opened anew, as another object."""
+        self.coming: dict[int, Future[None]] = {}  # blocks that are read ahead
+        self.is_replaced = False  # whether the file was opened anew, as another object
         self._hdf5: Any = None
         self.descriptor = os.open(path, os.O_RDONLY)
         self.identity = self._identity()
@@ -284,10 +282,8 @@ def open_hdf5(path: Path) -> h5py.File:
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
 
 
-THREADS = 4
-"""While one looks at what it has read, others keep the disk busy."""
-_PIECE_BYTES = 4 * MIB
-"""Of blocks that one thread reads in a row."""
+THREADS = 4  # while one looks at what it has read, others keep the disk busy
+_PIECE_BYTES = 4 * MIB  # of blocks that one thread reads in a row
 _REQUEST_BYTES = 128 * KIB
 """Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
 _GAP_BYTES = 16 * KIB

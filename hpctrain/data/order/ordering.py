@@ -15,8 +15,7 @@ OrderName = Literal["auto", "global", "window", "sequential"]
 
 FAST_ALONE_BYTES = 100_000
 """Samples of this size are read as fast one by one as in blocks of neighbours."""
-CACHED_BYTES = GIB
-"""A data set of this size stays in memory once it was read."""
+CACHED_BYTES = GIB  # a data set of this size stays in memory once it was read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +23,7 @@ class Ordering:
     """An order of every epoch: the same for all ranks, and after a change of their number."""
 
     name: Literal["global", "window", "sequential"]
-    shape: WindowShape | None = None
-    """Of a window order."""
+    shape: WindowShape | None = None  # of a window order
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:

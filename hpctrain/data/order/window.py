@@ -21,10 +21,8 @@ from hpctrain.data.samples import Indices
 
 _PIECE = 1 << 16  # positions whose intermediate results fit the caches
 
-BLOCK_BYTES = 64 * KIB
-"""A read of this size from a disk costs little more than a smaller one."""
-LANES = 1024
-"""At most about so many by default: every rank of a usual job has lanes of its own."""
+BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
+LANES = 1024  # at most about so many by default: every rank of a usual job has lanes of its own
 MIXED_PER_SAMPLE, MIXED = 32, 8192
 """By default a window has so many blocks for each sample of a global batch, and at least so
 many: class-sorted data then come as evenly as from a permutation, within one percent."""
@@ -37,12 +35,10 @@ _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 class WindowShape:
     """What a window order mixes; the samples of ``lanes * window`` blocks are in memory."""
 
-    block: int
-    """Neighbouring samples that are read together."""
+    block: int  # neighbouring samples that are read together
     window: int
     """Blocks of a lane that are mixed; somewhat more where they do not go into the lane."""
-    lanes: int
-    """Parts of the data that are read side by side."""
+    lanes: int  # parts of the data that are read side by side
 
     def __post_init__(self) -> None:
         """Check that all are positive."""

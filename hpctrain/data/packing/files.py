@@ -135,16 +135,14 @@ def unpacked(path: str) -> Iterator[IO[bytes]]:
 
 
 Form = Literal["image", "array", "number", "bytes"]
-Size = tuple[int, int]
-"""Height and width."""
+Size = tuple[int, int]  # height and width
 
 IMAGE_ENDINGS = frozenset(
     (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 )
 """Of the files that are taken for images."""
 
-_WIDE_MODES = ("I", "F")
-"""Of Pillow: whole numbers of 16 and 32 bits, and floats."""
+_WIDE_MODES = ("I", "F")  # of Pillow: whole numbers of 16 and 32 bits, and floats
 
 
 def form_of_images(

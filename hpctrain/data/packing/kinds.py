@@ -32,8 +32,7 @@ class SourceKind:
 
     open: Callable[[Any, WantedFields], Source]
     """Gets its files; of a folder its path, of Python the object or its name."""
-    endings: tuple[str, ...] = ()
-    """Of its files."""
+    endings: tuple[str, ...] = ()  # of its files
     options: tuple[str, ...] = ()
     """Of ``WantedFields``, besides ``fields``: those that mean something here."""
 
@@ -52,8 +51,7 @@ KINDS = {
     PYTHON: SourceKind(open=open_python, options=("ragged",)),
 }
 
-_NUM_LOOKED_AT = 10_000
-"""Files from which the kind of a folder is told."""
+_NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> Source:

@@ -38,20 +38,16 @@ class PackConfig(WantedFields):
 
     kind: str | None = None
     """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
-    split: str = "train"
-    """Name of this part of the data; a directory holds one."""
+    split: str = "train"  # name of this part of the data; a directory holds one
     samples_per_shard: int | None = None
     """Samples of each file but the last of a rank; None to let ``shard_bytes`` decide."""
-    shard_bytes: int = SHARD_BYTES
-    """About how large a shard becomes, before compression."""
+    shard_bytes: int = SHARD_BYTES  # about how large a shard becomes, before compression
     block_size: int = BLOCK_SIZE
     """Samples per crc32, and the least that a shuffle within a window reads at a time."""
-    compression: str | None = None
-    """``zstd``, or None: reading is fastest without."""
+    compression: str | None = None  # ``zstd``, or None: reading is fastest without
     shuffle: int | None = None
     """Seed of the order in which samples are written; None keeps that of the source."""
-    overwrite: bool = False
-    """Replace a data set that is in the directory already."""
+    overwrite: bool = False  # replace a data set that is in the directory already
 
     def __post_init__(self) -> None:
         """Check what can be checked before the source is seen."""
@@ -71,8 +67,7 @@ class Packed:
     """What became of a source."""
 
     manifest: Manifest
-    notes: tuple[str, ...]
-    """What a person should know, one sentence each; logged too."""
+    notes: tuple[str, ...]  # what a person should know, one sentence each; logged too
 
 
 def pack(

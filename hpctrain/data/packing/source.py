@@ -24,8 +24,7 @@ Batch = dict[str, Array | list[Array]]
 """Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
 
 BATCH_BYTES = 8 * MIB
-BATCH_SAMPLES = 1024
-"""Of the batches in which a source is read: what is reached first ends one."""
+BATCH_SAMPLES = 1024  # of the batches in which a source is read: what is reached first ends one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +55,7 @@ Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
 Read = Callable[[], Iterator[Batch | Sample]]
 """Reads samples from front to end, some at a time or one by one."""
 
-NUM_EXAMINED = 64
-"""Samples from which the fields are learnt."""
+NUM_EXAMINED = 64  # samples from which the fields are learnt
 
 
 @dataclass(kw_only=True)
@@ -77,12 +75,9 @@ class Source:
     """All that is read, in order; as text, as a Path takes several times its room."""
     code: tuple[str, ...] = ()
     """Files with the user's own functions: after a change of them, the samples may be others."""
-    sample_bytes: float = 0
-    """About how large a sample is, over all fields."""
-    classes: tuple[str, ...] = ()
-    """Names of the labels 0, 1, ..., where the source has names."""
-    notes: tuple[str, ...] = ()
-    """What a person should know, one sentence each."""
+    sample_bytes: float = 0  # about how large a sample is, over all fields
+    classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
+    notes: tuple[str, ...] = ()  # what a person should know, one sentence each
 
     @property
     def is_indexed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tables, some rows at a time; CSV files, whose rows Python's csv module finds."""
+"""Tables, some rows at a time; of CSV the csv module finds the rows, pyarrow the numbers."""
 
 import csv
 import re
@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
@@ -24,12 +25,10 @@ from hpctrain.data.packing.source import (
     readable,
 )
 
-TEXT = "text"
-"""Type of a column of CSV that stays as it is written."""
+TEXT = "text"  # type of a column of CSV that stays as it is written
 
 _TYPE = re.compile(rf"{TEXT}|b1|[iu][1248]|f[248]")
-_LARGEST_WHOLE = 2**53
-"""Up to which floats of 8 bytes hold all whole numbers."""
+_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all whole numbers
 
 Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
@@ -131,14 +130,6 @@ _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """What stands in a column of numbers where one is missing."""
-_BOOLS = {"1": True, "true": True, "True": True, "TRUE": True}
-_BOOLS |= {"0": False, "false": False, "False": False, "FALSE": False}
-_WHOLE = re.compile(r"(?:[ \t]*-?\d+[ \t]*\n)*+", re.ASCII)
-"""Values of a column, each with a line end."""
-_FLOAT = re.compile(
-    r"(?:[ \t]*[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)[ \t]*\n)*+",
-    re.ASCII | re.IGNORECASE,
-)
 _ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
 """Numbers that may be names, or that a float cannot hold."""
 
@@ -148,8 +139,7 @@ class Block(NamedTuple):
 
     path: str
     names: list[str]
-    columns: list[tuple[str, ...]]
-    """Values as they are written, each byte a character."""
+    columns: list[tuple[str, ...]]  # values as they are written, each byte a character
 
     def column(self, name: str) -> tuple[str, ...]:
         """Return the values of a column."""
@@ -206,18 +196,14 @@ def _kind_of(texts: Sequence[str]) -> str:
 
 def _numbers(texts: Sequence[str], kind: str) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
-    form = _WHOLE if kind[0] in "iu" else _FLOAT
-    is_formed = kind == "b1" or form.fullmatch("\n".join([*texts, ""]))
-    if not is_formed or not _GAPS.isdisjoint(texts):
+    if not _GAPS.isdisjoint(texts):
         return None
+    written = pa.array([text.strip(" \t") for text in texts], pa.string())
     try:
-        if kind == "b1":
-            return np.array([_BOOLS[text] for text in texts])
-        if kind[0] == "f":
-            return np.array(list(map(float, texts)), "f8")
-        return np.array(list(map(int, texts)), kind)
-    except (KeyError, ValueError, OverflowError):  # a line end inside of a value; too large
+        found = written.cast(pa.from_numpy_dtype(np.dtype("f8" if kind[0] == "f" else kind)))
+    except pa.ArrowInvalid:
         return None
+    return np.asarray(found.to_numpy(zero_copy_only=False))
 
 
 def _notes(

@@ -28,14 +28,12 @@ from hpctrain.data.packing.source import (
     readable,
 )
 
-Contents = tuple[str, dict[str, bytes]]
-"""Key of a sample, and the contents of its files by ending."""
+Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by ending
 
 MAX_SAMPLE_BYTES = GIB
 """Of the files of a sample: what an archive of a few KB can claim to hold has no end."""
 
-_MAX_HEADER_BYTES = MIB
-"""Of long names and other notes on a file, which tarfile reads into memory."""
+_MAX_HEADER_BYTES = MIB  # of long names and other notes on a file, which tarfile reads into memory
 
 _UNREADABLE = (tarfile.TarError, EOFError, zlib.error, OSError)
 _ALWAYS_NUMBERS = (".cls", ".id", ".index")

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from hpctrain.core.units import format_bytes, format_numbers
 
-Range = tuple[int, int]
-"""Samples ``[start, stop)`` of the data set."""
+Range = tuple[int, int]  # samples ``[start, stop)`` of the data set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,14 +13,10 @@ class Fault:
     """One thing that is wrong with a file of a data set."""
 
     file: str
-    what: str
-    """What is wrong, as the end of a sentence that begins with the file."""
-    shard: int | None = None
-    """Number of the shard, None for the manifest."""
-    field: str | None = None
-    """The field, None where all of the file is meant."""
-    blocks: tuple[int, ...] = ()
-    """Damaged blocks, counted from the start of the shard."""
+    what: str  # what is wrong, as the end of a sentence that begins with the file
+    shard: int | None = None  # number of the shard, None for the manifest
+    field: str | None = None  # the field, None where all of the file is meant
+    blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
     samples: tuple[Range, ...] = ()
     """Samples that cannot be had, in growing order; none where only other bytes are damaged."""
 
@@ -35,13 +30,11 @@ class FaultReport:
     """The state of a data set."""
 
     directory: str
-    uuid: str | None = None
-    """None where the manifest cannot be read."""
+    uuid: str | None = None  # None where the manifest cannot be read
     num_shards: int = 0
     num_samples: int = 0
     num_bytes: int = 0
-    faults: tuple[Fault, ...] = ()
-    """By shard, then by field; the same on every rank."""
+    faults: tuple[Fault, ...] = ()  # by shard, then by field; the same on every rank
     leftovers: tuple[str, ...] = ()
     """Files of writers that were killed, and of data sets that were replaced; no fault."""
 

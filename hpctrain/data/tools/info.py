@@ -9,8 +9,7 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
 
-_NUM_VALUES = 8
-"""Shown of a sample."""
+_NUM_VALUES = 8  # shown of a sample
 
 
 def info(directory: Path | str) -> dict[str, Any]:

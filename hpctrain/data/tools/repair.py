@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 class RepairOutcome:
     """What became of a data set."""
 
-    deeds: tuple[str, ...]
-    """What was done."""
-    report: FaultReport
-    """Its state afterwards."""
+    deeds: tuple[str, ...]  # what was done
+    report: FaultReport  # its state afterwards
 
 
 def repair(

@@ -21,28 +21,21 @@ from hpctrain.data.writer import ShardWriter
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-PIECE_BYTES = 4 * MIB
-"""Of samples read at once, unless a block is larger."""
+PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
 
-_TAG = 1 << 63
-"""Keeps the permutation of a split apart from those of epochs, which count from 0."""
+_TAG = 1 << 63  # keeps the permutation of a split apart from those of epochs, which count from 0
 
-Shares = Mapping[str, Fraction]
-"""Share of each part; they sum to 1."""
+Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """How a data set is cut; what is None stays as it is."""
 
-    samples_per_shard: int | None = None
-    """Samples of each shard but the last."""
-    shard_bytes: int | None = None
-    """Or about this many bytes of samples, before compression."""
-    block_size: int | None = None
-    """Samples per checksum."""
-    compression: str | None = None
-    """``none`` or ``zstd``, of all fields."""
+    samples_per_shard: int | None = None  # samples of each shard but the last
+    shard_bytes: int | None = None  # or about this many bytes of samples, before compression
+    block_size: int | None = None  # samples per checksum
+    compression: str | None = None  # ``none`` or ``zstd``, of all fields
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -27,11 +27,9 @@ from hpctrain.data.format.layout import Manifest
 UNREADABLE = (*hdf5_values.UNREADABLE, DataError)
 """What a damaged file leads to, below and in HDF5."""
 
-PIECE_BYTES = 4 * MIB
-"""Of a file, read at once."""
+PIECE_BYTES = 4 * MIB  # of a file, read at once
 
-_CACHE_BYTES = 16 * MIB
-"""For chunks, of which each has several blocks."""
+_CACHE_BYTES = 16 * MIB  # for chunks, of which each has several blocks
 
 
 class ShardBlocks:

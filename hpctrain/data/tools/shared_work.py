@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int], None]
 """Is told how much was done since it was last told: samples, or bytes."""
-Start = Callable[[int], Advance]
-"""Is told how much this rank has to do."""
+Start = Callable[[int], Advance]  # is told how much this rank has to do
 
-TURN_S = 2.0
-"""How long a rank works until it hears of the others."""
+TURN_S = 2.0  # how long a rank works until it hears of the others
 
 
 class _Alone:

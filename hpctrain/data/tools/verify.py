@@ -23,8 +23,7 @@ from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-_MOST_THREADS = 4
-"""More do not read faster: a crc32 takes 7 GB each second."""
+_MOST_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
 
 
 def verify(

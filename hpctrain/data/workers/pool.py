@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0
 """How long a worker may take for a batch; ranks that wait for it give up after 600 s."""
-START_S = 120.0
-"""How long the first start may take at least, from a file system that is cold."""
-_NAMED = 5
-"""Samples and files that an error names."""
+START_S = 120.0  # how long the first start may take at least, from a file system that is cold
+_NAMED = 5  # samples and files that an error names
 
 
 class DecodePool:
@@ -138,8 +136,7 @@ class _Worker:
         self._processes, self._number = processes, number
         self._dataset, self._timeout_s = dataset, timeout_s
         self._connection, self._inbox = processes.workers[number], Inbox()
-        self._task: bytes | None = task
-        """What the worker is to do, until it has loaded it."""
+        self._task: bytes | None = task  # what the worker is to do, until it has loaded it
 
     def ask(self, indices: NDArray[np.int64], epoch: int, seed: int) -> "Columns":
         """Return the batch that the worker makes."""

@@ -157,8 +157,7 @@ def _cause(code: int) -> str:
 
 
 _NONE = -1
-_MODULES = "\n\nExtension modules: "
-"""What ``faulthandler`` writes behind the stacks."""
+_MODULES = "\n\nExtension modules: "  # what ``faulthandler`` writes behind the stacks
 
 
 class Notes:
@@ -214,10 +213,8 @@ class Notes:
 _Alive: TypeAlias = dict[int, tuple[int, int]]
 """Number and process of each worker, by a pipe that ends with it."""
 
-GRACE_S = 1.0
-"""How long a worker may go on after the rank has closed the pool, or is dead."""
-STACK_S = 2.0
-"""How long a worker that must end may take to write its stack before it is killed."""
+GRACE_S = 1.0  # how long a worker may go on after the rank has closed the pool, or is dead
+STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:

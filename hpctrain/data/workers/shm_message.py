@@ -16,8 +16,7 @@ from torch import Tensor
 from hpctrain.core.errors import CorruptError, DataError
 
 _ALIGNMENT = 64
-_KEPT = 4
-"""Free segments that wait for their next use; more of them were a burst."""
+_KEPT = 4  # free segments that wait for their next use; more of them were a burst
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,12 +24,10 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ShmMessage:
     """What the sender says about a value: its tensors lie in a segment."""
 
-    payload: bytes
-    """The value without its tensors and arrays."""
+    payload: bytes  # the value without its tensors and arrays
     pieces: tuple[tuple[int, int], ...]
     """First byte and number of bytes of each of those in the segment."""
-    segment: int | None
-    """Number of the segment; None where there is nothing to lie in one."""
+    segment: int | None  # number of the segment; None where there is nothing to lie in one
     new_bytes: int
     """Size of a segment that the receiver does not know yet; 0 for one that it offered."""
 

@@ -17,8 +17,7 @@ from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
 
-FACTOR = 4
-"""From one size to the next."""
+FACTOR = 4  # from one size to the next
 
 UNCHECKABLE = (torch.float8_e8m0fnu,)
 """Holds powers of two alone, so that sums of it are never exact."""
@@ -28,18 +27,12 @@ UNCHECKABLE = (torch.float8_e8m0fnu,)
 class BenchmarkRequest:
     """One benchmark: an operation over a range of sizes."""
 
-    operation: str
-    """One of ``OPERATIONS``."""
-    min_bytes: int = 8
-    """First size."""
-    max_bytes: int = 64 << 20
-    """Last size."""
-    dtype: str = "float32"
-    """A dtype of torch."""
-    in_bucket: bool = False
-    """All-reduce buckets in node memory."""
-    peers: bool = False
-    """All-reduce with MPI_Allreduce too, on the same memory."""
+    operation: str  # one of ``OPERATIONS``
+    min_bytes: int = 8  # first size
+    max_bytes: int = 64 << 20  # last size
+    dtype: str = "float32"  # a dtype of torch
+    in_bucket: bool = False  # all-reduce buckets in node memory
+    peers: bool = False  # all-reduce with MPI_Allreduce too, on the same memory
     iterations: int | None = None
     """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
 
@@ -102,38 +95,29 @@ ALONE = (
     "for more: hpctrain launch -n 4 hpctrain bench "
 )
 
-BUDGET_S = 0.5
-"""Time that one size may take where the number of iterations is not given."""
-FEWEST, MOST = 5, 1000
-"""Iterations that are chosen by ``BUDGET_S``."""
-WARM_UP = 5
-"""Calls before them that are not timed."""
-PEER_ROUNDS = 5
-"""Turns that ours and the library take, so that both meet the same disturbances."""
+BUDGET_S = 0.5  # time that one size may take where the number of iterations is not given
+FEWEST, MOST = 5, 1000  # iterations that are chosen by ``BUDGET_S``
+WARM_UP = 5  # calls before them that are not timed
+PEER_ROUNDS = 5  # turns that ours and the library take, so that both meet the same disturbances
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """What was measured for one message size; the same on every rank."""
 
-    num_bytes: int
-    """Bytes of the message."""
+    num_bytes: int  # bytes of the message
     numel: int
     dtype: str
     min_us: float
     """Time of a call on the rank where it was shortest; a rank's time is its mean over calls."""
     avg_us: float
     max_us: float
-    algorithm_gbs: float
-    """Bytes of the message by ``avg_us``, in 1e9 bytes a second."""
+    algorithm_gbs: float  # bytes of the message by ``avg_us``, in 1e9 bytes a second
     bus_gbs: float
     """What the busiest link carries at least; comparable between operations and world sizes."""
-    num_wrong: int
-    """Wrong elements over all ranks."""
-    library_us: float | None = None
-    """The same for MPI_Allreduce."""
-    library_ratio: float | None = None
-    """``library_us`` by ``avg_us``: above 1 ours is faster."""
+    num_wrong: int  # wrong elements over all ranks
+    library_us: float | None = None  # the same for MPI_Allreduce
+    library_ratio: float | None = None  # ``library_us`` by ``avg_us``: above 1 ours is faster
 
 
 def run(request: BenchmarkRequest, make_console: Callable[..., Console]) -> bool:

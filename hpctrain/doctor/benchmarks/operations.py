@@ -17,8 +17,7 @@ from hpctrain.comm.communicator import Communicator
 
 PERIOD = 61
 """A prime: no slice, chunk or cache line of any size has the same values as the next one."""
-_TILE_PERIODS = 1 << 14
-"""Periods that are written or compared at once: 1 Mi elements."""
+_TILE_PERIODS = 1 << 14  # periods that are written or compared at once: 1 Mi elements
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -92,12 +91,9 @@ class Setup:
 class Part(NamedTuple):
     """What a tensor should hold."""
 
-    values: Tensor
-    """Flat."""
-    period: Tensor
-    """Repeated all through it."""
-    start: int = 0
-    """The place in the period where the tensor begins."""
+    values: Tensor  # flat
+    period: Tensor  # repeated all through it
+    start: int = 0  # the place in the period where the tensor begins
     numel: int | None = None
     """Elements that a result should have; one of another length is wrong as a whole."""
 
@@ -112,14 +108,11 @@ class Part(NamedTuple):
 class Case:
     """One operation on one message, on one rank."""
 
-    numel: int
-    """Elements of the message, as the bandwidth counts it."""
-    call: Callable[[], object]
-    """Carry the operation out once. Collective."""
+    numel: int  # elements of the message, as the bandwidth counts it
+    call: Callable[[], object]  # carry the operation out once. Collective
     given: list[Part] = field(default_factory=list)
     """What stands there before a call that is checked."""
-    expected: Callable[[], list[Part]] = list
-    """What should stand there after it."""
+    expected: Callable[[], list[Part]] = list  # what should stand there after it
 
     def num_wrong(self) -> int:
         """Carry the operation out on known values, and count what is wrong on this rank.
@@ -238,8 +231,7 @@ class MeasuredOperation(NamedTuple):
     bus_factor: Callable[[int], float]
     """Of the number of ranks: bytes that the busiest link must carry, by bytes of the message.
     Source: PERFORMANCE.md of nccl-tests."""
-    ways: int = 1
-    """Messages of one call that follow each other."""
+    ways: int = 1  # messages of one call that follow each other
 
 
 def _all_but_mine(size: int) -> float:

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from hpctrain.core.finding import Finding
 
-SHOWN = 4
-"""Hosts, values or findings of a kind that are told; a thousand would drown the rest."""
+SHOWN = 4  # hosts, values or findings of a kind that are told; a thousand would drown the rest
 
 
 Found = Finding | Iterable[Finding]

@@ -46,8 +46,7 @@ def _missing(name: str) -> Finding:
 BUILD = "hpctrain horovod build"
 
 _FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH", "abi": "the standard ABI"}
-_SYSTEM = Path("/usr")
-"""What lies below was installed with the machine, not chosen by a module."""
+_SYSTEM = Path("/usr")  # what lies below was installed with the machine, not chosen by a module
 
 
 def check_library(facts: Facts) -> Found:
@@ -192,8 +191,7 @@ def _ours(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in names if name in environ and name not in own}
 
 
-FULL_BYTES = GIB
-"""Less than this is soon used up by checkpoints."""
+FULL_BYTES = GIB  # less than this is soon used up by checkpoints
 
 _WITHOUT_LOCKS = (
     "hpctrain reads and writes HDF5 without locks; for other programs "

@@ -18,12 +18,9 @@ from hpctrain.launch.installed_horovod import Installed
 class Reached:
     """An MPI library that some program of this environment would find."""
 
-    library: Path
-    """The file, with links followed."""
-    by: str
-    """What leads to it: ``LD_LIBRARY_PATH``, ``mpirun`` or ``this environment``."""
-    program: Path | None = None
-    """The ``mpirun`` of PATH that leads to it."""
+    library: Path  # the file, with links followed
+    by: str  # what leads to it: ``LD_LIBRARY_PATH``, ``mpirun`` or ``this environment``
+    program: Path | None = None  # the ``mpirun`` of PATH that leads to it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +29,10 @@ class MpiFacts:
 
     library: Path | None = None
     """What a process that imports mpi4py loads; None where it was not tried or failed."""
-    error: str = ""
-    """Why it could not."""
-    reached: tuple[Reached, ...] = ()
-    """Libraries that other programs would find."""
-    version: str = ""
-    """Its vendor and version, ``openmpi5.0.11``; empty where there is none."""
-    is_wheel: bool = False
-    """Whether a Python package brought the library, and not the site."""
+    error: str = ""  # why it could not
+    reached: tuple[Reached, ...] = ()  # libraries that other programs would find
+    version: str = ""  # its vendor and version, ``openmpi5.0.11``; empty where there is none
+    is_wheel: bool = False  # whether a Python package brought the library, and not the site
     srun_types: tuple[str, ...] = ()
     """What ``srun --mpi=list`` offers; empty where there is no srun, or it does not say."""
 
@@ -48,42 +41,31 @@ class MpiFacts:
 class CoreFacts:
     """The cores of this process."""
 
-    mask: tuple[int, ...] = (0,)
-    """Hardware threads it may use."""
-    quota: float | None = None
-    """Cores' worth of time that its control group allows."""
+    mask: tuple[int, ...] = (0,)  # hardware threads it may use
+    quota: float | None = None  # cores' worth of time that its control group allows
     num_granted: int = 1
     """Cores of the machine that the job may use, as far as scheduler and kernel tell."""
-    num_siblings: int = 1
-    """Hardware threads of a core."""
+    num_siblings: int = 1  # hardware threads of a core
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
     """Memory of the node, and the ways to share it."""
 
-    rooms: tuple[Room, ...] = ()
-    """What this process takes from."""
-    shm_bytes: int = 0
-    """Size of /dev/shm; 0 where there is none."""
-    shm_free_bytes: int = 0
-    """What is left of it."""
-    memfd_error: str = ""
-    """Why anonymous shared memory cannot be had; empty where it can."""
+    rooms: tuple[Room, ...] = ()  # what this process takes from
+    shm_bytes: int = 0  # size of /dev/shm; 0 where there is none
+    shm_free_bytes: int = 0  # what is left of it
+    memfd_error: str = ""  # why anonymous shared memory cannot be had; empty where it can
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
     """A fast network card."""
 
-    name: str
-    """Such as ``mlx5_0``."""
-    family: str
-    """Folder of /sys/class it is in: ``infiniband`` or ``cxi``."""
-    is_live: bool
-    """Whether a port is active."""
-    speaks_ethernet: bool = False
-    """Whether it is an Ethernet card that can do more (RoCE)."""
+    name: str  # such as ``mlx5_0``
+    family: str  # folder of /sys/class it is in: ``infiniband`` or ``cxi``
+    is_live: bool  # whether a port is active
+    speaks_ethernet: bool = False  # whether it is an Ethernet card that can do more (RoCE)
 
     @property
     def is_fast(self) -> bool:
@@ -96,8 +78,7 @@ class NetworkFacts:
     """Cards, and what they need from the kernel."""
 
     cards: tuple[Card, ...] = ()
-    copy_error: str = ""
-    """Why a process may not read another one's memory; empty where it may."""
+    copy_error: str = ""  # why a process may not read another one's memory; empty where it may
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,64 +86,47 @@ class DirectoryFacts:
     """What came of trying a directory."""
 
     path: Path
-    file_system: str = ""
-    """Its kind, such as ``nfs4`` or ``lustre``."""
+    file_system: str = ""  # its kind, such as ``nfs4`` or ``lustre``
     free_bytes: int = 0
     steps: Mapping[str, str] = field(default_factory=dict)
     """What went wrong in ``list``, ``write``, ``lock``, ``hdf5`` and ``hdf5 locked``, empty where
     nothing did; in order, up to the last that ended."""
-    hung: str = ""
-    """The step that did not end in time."""
+    hung: str = ""  # the step that did not end in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """Everything the checks of one process look at."""
 
-    environ: Mapping[str, str]
-    """Its environment variables."""
-    python: str = ""
-    """Version of the interpreter."""
-    place: str = ""
-    """System, processor, C library and environment."""
+    environ: Mapping[str, str]  # its environment variables
+    python: str = ""  # version of the interpreter
+    place: str = ""  # system, processor, C library and environment
     versions: Mapping[str, str | None]
     """Installed versions by package, None for one that is missing."""
     mpi: MpiFacts
     cores: CoreFacts
     memory: MemoryFacts
     network: NetworkFacts
-    horovod: Installed | None = None
-    """The Horovod that is installed."""
-    num_gpus: int = 0
-    """NVIDIA devices that this process may open."""
-    directories: tuple[DirectoryFacts, ...] = ()
-    """The directories that were asked about."""
-    host: str = ""
-    """Name of the machine."""
+    horovod: Installed | None = None  # the Horovod that is installed
+    num_gpus: int = 0  # NVIDIA devices that this process may open
+    directories: tuple[DirectoryFacts, ...] = ()  # the directories that were asked about
+    host: str = ""  # name of the machine
     visible: tuple[str, ...] = ()
     """The GPUs that a rank sees, under names that mean the same on its host."""
-    by_torch: bool = False
-    """Whether torch named the GPUs; else the environment."""
-    thread_level: str = "MULTIPLE"
-    """What MPI granted to a rank."""
+    by_torch: bool = False  # whether torch named the GPUs; else the environment
+    thread_level: str = "MULTIPLE"  # what MPI granted to a rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """What two ranks measured between them."""
 
-    ranks: tuple[int, int]
-    """The rank that measured, and the one that answered."""
-    latency_s: float
-    """Of a small message in one direction, the best of many."""
-    bytes_per_s: float
-    """Of a large message, the best of a few."""
-    sent_bytes: int = 0
-    """What each of the two has sent to the other, about."""
-    clock_s: float = 0.0
-    """How far the clock of the second rank is ahead of that of the first."""
-    clock_error_s: float = 0.0
-    """The true difference lies within so much of ``clock_s``."""
+    ranks: tuple[int, int]  # the rank that measured, and the one that answered
+    latency_s: float  # of a small message in one direction, the best of many
+    bytes_per_s: float  # of a large message, the best of a few
+    sent_bytes: int = 0  # what each of the two has sent to the other, about
+    clock_s: float = 0.0  # how far the clock of the second rank is ahead of that of the first
+    clock_error_s: float = 0.0  # the true difference lies within so much of ``clock_s``
 
     def with_best_of(self, other: "Link") -> "Link":
         """Return this link with the better figures of two measurements."""
@@ -179,47 +143,30 @@ class Carried:
     """What left one host while messages were measured."""
 
     host: str
-    sent_bytes: int
-    """To other nodes, in messages of this program, about."""
-    by_interface: Mapping[str, int]
-    """Bytes by name: Ethernet and other interfaces of the kernel."""
-    by_card: Mapping[str, int]
-    """Bytes by name: InfiniBand and its kin, past the kernel."""
-    fast_cards: tuple[str, ...] = ()
-    """Those of the host, whether they count or not."""
+    sent_bytes: int  # to other nodes, in messages of this program, about
+    by_interface: Mapping[str, int]  # bytes by name: Ethernet and other interfaces of the kernel
+    by_card: Mapping[str, int]  # bytes by name: InfiniBand and its kin, past the kernel
+    fast_cards: tuple[str, ...] = ()  # those of the host, whether they count or not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldFacts:
     """Everything the checks of all ranks look at; those of one process are a world of one."""
 
-    ranks: Sequence[Facts]
-    """Of each rank."""
+    ranks: Sequence[Facts]  # of each rank
     topology: Topology
-    launched: Launched | None = None
-    """What the launcher of rank 0 says."""
-    mpi: str = "no MPI"
-    """Name and version of the MPI library."""
-    settings: Settings = field(default_factory=Settings)
-    """Those of rank 0, which decide."""
-    engine: str = "hpctrain"
-    """What moves tensors."""
-    node_memory: str = "alone"
-    """How the ranks of a node share memory, by the plan."""
-    overlap: str = "end"
-    """When gradients travel, by the plan."""
-    notes: Sequence[str] = ()
-    """What rank 0 was told while the ranks met."""
-    obstacles: Sequence[Finding] = ()
-    """What was forced and could not be had."""
-    plan: Sequence[str] = ()
-    """What the plan says and was chosen by, in sentences."""
-    inside: Sequence[Link] = ()
-    """Links of two ranks of a node."""
-    between: Sequence[Link] = ()
-    """Links of first ranks of nodes; slow ones were measured again."""
-    carried: Sequence[Carried] = ()
-    """What left each node meanwhile."""
+    launched: Launched | None = None  # what the launcher of rank 0 says
+    mpi: str = "no MPI"  # name and version of the MPI library
+    settings: Settings = field(default_factory=Settings)  # those of rank 0, which decide
+    engine: str = "hpctrain"  # what moves tensors
+    node_memory: str = "alone"  # how the ranks of a node share memory, by the plan
+    overlap: str = "end"  # when gradients travel, by the plan
+    notes: Sequence[str] = ()  # what rank 0 was told while the ranks met
+    obstacles: Sequence[Finding] = ()  # what was forced and could not be had
+    plan: Sequence[str] = ()  # what the plan says and was chosen by, in sentences
+    inside: Sequence[Link] = ()  # links of two ranks of a node
+    between: Sequence[Link] = ()  # links of first ranks of nodes; slow ones were measured again
+    carried: Sequence[Carried] = ()  # what left each node meanwhile
 
     @property
     def host_of(self) -> dict[int, str]:

@@ -11,10 +11,8 @@ from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
-MOST_OF_IT = 0.5
-"""An interface has carried the messages if it counts such a share of them."""
-FEWEST_BYTES = 1 << 18
-"""Fewer bytes drown in what else leaves a host."""
+MOST_OF_IT = 0.5  # an interface has carried the messages if it counts such a share of them
+FEWEST_BYTES = 1 << 18  # fewer bytes drown in what else leaves a host
 
 
 def check_cards(facts: Facts) -> Found:
@@ -124,8 +122,7 @@ LATER, LATER_S = 4.0, 300e-6
 """A link is slow above so many times the usual latency, and so much more: the rest is noise."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
 """Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
-WRONG_S = 1.0
-"""Clocks that are kept by NTP differ by milliseconds."""
+WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:

@@ -249,8 +249,7 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
 
 
 SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
-RANK_BYTES = 512 * MIB
-"""What Python, torch and MPI take before there is a model."""
+RANK_BYTES = 512 * MIB  # what Python, torch and MPI take before there is a model
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 """What a rank puts into /dev/shm to talk to the others of its node: measured, Open MPI 5 and
 MPICH 5."""

@@ -18,11 +18,9 @@ from pathlib import Path
 from hpctrain.core.atomic import sync
 from hpctrain.doctor.checks.facts import DirectoryFacts
 
-TRIAL_S = 10.0
-"""Enough for a slow file system, short enough to wait for."""
+TRIAL_S = 10.0  # enough for a slow file system, short enough to wait for
 
-_GRACE_S = 1.0
-"""A process that waits for a dead file server cannot even be killed."""
+_GRACE_S = 1.0  # a process that waits for a dead file server cannot even be killed
 _VALUE = b"hpctrain doctor"
 
 

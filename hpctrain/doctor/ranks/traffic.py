@@ -16,23 +16,18 @@ from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
 
-PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3
-"""A link is pinged for so long."""
+PINGS_S, MOST_PINGS, FEWEST_PINGS = 0.02, 200, 3  # a link is pinged for so long
 FIRST_BYTES, LAST_BYTES = 256 * KIB, 16 * MIB
 GROWTH = 4
-LARGE_S = 8e-3
-"""A message that takes so long in one direction is large enough."""
-ENDLESS_S = 0.2
-"""And one that takes so long needs no second try."""
+LARGE_S = 8e-3  # a message that takes so long in one direction is large enough
+ENDLESS_S = 0.2  # and one that takes so long needs no second try
 LARGE_RUNS = 3
-FEWEST_ROUNDS = 3
-"""A node is compared with so many others at least; two join all nodes by a way."""
+FEWEST_ROUNDS = 3  # a node is compared with so many others at least; two join all nodes by a way
 MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
 """So many slow links are measured again, each alone, so often, and after so many seconds: what
 else hosts were busy with has passed by then, and a bad cable has not."""
 COUNTED = Path("/proc/net/dev")
-_WORD_BYTES = 4
-"""InfiniBand counts words."""
+_WORD_BYTES = 4  # InfiniBand counts words
 
 Clock = Callable[[], float]
 

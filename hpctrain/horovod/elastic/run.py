@@ -18,18 +18,15 @@ R = TypeVar("R")
 T = TypeVar("T")
 S = TypeVar("S", bound=State)
 
-MAX_STRAYS = 1000
-"""Operations that other ranks may still have under way when one wants to agree."""
+MAX_STRAYS = 1000  # operations that other ranks may still have under way when one wants to agree
 
 
 class End(enum.IntEnum):
     """How an attempt has ended, the gravest last."""
 
     DONE = 0
-    UPDATED = 1
-    """Hosts come or go."""
-    MET_OTHERS = 2
-    """An operation of this rank has met another one of a rank that had left the way."""
+    UPDATED = 1  # hosts come or go
+    MET_OTHERS = 2  # an operation of this rank has met another one of a rank that had left the way
     FAILED = 3
 
 
@@ -39,8 +36,7 @@ class Ending(NamedTuple):
     end: End
     error: Exception | None = None
     skip_sync: bool = False
-    text: str = ""
-    """What went wrong, by rank; of all ranks together."""
+    text: str = ""  # what went wrong, by rank; of all ranks together
     result: Any = None
 
 

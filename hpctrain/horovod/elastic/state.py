@@ -17,8 +17,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.horovod.elastic.sampler import ElasticSampler
 from hpctrain.runtime import world
 
-Broadcast = Callable[[Any], Any]
-"""Returns the object of rank 0 on every rank."""
+Broadcast = Callable[[Any], Any]  # returns the object of rank 0 on every rank
 
 
 class HostUpdate(enum.IntFlag):
@@ -65,8 +64,7 @@ class State(ABC):
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self.num_commits = 0
-        """How often this state was committed here."""
+        self.num_commits = 0  # how often this state was committed here
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called, in this order, each time training is taken up again.

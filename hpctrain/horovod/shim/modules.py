@@ -16,11 +16,9 @@ VERSION = "0.28.1+hpctrain"
 
 GUIDE = "`hpctrain guide migrate`"
 
-MARK = "__hpctrain_shim__"
-"""Attribute by which modules of the shim are known."""
+MARK = "__hpctrain_shim__"  # attribute by which modules of the shim are known
 
-Names = Mapping[str, str]
-"""Names of a module, and ``"module:attribute"`` of what stands for each."""
+Names = Mapping[str, str]  # names of a module, and ``"module:attribute"`` of what stands for each
 
 
 def _names(names: Iterable[str], home: str = "hpctrain") -> dict[str, str]:
@@ -148,8 +146,7 @@ TOP = "horovod"
 class AliasFinder(Loader):
     """Finds the modules of ``MODULES``; others of Horovod's are an error that says why."""
 
-    hpctrain_shim: ClassVar[bool] = True
-    """By this it is known to those who want the real Horovod."""
+    hpctrain_shim: ClassVar[bool] = True  # by this it is known to those who want the real Horovod
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         """Return how a module is made, else None; ImportError where nothing stands for it."""

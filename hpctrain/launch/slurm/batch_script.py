@@ -29,28 +29,18 @@ class BatchSettings:
 
     job_name: str | None = None
     """Name of the job, and first part of its output and its run directory."""
-    partition: str | None = None
-    """Partition, or several with commas between."""
-    account: str | None = None
-    """Whom to charge."""
-    nodes: int | None = None
-    """How many nodes."""
-    tasks_per_node: int | None = None
-    """Ranks on each node."""
-    cpus_per_task: int | None = None
-    """Cores of each rank."""
-    time: str | None = None
-    """Time limit as Slurm writes it, such as ``01:30:00``."""
-    gpus_per_node: int | None = None
-    """GPUs on each node."""
-    output: str | None = None
-    """File of the job's output, with Slurm's patterns such as ``%j``."""
-    array: str | None = None
-    """Indices of a job array, such as ``0-7%2``."""
+    partition: str | None = None  # partition, or several with commas between
+    account: str | None = None  # whom to charge
+    nodes: int | None = None  # how many nodes
+    tasks_per_node: int | None = None  # ranks on each node
+    cpus_per_task: int | None = None  # cores of each rank
+    time: str | None = None  # time limit as Slurm writes it, such as ``01:30:00``
+    gpus_per_node: int | None = None  # GPUs on each node
+    output: str | None = None  # file of the job's output, with Slurm's patterns such as ``%j``
+    array: str | None = None  # indices of a job array, such as ``0-7%2``
     dependency: str | None = None
     """When the job may start, such as ``afterok:123``; one that never can is cancelled."""
-    requeue: bool | None = None
-    """Whether Slurm may queue the job again."""
+    requeue: bool | None = None  # whether Slurm may queue the job again
     config: str | None = None
     """The TOML file to train; else what the variable CONFIG of the job says."""
     directory: str | None = None
@@ -58,8 +48,7 @@ class BatchSettings:
     what the variable RUN_DIRECTORY says, or one named after the job."""
     overrides: tuple[str, ...] = ()
     """``KEY=VALUE`` for ``hpctrain train --set``, one each; Slurm's variables count."""
-    extra: tuple[str, ...] = ()
-    """Further options of sbatch, such as ``--qos=high``, one each."""
+    extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``, one each
 
     def options(self) -> dict[str, str]:
         """Return the line of each option that is set, by the option's name.

@@ -15,11 +15,9 @@ from hpctrain.launch.program import Said, ask
 ANSWER_S = 10.0
 """Time that a busy controller gets to answer; a run waits for it once, at its start."""
 
-SUBMIT_S = 120.0
-"""Time that it gets where a person waits for a job to be taken."""
+SUBMIT_S = 120.0  # time that it gets where a person waits for a job to be taken
 
-UNLIMITED = ("0", "unlimited", "infinite")
-"""Time limits that are none."""
+UNLIMITED = ("0", "unlimited", "infinite")  # time limits that are none
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}

@@ -27,11 +27,9 @@ from hpctrain.launch.slurm.lint.script import (
 from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
 from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
 
-Fault = tuple[Level, str, str]
-"""How bad it is, what is wrong, and what to do."""
+Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
 
-DEFAULT_EVERY = "10min"
-"""``checkpoint.every`` of a run that does not say it."""
+DEFAULT_EVERY = "10min"  # ``checkpoint.every`` of a run that does not say it
 
 _COUNTS = re.compile(
     r"(restart|requeue|attempt|retr|tries|count|round)\w*\W{0,6}\w*\W{0,3}"

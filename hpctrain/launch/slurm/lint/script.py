@@ -105,8 +105,7 @@ class LintFacts:
     """Variables that the script will find set."""
     directory: Path | None = None
     """Where sbatch is called, so where relative names begin; None reads no other file."""
-    made: Path | None = None
-    """A folder that will be there when the job begins."""
+    made: Path | None = None  # a folder that will be there when the job begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +116,9 @@ class ScriptStep:
     options: Options
     programs: tuple[Command, ...]
     """What each task runs: one program, or those of ``bash -c "..."``."""
-    is_complete: bool
-    """Whether all options are known."""
-    num_tasks: int | None
-    """None where that is not known."""
-    environ: Mapping[str, str]
-    """Variables that the script sets for it, as far as known."""
+    is_complete: bool  # whether all options are known
+    num_tasks: int | None  # None where that is not known
+    environ: Mapping[str, str]  # variables that the script sets for it, as far as known
 
     @property
     def are_ranks(self) -> bool:

@@ -8,11 +8,9 @@ from pathlib import Path
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-UNKNOWN = "\ue001"
-"""Stands in a text for what only a run would tell."""
+UNKNOWN = "\ue001"  # stands in a text for what only a run would tell
 
-MAX_DEPTH = 8
-"""Of files that source files, and of programs in the words of programs."""
+MAX_DEPTH = 8  # of files that source files, and of programs in the words of programs
 
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 
@@ -37,8 +35,7 @@ class Command:
     line: int
     words: tuple[str | None, ...]
     """Expanded; None stands for any number of words that are not known."""
-    environ: Mapping[str, str]
-    """Variables set in front of it."""
+    environ: Mapping[str, str]  # variables set in front of it
     is_background: bool = False
 
     @property
