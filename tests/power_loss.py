@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 
@@ -85,7 +86,9 @@ class Disk:
             with self._alone(), os.scandir(path) as entries:  # other ranks may remove some
                 place.write_text(json.dumps({entry.name: entry.inode() for entry in entries}))
         else:
-            place.write_bytes(path.read_bytes())
+            part = place.with_name(f"{place.name}.{get_ident()}")  # another thread may read
+            part.write_bytes(path.read_bytes())
+            part.replace(place)
 
     def _fsync(self, descriptor: int) -> None:
         self._real["fsync"](descriptor)
