@@ -94,5 +94,4 @@ Adasum Average Compression Compression.fp16 Compression.none HorovodInternalErro
 Product ProcessSet.included ProcessSet.mpi_comm ProcessSet.process_set_id ProcessSet.rank
 ProcessSet.ranks ProcessSet.size Sum elastic global_process_set
 """
-OTHERS = tuple(_OTHERS.split())
-"""All other public names."""
+OTHERS = tuple(_OTHERS.split())  # all other public names

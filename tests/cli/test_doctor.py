@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 REFUSE = ROOT / "tests/doctor/refuse.py"
 MPICH = ROOT / ".venv-mpich/lib"
 
-CPU_S = 3.0
-"""More than a login node should spend on it."""
+CPU_S = 3.0  # more than a login node should spend on it
 
 
 def clean_environ():

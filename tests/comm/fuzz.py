@@ -31,8 +31,7 @@ KINDS = {
     "ring": 4,
 }
 """How often each kind of operation is drawn, in percent."""
-BATCH = 100
-"""So many operations between two comparisons of checksums, each with a new group."""
+BATCH = 100  # so many operations between two comparisons of checksums, each with a new group
 BUCKETS = (0, 1, 1000, 70_001)
 
 
@@ -47,8 +46,7 @@ class Case:
     scale: float | None
     shape: tuple[int, ...]
     layout: str
-    luck: float = field(repr=False)
-    """From 0 to 1, for what only some kinds need."""
+    luck: float = field(repr=False)  # from 0 to 1, for what only some kinds need
 
     @property
     def numel(self):

@@ -43,8 +43,7 @@ FUNCTIONS = {
     Op.BXOR: np.bitwise_xor,
 }
 ARITHMETIC, ORDER = (Op.SUM, Op.PRODUCT), (Op.MIN, Op.MAX)
-TILE = 4093
-"""Large tensors repeat so many values: cheap to make and to check, and no round number."""
+TILE = 4093  # large tensors repeat so many values: cheap to make and to check, and no round number
 
 
 def ops_of(dtype):
@@ -61,8 +60,7 @@ class Draw:
 
     seed: tuple[int, ...]
     dtype: torch.dtype
-    specials: bool
-    """Whether NaN, infinity and zeros of both signs are among them."""
+    specials: bool  # whether NaN, infinity and zeros of both signs are among them
 
     def values(self, rank, numel):
         """Return the ``numel`` elements of a rank, flat and contiguous."""

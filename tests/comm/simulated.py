@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.rail.wire import Wire
 
-PATIENCE_S = 10.0
-"""A wait that lasts so long is a deadlock."""
+PATIENCE_S = 10.0  # a wait that lasts so long is a deadlock
 
 
 @dataclass(eq=False)

@@ -93,8 +93,7 @@ def test_what_a_size_will_take_is_estimated_along_a_line():
     assert expected_s({10: 3.0, 20: 2.0}, 100) == 2
 
 
-A_GBIT = 1e9 / 8
-"""Bytes per second."""
+A_GBIT = 1e9 / 8  # bytes per second
 
 
 def times(latency_s, bytes_per_s, sizes=BATCHING_SIZES):

@@ -260,8 +260,7 @@ def test_all_ranks_raise_or_none_does(world, comm):
 
 NUM_CASES = 250
 """By each path of ours; ``python -m tests.comm.fuzz -n N --seed S`` on any ranks for more."""
-NUM_CASES_OF_HOROVOD = 100
-"""Each takes a cycle of Horovod's, a millisecond, or several."""
+NUM_CASES_OF_HOROVOD = 100  # each takes a cycle of Horovod's, a millisecond, or several
 
 
 @pytest.mark.ranks(2, 3, 4)

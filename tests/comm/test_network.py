@@ -15,17 +15,15 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("cluster"), pytest.mark
 
 JOB = ["python", str(Path(__file__).with_name("network_job.py"))]
 MPICH = pytest.mark.requires("mpich")
-MPIS = ("openmpi", pytest.param("mpich", marks=MPICH))
 # Ranks of MPICH that share a core spend it on waiting: a tenth of all tests of one rank, for a
 # law that is about the order of ranks.
-AND_MPICH_AT_LENGTH = (
+MPIS = (
     "openmpi",
     pytest.param("mpich", marks=[MPICH, pytest.mark.conformance]),
 )
 
 SILENT_S = 5.0
-PATIENCE_S = 3
-"""HPCTRAIN_TIMEOUT where a link is cut for good."""
+PATIENCE_S = 3  # HPCTRAIN_TIMEOUT where a link is cut for good
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def start(cluster: VirtualCluster, *options: str, **given: Any) -> subprocess.Po
     return process
 
 
-@pytest.mark.parametrize("mpi", AND_MPICH_AT_LENGTH)
+@pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("order", "ranks_per_node", "nodes"),
     [
@@ -95,7 +93,7 @@ def test_sums_are_exact_on_three_nodes():
         assert rank["sent_bytes"] <= 1.03 * 4 / 3 * 4 * (4 << 20), rank
 
 
-@pytest.mark.parametrize("mpi", AND_MPICH_AT_LENGTH)
+@pytest.mark.parametrize("mpi", MPIS)
 def test_ranks_that_wait_for_a_late_node_leave_their_cores_to_others(pair, mpi):
     late = ["--late-node", "n1", "--late-s", "0.5"]
     facts = facts_of(pair.run([*JOB, *late], ranks_per_node=(2, 2), mpi=mpi))
@@ -119,7 +117,7 @@ def test_a_run_survives_a_link_that_drops_to_a_tenth_of_its_rate(slow_pair):
     assert facts["ranks"][0]["seconds"] > 20 * (256 << 13) / 20e6
 
 
-@pytest.mark.parametrize("mpi", AND_MPICH_AT_LENGTH)
+@pytest.mark.parametrize("mpi", MPIS)
 def test_random_collectives_equal_numpy_across_nodes(pair, mpi):
     fuzz = ["python", "-m", "tests.comm.fuzz", "-n", "400"]
     done = pair.run(fuzz, ranks_per_node=(2, 2), order="cyclic", mpi=mpi)

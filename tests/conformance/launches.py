@@ -70,8 +70,7 @@ def _verdict(test: str, records: Sequence[Record]) -> Outcome | None:
 
 ROOT = Path(__file__).parents[2]
 
-NOTHING_LEFT = 5
-"""Exit code of pytest when every test has its verdict already."""
+NOTHING_LEFT = 5  # exit code of pytest when every test has its verdict already
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +79,10 @@ class Suite:
 
     horovod: Path | None = None
     """A Python that has Horovod: its own is tested. Without one, hpctrain is."""
-    engine: str = "hpctrain"
-    """What moves hpctrain's tensors."""
-    select: str = ""
-    """As ``-k`` of pytest has it."""
-    test_limit_s: float = 120.0
-    """For one test; the stacks are in the log then."""
-    launch_limit_s: float = 900.0
-    """For one launch, in case not even the stacks can be had."""
+    engine: str = "hpctrain"  # what moves hpctrain's tensors
+    select: str = ""  # as ``-k`` of pytest has it
+    test_limit_s: float = 120.0  # for one test; the stacks are in the log then
+    launch_limit_s: float = 900.0  # for one launch, in case not even the stacks can be had
 
     def run(self, file: Path, ranks: int, log: Path) -> Record:
         """Return the verdict of each test of a file; what is printed goes to ``log``."""

@@ -24,8 +24,7 @@ FILES = (
     "test/parallel/test_adasum_pytorch.py",
     "test/parallel/test_timeline.py",
 )
-ALONE = "test/single/test_torch_elastic.py"
-"""What it counts is right for one rank only."""
+ALONE = "test/single/test_torch_elastic.py"  # what it counts is right for one rank only
 HOW_TO_GET_IT = (
     "Horovod's own tests were not run: they need a checkout of Horovod 0.28.1.\n"
     "  git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod DIR\n"

@@ -25,8 +25,7 @@ from tests.data.conftest import numbered
 from tests.runtime.victims import is_alive
 
 LIMIT_S = 50.0
-TIMEOUT_S = 4.0
-"""Longer than a good batch may take on a loaded machine."""
+TIMEOUT_S = 4.0  # longer than a good batch may take on a loaded machine
 FOR_EVER_S = 1_000_000
 KINDS = ("python", "c", "stopped")
 SAMPLES = (5, 4, 70, 98, 97, 96, 95)

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-ROWS = 12
-"""Samples of a global batch: divisible by 2 and 3."""
+ROWS = 12  # samples of a global batch: divisible by 2 and 3
 
 
 class Net(nn.Module):
@@ -34,8 +33,7 @@ class Side:
     rank: int
     size: int
     wrap: Callable[..., torch.optim.Optimizer]
-    factor: int
-    """What the mean gradient is multiplied by: the number of ranks where they add up."""
+    factor: int  # what the mean gradient is multiplied by: the number of ranks where they add up
 
     def __post_init__(self) -> None:
         self.net = Net()
@@ -97,10 +95,8 @@ class Side:
 
 CASES: dict[str, Callable[[Side], None]] = {}
 OPS = ("Average", "Sum")
-CAN: dict[str, list[str]] = {}
-"""The operations with which a case has a meaning."""
-REFUSED: set[str] = set()
-"""Cases that are an error, on all ranks."""
+CAN: dict[str, list[str]] = {}  # the operations with which a case has a meaning
+REFUSED: set[str] = set()  # cases that are an error, on all ranks
 
 
 def case(*ops: str, name: str = "") -> Callable[[Callable[[Side], None]], Callable[[Side], None]]:

@@ -27,18 +27,14 @@ class Oracle:
 
     def __init__(self, prelude, size, nodes):
         self.size, self.nodes = size, nodes
-        self.may_refuse = ""
-        """Why an error on all ranks is right as well."""
-        self.unclear = ""
-        """Why more than one value is right; all ranks must have the same one."""
+        self.may_refuse = ""  # why an error on all ranks is right as well
+        self.unclear = ""  # why more than one value is right; all ranks must have the same one
         self.atol = 0.0
         self.makers, self.made = [[] for _ in range(size)], []
         self.shared = set()
         """Parameters of replica 0 whose gradients were reduced, and are alike since."""
-        self.replaced = set()
-        """Those whose gradient is another tensor since."""
-        self.base = {}
-        """What was reduced already in gradients to which replicas have added."""
+        self.replaced = set()  # those whose gradient is another tensor since
+        self.base = {}  # what was reduced already in gradients to which replicas have added
         self.names = [{"hvd": Stub(self, rank)} for rank in range(size)]
         for names in self.names:
             exec(prelude, names)

@@ -28,8 +28,7 @@ class Wrap:
         self.sums, self.is_weighted = op == "sum", False
         self.weights = [1.0] * oracle.size
         self.optimizers = [None] * oracle.size
-        self.known = set()
-        """Parameters of replica 0 at the last reduction."""
+        self.known = set()  # parameters of replica 0 at the last reduction
         oracle.atol = max(oracle.atol, compression)
 
     def take(self, rank, optimizer):

@@ -19,8 +19,7 @@ from tests.gradients.program_wraps import dense
 class Trace:
     """What a script has done on one rank, or on all replicas: the models, and an error."""
 
-    models: list
-    """After each statement: parameters and gradients by name."""
+    models: list  # after each statement: parameters and gradients by name
     between_passes: list = field(default_factory=list)
     """After each statement: whether passes have added to what was reduced. No rank's gradient
     means something then."""

@@ -27,8 +27,7 @@ class Case:
     num_ranks: int = 2
     nodes: int = 1
     said: tuple[str, ...] = ()
-    logged: str = ""
-    """In the log of some rank."""
+    logged: str = ""  # in the log of some rank
     num_tracebacks: int = 0
 
 

@@ -51,10 +51,8 @@ class Outcome:
     err: str
     seconds: float
     """From the failure, as the victim noted it, until mpirun and every rank were gone."""
-    left_over: list[int]
-    """Ranks whose process outlived mpirun."""
-    logs: dict[int, str]
-    """Each rank's log file."""
+    left_over: list[int]  # ranks whose process outlived mpirun
+    logs: dict[int, str]  # each rank's log file
 
 
 def run_ranks(

@@ -14,8 +14,7 @@ pytestmark = [
     pytest.mark.conformance,
 ]
 
-AGAIN_S = 60.0
-"""Most seconds from a power cut to the next start; Slurm takes 28 to notice."""
+AGAIN_S = 60.0  # most seconds from a power cut to the next start; Slurm takes 28 to notice
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["node-of-the-script", "other-node"])

@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = resources.files("hpctrain.guide").joinpath("slurm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 FIVE = BLOCKS[0].splitlines()
-PYTHON = "/usr/bin/python3"
-"""One that every user of the machine may run."""
+PYTHON = "/usr/bin/python3"  # one that every user of the machine may run
 
 
 def test_commands_of_hpctrain_exist_with_their_options():

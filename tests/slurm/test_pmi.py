@@ -19,11 +19,9 @@ pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.l
 
 MPICH = Path(__file__).parents[2] / ".venv-mpich/bin/python"
 DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
-STOP_S = 30.0
-"""Time in which a launch that cannot work is over, from the start of its last rank."""
+STOP_S = 30.0  # time in which a launch that cannot work is over, from the start of its last rank
 
-LATE_S = 0.3
-"""By how much rank 0, which tells the remedy, starts after the others."""
+LATE_S = 0.3  # by how much rank 0, which tells the remedy, starts after the others
 
 LONG = pytest.mark.conformance
 SHAPE = ("--nodes=2", "--ntasks-per-node=2")
@@ -44,10 +42,8 @@ class Mpi:
     """An MPI library, as a user has it."""
 
     python: Path
-    needs: str
-    """What `srun --mpi=` must be."""
-    library: Path | None = None
-    """Where it is not that of the environment of ``python``."""
+    needs: str  # what `srun --mpi=` must be
+    library: Path | None = None  # where it is not that of the environment of ``python``
 
     @property
     def environ(self):

@@ -9,8 +9,7 @@ from hpctrain.train.loop import Outcome
 from tests.train.job import Job, assert_same_run
 
 WIDE = ["train.epochs=3", "model.args.width=600", "checkpoint.every=3", "log.plots=false"]
-ROOM = 30_000
-"""Bytes of a file: more than all records, less than the weights."""
+ROOM = 30_000  # bytes of a file: more than all records, less than the weights
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -22,11 +22,9 @@ from tests.cluster.vcluster.check import search_path, slurm_obstacle
 from tests.cluster.vcluster.cluster import LOGIN
 from tests.cluster.vcluster.host import Host
 
-BLOCK = 64
-"""Ports of a cluster: the controller's and one for each node."""
+BLOCK = 64  # ports of a cluster: the controller's and one for each node
 
-RANGE = range(15000, 32000 - BLOCK, BLOCK)
-"""Below the ports that the kernel hands out."""
+RANGE = range(15000, 32000 - BLOCK, BLOCK)  # below the ports that the kernel hands out
 
 BROOM = """
 import shutil, sys, time
@@ -175,8 +173,7 @@ class Daemons:
 
 ROOT = Path(__file__).parents[3]
 
-UP_S = 60.0
-"""Time that the nodes get to report to the controller; they take a second."""
+UP_S = 60.0  # time that the nodes get to report to the controller; they take a second
 
 
 class SlurmCluster:
@@ -203,11 +200,9 @@ class SlurmCluster:
         self.nodes = tuple(f"n{number}" for number in range(nodes))
         self._cpus, self._gpus = cpus, gpus
         self._stack = contextlib.ExitStack()
-        self._lost: set[str] = set()
-        """Nodes that were killed and not restored."""
+        self._lost: set[str] = set()  # nodes that were killed and not restored
         self.directory: Path
-        self.environ: dict[str, str]
-        """For programs that are to reach the cluster."""
+        self.environ: dict[str, str]  # for programs that are to reach the cluster
 
     def __enter__(self) -> Self:
         if reason := slurm_obstacle():

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NODE_MB = 4000
-"""Memory that Slurm lends of each node; what the machine has is not looked at."""
+NODE_MB = 4000  # memory that Slurm lends of each node; what the machine has is not looked at
 
 CRED_EXPIRE_S = 5
 """Least that Slurm accepts. A requeued job waits as long and a second before it starts again."""
@@ -71,10 +70,8 @@ class Settings:
 
     directory: Path
     nodes: Sequence[str]
-    port: int
-    """Of the controller; those of the nodes follow."""
-    cpus: int
-    """Of each node."""
+    port: int  # of the controller; those of the nodes follow
+    cpus: int  # of each node
     gpus: int = 0
 
     def slurm_conf(self) -> str:

@@ -4,8 +4,7 @@ import sys
 
 from tests.cluster.vcluster.check import obstacle
 
-SKIPPED = 77
-"""Exit code of what this machine cannot do, as Automake has it."""
+SKIPPED = 77  # exit code of what this machine cannot do, as Automake has it
 
 if __name__ == "__main__":
     reason = obstacle()

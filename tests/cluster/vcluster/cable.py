@@ -15,11 +15,9 @@ from collections import deque
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
-"""Of ``linux/if_tun.h``."""
+TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02  # of ``linux/if_tun.h``
 
-FRAME_BYTES = 1 << 17
-"""More than the largest frame with its header of virtio."""
+FRAME_BYTES = 1 << 17  # more than the largest frame with its header of virtio
 
 
 def open_tap(name: str) -> int:

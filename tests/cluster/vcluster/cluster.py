@@ -90,11 +90,9 @@ def place(ranks_per_node: Sequence[int], order: Order = "block", seed: int = 0) 
     return block
 
 
-NETWORK = "10.77.0"
-"""Of every cluster: none sees another one."""
+NETWORK = "10.77.0"  # of every cluster: none sees another one
 
-LOGIN = "login"
-"""The host that starts programs; it is the switch as well."""
+LOGIN = "login"  # the host that starts programs; it is the switch as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +102,8 @@ class Finished:
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
-    """From its start to its end."""
-    sent_bytes: dict[str, int]
-    """What left each node by ``eth0`` meanwhile, with all headers."""
+    seconds: float  # from its start to its end
+    sent_bytes: dict[str, int]  # what left each node by ``eth0`` meanwhile, with all headers
 
 
 class VirtualCluster:
@@ -146,8 +142,7 @@ class VirtualCluster:
         self._latency_s = {name: seconds(given.get(name) or "0s") for name in self.nodes}
         self._hosts: dict[str, Host] = {}
         self._links: dict[str, Link] = {}
-        self._builders: set[int] = set()
-        """Processes on the login host that the cluster is made of."""
+        self._builders: set[int] = set()  # processes on the login host that the cluster is made of
 
     def __enter__(self) -> Self:
         if reason := obstacle():

@@ -17,11 +17,9 @@ from tests.cluster.vcluster import cable
 FRAME_BYTES = 16384
 """Largest frame that a host hands to its link: the switch works as fast with few large frames."""
 
-BURST, QUEUE = "32kb", "4mb"
-"""What may pass at once, and what may wait at either end of a link."""
+BURST, QUEUE = "32kb", "4mb"  # what may pass at once, and what may wait at either end of a link
 
-DISABLED, FORWARDING = "0", "3"
-"""States of a port of the switch."""
+DISABLED, FORWARDING = "0", "3"  # states of a port of the switch
 
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 
@@ -52,8 +50,7 @@ RETRIES = 5
 """A host gives up a peer that has not answered for 13 s, as administrators of clusters set it:
 the kernel's own 15 minutes would keep a launcher waiting for a node that is gone."""
 
-END_S = 5.0
-"""Time that the kernel gets to end the processes of a host."""
+END_S = 5.0  # time that the kernel gets to end the processes of a host
 
 
 class Host:
@@ -61,8 +58,7 @@ class Host:
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
-        self.pid = _innermost(process.pid)
-        """First process of the host, as this process sees it."""
+        self.pid = _innermost(process.pid)  # first process of the host, as this process sees it
         self._process = process
         self._namespace = _namespace(self.pid)
 

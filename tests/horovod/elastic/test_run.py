@@ -16,8 +16,7 @@ from hpctrain.elastic import ElasticSampler, HostUpdate, ObjectState, TorchState
 
 SIZES = pytest.mark.ranks(1, 2, 3)
 MANY = pytest.mark.ranks(2, 3)
-EPOCHS, BATCH, FAIL_AT = 2, 4, 5
-"""``FAIL_AT``: an optimizer step that lies between two commits."""
+EPOCHS, BATCH, FAIL_AT = 2, 4, 5  # ``FAIL_AT``: an optimizer step that lies between two commits
 
 DATA = torch.arange(48 * 3, dtype=torch.float32).reshape(48, 3).sin()
 
