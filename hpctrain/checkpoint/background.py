@@ -38,10 +38,8 @@ class Snapshot:
     def take(self, state: Any) -> Any:
         """Return a copy of a state, on the CPU; what the one before returned is overwritten.
 
-        What another rank writes has its shape and dtype in the copy, but not its values.
-
-        Raises:
-            CheckpointError: the state holds something else; the copy before is intact then.
+        What another rank writes has its shape and dtype in the copy, but not its values. Raises
+        ``CheckpointError``: the state holds something else; the copy before is intact then.
         """
         leaves, skeleton = flatten(state)
         replicated = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}

@@ -89,8 +89,7 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, also damaged ones, newest first.
 
-        Raises:
-            CheckpointError: the directory is there and cannot be read.
+        Raises ``CheckpointError``: the directory is there and cannot be read.
         """
         found = (step_of(name) for name in self._names())
         return sorted((step for step in found if step is not None), reverse=True)
@@ -98,10 +97,8 @@ class CheckpointDirectory:
     def newest(self, passed_over: Collection[int] = ()) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose manifest is whole, and by step why newer ones are not.
 
-        Those that are ``passed_over`` are known as damaged.
-
-        Raises:
-            CheckpointError: as ``steps``.
+        Those that are ``passed_over`` are known as damaged. Raises ``CheckpointError``: as
+        ``steps``.
         """
         faults: dict[int, str] = {}
         gone: dict[int, str] = {}  # removed by another job: what is there is listed again

@@ -39,8 +39,7 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
 def part_of(state: Mapping[str, Any], path: str) -> Any:
     """Return what lies at a path such as ``model`` or ``optimizer/state/0``.
 
-    Raises:
-        CheckpointError: there is no such path; lists what there is.
+    Raises ``CheckpointError``: there is no such path; lists what there is.
     """
     value: Any = state
     for number, name in enumerate(names := path.split("/")):
@@ -61,8 +60,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
 def check_ending(path: Path) -> None:
     """Return if the ending of a name tells what to write.
 
-    Raises:
-        CheckpointError: it does not.
+    Raises ``CheckpointError``: it does not.
     """
     if path.suffix not in ENDINGS:
         raise CheckpointError(
@@ -75,11 +73,8 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
     Needs memory for copies of the tensors that are views of others. Not collective. A file that
     ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
-    nothing but tensors by name.
-
-    Raises:
-        CheckpointError: there is something at ``path``, the disk refuses, or the format does not
-            hold such values.
+    nothing but tensors by name. Raises ``CheckpointError``: there is something at ``path``, the
+    disk refuses, or the format does not hold such values.
     """
     path = Path(path)
     check_ending(path)

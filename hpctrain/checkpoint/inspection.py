@@ -20,10 +20,8 @@ FOLDER = "checkpoints"  # where the checkpoints of a run directory lie
 def checkpoints_in(path: Path | str) -> list[Path]:
     """Return the checkpoints that a path names, by step: itself, or those of a run directory.
 
-    One that is not finished, or that its run went back behind, is not among them.
-
-    Raises:
-        CheckpointError: there is none, or the directory cannot be read.
+    One that is not finished, or that its run went back behind, is not among them. Raises
+    ``CheckpointError``: there is none, or the directory cannot be read.
     """
     path = Path(path)
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
@@ -41,8 +39,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
 def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
     """Tell what a checkpoint holds, as values for JSON; reads its manifest only.
 
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+    Raises ``CheckpointError``: there is none, or its manifest is damaged.
     """
     directory = Path(directory)
     told = CheckpointManifest.read(directory)
@@ -121,10 +118,7 @@ def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
     """Read every byte of one checkpoint, or of all of a run directory, and compare.
 
     Not collective. Yields each checkpoint and what is wrong with it, oldest first, as soon as it
-    is read; none that its run removed meanwhile.
-
-    Raises:
-        CheckpointError: there is none.
+    is read; none that its run removed meanwhile. Raises ``CheckpointError``: there is none.
     """
     has_checked = False
     for directory in checkpoints_in(path):

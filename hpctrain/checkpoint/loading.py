@@ -122,9 +122,8 @@ class Privates(Mapping[int, Any]):
     def __getitem__(self, rank: int) -> Any:
         """Return what the rank of that number saved. Not collective.
 
-        Raises:
-            KeyError: there was no such rank, or it had nothing.
-            CheckpointError: its file is damaged.
+        Raises ``KeyError``: there was no such rank, or it had nothing. ``CheckpointError``: its
+        file is damaged.
         """
         if rank not in self._read:
             records = self._records[rank]

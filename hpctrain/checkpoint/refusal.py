@@ -12,8 +12,7 @@ from hpctrain.core.errors import CheckpointError
 def explained(what: str) -> Iterator[None]:
     """Let what files and memory refuse in the block be a CheckpointError: "cannot ``what``".
 
-    Raises:
-        CheckpointError: instead of OSError, MemoryError and RuntimeError.
+    Raises ``CheckpointError``: instead of OSError, MemoryError and RuntimeError.
     """
     try:
         yield

@@ -43,10 +43,8 @@ def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Diff
     """Return how two checkpoints differ: tensors first, then plain values, then what ranks have.
 
     Reads both into memory; of a run directory the newest one. What is private to ranks counts
-    where there are no paths of parts, ``only``.
-
-    Raises:
-        CheckpointError: one of them cannot be read, or has no such part.
+    where there are no paths of parts, ``only``. Raises ``CheckpointError``: one of them cannot be
+    read, or has no such part.
     """
     found = list(differences(_read(a, only), _read(b, only)))
     return [replace(one, what="time") if _is_measured(one) else one for one in found]

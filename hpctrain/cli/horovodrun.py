@@ -29,8 +29,7 @@ class Meant(NamedTuple):
     def variables(self, given: str) -> dict[str, str]:
         """Return what the ranks get in their environment.
 
-        Raises:
-            ConfigError: the value is not valid.
+        Raises ``ConfigError``: the value is not valid.
         """
         text = given if self.metavar else self.value
         try:
@@ -165,9 +164,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
     """Return what the ranks get in their environment, of what the command was called with.
 
-    Raises:
-        LaunchError: an option has no meaning here; says what to do in its place.
-        ConfigError: a value is not valid.
+    Raises ``LaunchError``: an option has no meaning here; says what to do in its place.
+    ``ConfigError``: a value is not valid.
     """
     asked = {name for name, value in given.items() if value not in (None, False)}
     for refused in REFUSED:

@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 def joined() -> "Communicator":
     """Join all ranks that were started together, and wait for them as long as they live.
 
-    Collective. A rank that has finished its share waits for the others, for longer than a
-    training would: only where ``HPCTRAIN_TIMEOUT`` is set does that wait end. A rank that died
-    is noticed at once all the same.
-
-    Raises:
-        ConfigError: a setting is not valid.
-        LaunchError: the launcher, the MPI library and the world do not fit together.
+    Collective. A rank that has finished its share waits for the others, for longer than a training
+    would: only where ``HPCTRAIN_TIMEOUT`` is set does that wait end. A rank that died is noticed
+    at once all the same. Raises ``ConfigError``: a setting is not valid. ``LaunchError``: the
+    launcher, the MPI library and the world do not fit together.
     """
     from hpctrain.core.config import Settings, given  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
@@ -42,9 +39,8 @@ def joined() -> "Communicator":
 def ranks() -> "Iterator[Communicator | None]":
     """Join the ranks that were started together; None for a process alone, which loads no MPI.
 
-    Raises:
-        MismatchError: a DataError left the block, on all ranks: one of them tells it, and no
-            rank ends the others.
+    Raises ``MismatchError``: a DataError left the block, on all ranks: one of them tells it, and
+    no rank ends the others.
     """
     from hpctrain.cluster.env import launched  # noqa: PLC0415
 

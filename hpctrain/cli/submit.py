@@ -52,11 +52,8 @@ class Job:
     def check_free(self, after: str) -> None:
         """Raise where another job works on this run, or it is finished.
 
-        ``after`` is for what the job will wait, so that it does not work at the same time.
-
-        Raises:
-            ConfigError: the run is finished.
-            LaunchError: a job of it waits or runs.
+        ``after`` is for what the job will wait, so that it does not work at the same time. Raises
+        ``ConfigError``: the run is finished. ``LaunchError``: a job of it waits or runs.
         """
         from hpctrain.launch.slurm.scheduler import still_there  # noqa: PLC0415
         from hpctrain.train.status import status  # noqa: PLC0415
@@ -79,9 +76,7 @@ class Job:
     def submit(self, script: str) -> int:
         """Write the script and submit it; return the number of the job.
 
-        Raises:
-            ConfigError: the folder cannot be written.
-            LaunchError: Slurm refuses.
+        Raises ``ConfigError``: the folder cannot be written. ``LaunchError``: Slurm refuses.
         """
         from hpctrain.core.atomic import publishing  # noqa: PLC0415
         from hpctrain.launch.slurm.scheduler import submit  # noqa: PLC0415

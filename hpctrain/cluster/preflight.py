@@ -37,9 +37,7 @@ def check_world(
     two libraries show on every rank alike.
 
     ``launched`` is None in a process that no launcher started; ``size`` is that of MPI's world.
-
-    Raises:
-        LaunchError: names the library, the launcher and the command that fixes it.
+    Raises ``LaunchError``: names the library, the launcher and the command that fixes it.
     """
     found = distinct(libraries)
     if len(found) > 1:
@@ -70,8 +68,7 @@ def check_world(
 def check_job(job: Launched | None, library: Path | None) -> None:
     """Stop a process that would train alone in a job for several ranks.
 
-    Raises:
-        LaunchError: names the commands that start all ranks.
+    Raises ``LaunchError``: names the commands that start all ranks.
     """
     if job is None or job.size == 1:
         return

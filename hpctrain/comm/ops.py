@@ -100,8 +100,7 @@ class Combination:
 def combination(dtype: torch.dtype, op: Op) -> Combination:
     """Return how values of ``dtype`` are combined by ``op``.
 
-    Raises:
-        CommError: ``op`` has no meaning for this dtype.
+    Raises ``CommError``: ``op`` has no meaning for this dtype.
     """
     functions, lane = _functions(dtype), dtype
     if op not in functions:

@@ -22,10 +22,8 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
     same time as others takes one of its own.
 
     When the block ends well, ``path`` is the new file, on disk; when it fails, ``path`` is as
-    before and the part is gone; after a kill at any instant it is one of the two.
-
-    Raises:
-        OSError: the file system refuses.
+    before and the part is gone; after a kill at any instant it is one of the two. Raises
+    ``OSError``: the file system refuses.
     """
     part = path.with_name((name or path.name) + PART)
     try:
@@ -78,8 +76,7 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a directory where there is none, and its parents; return when their names are on disk.
 
-    Raises:
-        OSError: the file system refuses.
+    Raises ``OSError``: the file system refuses.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:

@@ -136,8 +136,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Read and check the variables.
 
-        Raises:
-            ConfigError: a value is not valid; the message names the variable.
+        Raises ``ConfigError``: a value is not valid; the message names the variable.
         """
         return cls(**given(environ))
 
@@ -163,8 +162,7 @@ class Given(NamedTuple):
 def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Read and check the variables that are set: values by names of ``Settings``.
 
-    Raises:
-        ConfigError: a value is not valid; the message names the variable.
+    Raises ``ConfigError``: a value is not valid; the message names the variable.
     """
     return {name: said.value for name, said in read(environ).items()}
 
@@ -172,10 +170,8 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
     """Read the variables as ``given`` does, and tell which of them says it.
 
-    Where ours is not set, a variable of Horovod's with the same meaning is read.
-
-    Raises:
-        ConfigError: a value is not valid; the message names the variable.
+    Where ours is not set, a variable of Horovod's with the same meaning is read. Raises
+    ``ConfigError``: a value is not valid; the message names the variable.
     """
     found = {name: _read(name, environ) for name in _TABLE}
     return {name: said for name, said in found.items() if said is not None}
@@ -184,8 +180,7 @@ def read(environ: Mapping[str, str] = os.environ) -> dict[str, Given]:
 def may_be_alone(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether HPCTRAIN_ALONE allows a world of one; no other variable is read.
 
-    Raises:
-        ConfigError: its value is not valid.
+    Raises ``ConfigError``: its value is not valid.
     """
     said = _read("alone", environ)
     return said is not None and said.value

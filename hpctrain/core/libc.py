@@ -54,8 +54,7 @@ def map_memory(
 ) -> int:
     """Map memory or a file as ``mmap(2)`` does, without holding a descriptor; return where.
 
-    Raises:
-        OSError: the kernel refuses.
+    Raises ``OSError``: the kernel refuses.
     """
     found = libc().mmap(address, num_bytes, protection, flags, descriptor, offset)
     if found is None or found == _FAILED:
@@ -83,8 +82,7 @@ def memory_at(address: int, num_bytes: int) -> Segment:
 def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
     """Copy memory of a process in one go, as MPI does between the ranks of a node.
 
-    Raises:
-        OSError: the kernel refuses, or there is less than that.
+    Raises ``OSError``: the kernel refuses, or there is less than that.
     """
     target = ctypes.create_string_buffer(num_bytes)
     here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))

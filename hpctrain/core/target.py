@@ -33,10 +33,8 @@ def resolve(
     """Return what ``target``, a ``"module:name"``, names; its module is imported.
 
     ``where`` is what named it, such as the key of a file, and ``way_out`` what to do where there
-    is no such module, for the message.
-
-    Raises:
-        HpctrainError: of ``error_type``: there is no such module, or no such name in it.
+    is no such module, for the message. Raises ``HpctrainError``: of ``error_type``: there is no
+    such module, or no such name in it.
     """
     if not NAME.fullmatch(target):
         raise error_type(f'{where} names a function as "module:function", got "{target}"')
@@ -76,9 +74,8 @@ def check_arguments(
 ) -> None:
     """Return if ``function`` takes ``num_first`` positions and then ``args``, of the ``key``.
 
-    Raises:
-        ConfigError: names the arguments that are missing or too many, and those that exist; or
-            there is nothing to call.
+    Raises ``ConfigError``: names the arguments that are missing or too many, and those that exist;
+    or there is nothing to call.
     """
     if not callable(function):
         raise ConfigError(

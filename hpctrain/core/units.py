@@ -34,8 +34,7 @@ def parse_bytes(text: str) -> int:
 def parse_seconds(text: str) -> float:
     """Read a duration such as ``"10min"``, ``"11h50min"`` or ``"90 s"`` in seconds.
 
-    Raises:
-        ConfigError: the text is not one or more numbers, each with one of s, min, h, d.
+    Raises ``ConfigError``: the text is not one or more numbers, each with one of s, min, h, d.
     """
     if not _DURATION.fullmatch(text.strip()):
         raise ConfigError(

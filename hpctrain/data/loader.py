@@ -416,8 +416,7 @@ def _raise_first(errors: dict[int, Exception], comm: Communicator | None) -> Non
 def _require_same(what: dict[str, Any], comm: Communicator | None) -> None:
     """Return if all ranks say the same. Collective over ``comm``, if there is one.
 
-    Raises:
-        DataError: they do not; on every rank.
+    Raises ``DataError``: they do not; on every rank.
     """
     if comm is None:
         return

@@ -39,9 +39,7 @@ def sites(to: Path | str, source: Path) -> list[Site]:
     What the user named is taken as it is, and made if missing; for ``auto`` that is
     HPCTRAIN_STAGE_DIR. Then, for ``auto``, come the job's folders for temporary files and the
     memory of the node, if they are on a file system of this node and not on that of ``source``.
-
-    Raises:
-        OSError: the folder that the user named cannot be made.
+    Raises ``OSError``: the folder that the user named cannot be made.
     """
     found = []
     chosen = Settings.from_env().stage_dir if to == "auto" else Path(to)
@@ -71,8 +69,7 @@ class NodeFolder:
     def create(cls, parent: Path, label: str) -> Self:
         """Make a folder in another one and hold it; ``label`` is part of its name, for people.
 
-        Raises:
-            OSError: it cannot be made there, or its file system has no locks.
+        Raises ``OSError``: it cannot be made there, or its file system has no locks.
         """
         new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{label}-", dir=parent))
         try:
@@ -119,8 +116,7 @@ def sweep(parent: Path) -> list[Path]:
 def _remove_unheld(path: Path) -> bool:
     """Remove a folder of which nobody has the lock.
 
-    Raises:
-        OSError: there is no lock, so it is not ours, or somebody has it.
+    Raises ``OSError``: there is no lock, so it is not ours, or somebody has it.
     """
     lock = os.open(path / LOCK, os.O_RDWR)
     try:

@@ -77,8 +77,7 @@ def apply(
 ) -> dict[str, Values]:
     """Transform the samples ``indices``, if there is a transform.
 
-    Raises:
-        DataError: the transform returns no values by name.
+    Raises ``DataError``: the transform returns no values by name.
     """
     if transform is None:
         return columns
@@ -144,8 +143,7 @@ def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
 def refused_draws(why: str) -> Iterator[None]:
     """Raise if a global generator was drawn from inside.
 
-    Raises:
-        DataError: names the generators, says ``why``, and the way out.
+    Raises ``DataError``: names the generators, says ``why``, and the way out.
     """
     before = _states()
     yield
@@ -183,8 +181,7 @@ class ThreadDraws:
     def watched(self) -> Iterator[None]:
         """Run a transform inside.
 
-        Raises:
-            DataError: it has drawn from a global generator.
+        Raises ``DataError``: it has drawn from a global generator.
         """
         turn = self._turn
         before = _states() if turn % 2 else {}

@@ -183,10 +183,8 @@ class DistributedMethods:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of passes that are added up, from the next backward on.
 
-        Not collective, but every rank calls it, between two steps.
-
-        Raises:
-            ConfigError: it is less than 1.
+        Not collective, but every rank calls it, between two steps. Raises ``ConfigError``: it is
+        less than 1.
         """
         _check_passes(passes)
         self._passes = passes

@@ -87,10 +87,8 @@ def build(
     Not collective: one process does it. ``jobs`` compilers work at a time, by default as many as
     cores and memory allow. ``gpu`` is ``nccl`` for tensors on GPUs, else MPI moves them.
     ``wheel_dir`` keeps wheels in a folder for each set of versions, by default the user's cache.
-
-    Raises:
-        LaunchError: something is missing, which is said before anything is compiled; it does not
-            compile; or the installed package does not import, or loads another MPI.
+    Raises ``LaunchError``: something is missing, which is said before anything is compiled; it
+    does not compile; or the installed package does not import, or loads another MPI.
     """
     found = launched()
     if found is not None and found.size > 1:
@@ -125,8 +123,7 @@ def build(
 def check(mpi: Mpi, gpu: str) -> None:
     """See whether all is there that pip cannot bring.
 
-    Raises:
-        LaunchError: something is not; says what, and the command that installs it.
+    Raises ``LaunchError``: something is not; says what, and the command that installs it.
     """
     header = Path(sysconfig.get_path("include")) / "Python.h"
     table = (
@@ -188,8 +185,7 @@ def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
 def patch(sources: Path) -> list[str]:
     """Make Horovod compile with another C++ standard; return what was changed, a line each.
 
-    Raises:
-        LaunchError: a file does not read as the published one; then none is changed.
+    Raises ``LaunchError``: a file does not read as the published one; then none is changed.
     """
     texts: dict[Path, str] = {}
     changes = []
@@ -216,8 +212,7 @@ def patch(sources: Path) -> list[str]:
 def check_import(mpi: Mpi) -> Path:
     """Import the installed package in a process of its own; return the MPI library it loads.
 
-    Raises:
-        LaunchError: it does not import, or it loads another MPI than mpi4py.
+    Raises ``LaunchError``: it does not import, or it loads another MPI than mpi4py.
     """
     done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
     again = "`hpctrain horovod build --force` builds it anew"
@@ -370,10 +365,8 @@ def run_logged(
 ) -> None:
     """Run a program to its end; all that it prints goes to the end of ``log``.
 
-    What ends this call before, ends all that it has started.
-
-    Raises:
-        LaunchError: ``failure``, and the lines that tell why.
+    What ends this call before, ends all that it has started. Raises ``LaunchError``: ``failure``,
+    and the lines that tell why.
     """
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")

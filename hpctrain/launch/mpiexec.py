@@ -71,11 +71,8 @@ def command(
 
     ``mpirun`` is by default what ``find_mpirun`` finds. ``nodes`` declares so many nodes on this
     host; ``hosts`` are real ones with their ranks, ``"a:2,b:2"``, by default this host or those
-    that the scheduler lends.
-
-    Raises:
-        LaunchError: ranks, nodes and hosts do not fit together, there is no ``mpirun``, or no
-            such network interface.
+    that the scheduler lends. Raises ``LaunchError``: ranks, nodes and hosts do not fit together,
+    there is no ``mpirun``, or no such network interface.
     """
     options = options or Options()
     if not argv:
@@ -123,8 +120,7 @@ def on_terminal() -> bool:
 def ranks_per_node(num_ranks: int, nodes: int) -> int:
     """Return how many ranks each of ``nodes`` declared nodes holds; the last may hold fewer.
 
-    Raises:
-        LaunchError: so many ranks cannot fill so many nodes.
+    Raises ``LaunchError``: so many ranks cannot fill so many nodes.
     """
     per_node = -(-num_ranks // max(nodes, 1))
     if nodes < 1 or -(-num_ranks // per_node) != nodes:
@@ -233,9 +229,8 @@ _LINE = re.compile(r"(?P<host>[\w.-]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<plac
 def check_hosts(hosts: str | None, num_ranks: int, nodes: int | None) -> None:
     """Check a list of hosts against the ranks to place.
 
-    Raises:
-        LaunchError: an entry is not ``host`` or ``host:ranks``, there are too few places, or
-            nodes are declared as well.
+    Raises ``LaunchError``: an entry is not ``host`` or ``host:ranks``, there are too few places,
+    or nodes are declared as well.
     """
     if hosts is None:
         return
@@ -263,10 +258,8 @@ def read_hostfile(file: Path) -> str:
     """Read a file with a host on each line, and return them as ``--hosts`` has them.
 
     A line is ``host slots=4``; ``host:4`` will do, and ``host`` has one place. What stands behind
-    ``#`` is a comment.
-
-    Raises:
-        LaunchError: there is no such file, a line is something else, or it names no host.
+    ``#`` is a comment. Raises ``LaunchError``: there is no such file, a line is something else, or
+    it names no host.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

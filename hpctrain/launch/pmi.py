@@ -58,8 +58,7 @@ class Mpi:
 def needed_pmi(library: Path | None = None) -> str:
     """Return what follows ``srun --mpi=`` for an MPI library, by default that of ranks.
 
-    Raises:
-        LaunchError: there is no MPI library.
+    Raises ``LaunchError``: there is no MPI library.
     """
     return srun_type(library or load().library)
 

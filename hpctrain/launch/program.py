@@ -15,10 +15,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
     """Make a command one that ranks can run, wherever PATH leads there.
 
     A bare ``python`` or ``hpctrain`` is this environment's; a Python script runs under this
-    interpreter.
-
-    Raises:
-        LaunchError: there is no command, or no such program or script.
+    interpreter. Raises ``LaunchError``: there is no command, or no such program or script.
     """
     if not argv:
         raise LaunchError("a launch needs a command, got none; say e.g. `python train.py`")
@@ -48,8 +45,7 @@ def ask(
 ) -> Said:
     """Run a program to its end, whatever its exit code; ``text`` is its standard input.
 
-    Raises:
-        OSError: it cannot be run; ``TimeoutError`` where it does not end in time.
+    Raises ``OSError``: it cannot be run; ``TimeoutError`` where it does not end in time.
     """
     try:
         return subprocess.run(  # noqa: S603 - whoever asks names a program of the user's own

@@ -44,18 +44,15 @@ def supervise(
 ) -> int:
     """Run a command line of ``mpiexec.command`` and return its exit code.
 
-    SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s``
-    seconds later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once.
-    Where all ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and
-    the others wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not.
-    SIGUSR1 goes to mpirun, which hands it to the ranks: they may stop in their own time.
-    A signal that ends mpirun itself comes back as 128 plus its number, as a shell has it, and a
-    launch that took more than ``timeout_s`` as 124.
-
-    Raises:
-        LaunchError: the program cannot be started.
-        KeyboardInterrupt: Ctrl-C came and the ranks did not stop by themselves; raised when
-            mpirun has ended.
+    SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s`` seconds
+    later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once. Where all
+    ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and the others
+    wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
+    mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
+    itself comes back as 128 plus its number, as a shell has it, and a launch that took more than
+    ``timeout_s`` as 124. Raises ``LaunchError``: the program cannot be started.
+    ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
+    has ended.
     """
     with session(os.environ if environ is None else environ) as own:
         ending = _Ending(_started(line, own), own.get(ASKED), grace_s=grace_s, save_s=save_s)
@@ -261,8 +258,7 @@ def stop_when_asked(pid: int) -> bool:
 def catches(pid: int) -> set[int]:
     """Return the numbers of the signals that a process handles itself.
 
-    Raises:
-        OSError: there is no such process, or no /proc.
+    Raises ``OSError``: there is no such process, or no /proc.
     """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)

@@ -66,9 +66,8 @@ class LocalMethod(StateFields):
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
-        Raises:
-            ConfigError: the optimizer averages gradients by itself, or has a local method already.
-            NotInitializedError: ``hpctrain.init()`` was not called.
+        Raises ``ConfigError``: the optimizer averages gradients by itself, or has a local method
+        already. ``NotInitializedError``: ``hpctrain.init()`` was not called.
         """
         self._optimizer = optimizer
         self._require_plain()

@@ -88,12 +88,10 @@ class RunInDirectory:
     ) -> Outcome | Stopped:
         """Train to the end or to a stop, from the last checkpoint if the run goes on. Collective.
 
-        ``config_text`` is the configuration as it is kept.
-
-        Raises:
-            MismatchError: the run directory cannot be written, or no checkpoint read; on all.
-            NotFiniteError: loss, gradients or parameters are not finite; on all ranks.
-            ReplicaError: the ranks have parted; on all ranks.
+        ``config_text`` is the configuration as it is kept. Raises ``MismatchError``: the run
+        directory cannot be written, or no checkpoint read; on all. ``NotFiniteError``: loss,
+        gradients or parameters are not finite; on all ranks. ``ReplicaError``: the ranks have
+        parted; on all ranks.
         """
         here, comm, directory = world.current(), self._comm, self._directory
         plan = {

@@ -76,10 +76,9 @@ class Boundary:
     def finish(self, state: RunState, *, score: float | None) -> None:
         """Save what the run has led to, unless that is done. Collective.
 
-        Raises:
-            CheckpointError: the state cannot be written; on every rank.
-            NotFiniteError: the parameters are not finite, and nothing was written; on every rank.
-            MismatchError: another job has taken the run directory; on every rank.
+        Raises ``CheckpointError``: the state cannot be written; on every rank. ``NotFiniteError``:
+        the parameters are not finite, and nothing was written; on every rank. ``MismatchError``:
+        another job has taken the run directory; on every rank.
         """
         self._write(state, wait=True, score=score)
 
@@ -92,8 +91,7 @@ class Boundary:
     def check_lease(self) -> None:
         """Return if the run directory is still of this job. Collective.
 
-        Raises:
-            MismatchError: another job has taken it; on every rank.
+        Raises ``MismatchError``: another job has taken it; on every rank.
         """
         lost = self._lease is not None and not self._lease.is_held(looks=True)
         self._comm.agree(not lost, self._lease.loss() if self._lease is not None else "")

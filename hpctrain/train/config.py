@@ -26,8 +26,7 @@ class Rule:
     def check(self, name: str, value: Any) -> None:
         """Return if a value keeps to it.
 
-        Raises:
-            ConfigError: it does not; says the rule of the key ``name``.
+        Raises ``ConfigError``: it does not; says the rule of the key ``name``.
         """
         if self.is_time:
             try:
@@ -191,8 +190,7 @@ class TrainingConfig:
     def micro_shards_on(self, num_ranks: int) -> int | None:
         """Return the number of micro-shards of a run that begins on so many ranks.
 
-        Raises:
-            ConfigError: the global batch has not so many samples.
+        Raises ``ConfigError``: the global batch has not so many samples.
         """
         if not self.reproducible:
             return None

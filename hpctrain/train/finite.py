@@ -111,10 +111,8 @@ class StepGuard:
         """Stand in the place of the optimizer's step. Collective where that is.
 
         Parameters and optimizer state are as before, and so are the buffers where training goes
-        on. Random numbers that were drawn, and what forward has changed elsewhere, stay.
-
-        Raises:
-            NotFiniteError: the run stops; on every rank.
+        on. Random numbers that were drawn, and what forward has changed elsewhere, stay. Raises
+        ``NotFiniteError``: the run stops; on every rank.
         """
         task = self._task
         all_know = task.sync is None or task.sync.is_synchronous
@@ -131,8 +129,7 @@ class StepGuard:
     def end(self) -> None:
         """Stop where another rank's step, that it took by itself, was not finite. Collective then.
 
-        Raises:
-            NotFiniteError: there was one; on every rank.
+        Raises ``NotFiniteError``: there was one; on every rank.
         """
         if self._mode == "stop" and self._task.exchange.raised_flags & NOT_FINITE:
             self._stop()
@@ -141,9 +138,7 @@ class StepGuard:
         """Stop after a test whose loss is not finite, or warn once. Collective.
 
         ``scores`` are the same on every rank, ``step`` steps are done and ``epoch`` has ended.
-
-        Raises:
-            NotFiniteError: the run stops; on every rank.
+        Raises ``NotFiniteError``: the run stops; on every rank.
         """
         if math.isfinite(scores.loss):
             return

@@ -67,8 +67,7 @@ class Key:
     def checked(self, value: Any) -> Any:
         """Return a value that this key takes; a whole number may stand for any number.
 
-        Raises:
-            ConfigError: the key does not take it; says what it takes.
+        Raises ``ConfigError``: the key does not take it; says what it takes.
         """
         kinds = [kind for kind, _ in self.takes]
         if kinds == [float] and type(value) is int:
@@ -127,8 +126,7 @@ def render(config: RunConfig | None = None) -> str:
 def dumps(value: Any) -> str:
     """Write one value on one line, so that ``tomllib`` reads the same value back.
 
-    Raises:
-        TypeError: TOML has no such value.
+    Raises ``TypeError``: TOML has no such value.
     """
     match value:
         case bool():

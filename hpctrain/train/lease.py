@@ -146,11 +146,8 @@ class Lease:
         Only the time between two calls counts that is near ``look_s``: while the file system or
         this process was held up, the holder may have been so too. ``force`` takes it, once, from a
         holder that lives. Returns whom this process waits for, for people; empty once it holds the
-        lease.
-
-        Raises:
-            ConfigError: the holder lives, and was waited for.
-            OSError: the directory cannot be written.
+        lease. Raises ``ConfigError``: the holder lives, and was waited for. ``OSError``: the
+        directory cannot be written.
         """
         if self._create():
             return self._begin()
@@ -259,8 +256,7 @@ class Lease:
     def check(self) -> None:
         """Return if the lease is still of this process, by a look at the file.
 
-        Raises:
-            CheckpointError: it is not.
+        Raises ``CheckpointError``: it is not.
         """
         if not self.is_held(looks=True):
             raise CheckpointError(self.loss())

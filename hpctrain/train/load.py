@@ -45,8 +45,7 @@ class LoadedData:
     def explain(self, name: str) -> list[tuple[str, str]]:
         """Return rows about one key, or one row per key of a table.
 
-        Raises:
-            ConfigError: ``name`` is neither a key nor a table.
+        Raises ``ConfigError``: ``name`` is neither a key nor a table.
         """
         keys = all_keys()
         if name in all_tables():

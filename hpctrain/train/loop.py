@@ -48,10 +48,8 @@ class TrainingLoop:
     def train(self) -> Outcome | Stopped:
         """Take all steps that are left. Collective.
 
-        Raises:
-            NotFiniteError: loss, gradients, parameters or the loss of a test are not finite; on
-                every rank.
-            ReplicaError: the ranks have parted; on every rank.
+        Raises ``NotFiniteError``: loss, gradients, parameters or the loss of a test are not
+        finite; on every rank. ``ReplicaError``: the ranks have parted; on every rank.
         """
         state, loader, boundary = self._state, self._task.train, self._boundary
         while loader.epoch < self._task.config.train.epochs:

@@ -63,11 +63,9 @@ def cut(path: Path, num_records: int, step: int) -> None:
     """Leave the first whole records of a file, at once or not at all; a missing file stays away.
 
     Of the first ``num_records`` lines those stay that are not of later steps than ``step``. A
-    machine that died may have lost some of them, or left zeros in their place: then those that
-    are there stay, and a warning names the lines that are none.
-
-    Raises:
-        OSError: the file system refuses.
+    machine that died may have lost some of them, or left zeros in their place: then those that are
+    there stay, and a warning names the lines that are none. Raises ``OSError``: the file system
+    refuses.
     """
     if not path.exists():
         return

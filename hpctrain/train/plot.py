@@ -18,8 +18,7 @@ _PARTS = (
 def plot_run(metrics: Path, figure_path: Path) -> None:
     """Draw the records of ``metrics`` into a PNG; not collective.
 
-    Raises:
-        ConfigError: matplotlib is not installed.
+    Raises ``ConfigError``: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415

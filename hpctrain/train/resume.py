@@ -30,8 +30,7 @@ _NOT_MATHEMATICS = (
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
     """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``.
 
-    Raises:
-        ConfigError: it is asked for, and there is none.
+    Raises ``ConfigError``: it is asked for, and there is none.
     """
     if asked and not directory.is_used():
         raise ConfigError(
@@ -50,8 +49,7 @@ def finished(directory: RunDirectory) -> dict[str, Any] | None:
 def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> list[str]:
     """Return what the configuration changes in the run, a line for each key.
 
-    Raises:
-        ConfigError: a change would make it another training, and ``changed`` is not set.
+    Raises ``ConfigError``: a change would make it another training, and ``changed`` is not set.
     """
     before = load(directory.config).config
     lines = {
@@ -72,11 +70,8 @@ def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicato
     """Return the configuration with the number of micro-shards, so that it is kept with the run.
 
     Collective. What the user leaves open is what the run in ``directory`` has, or follows from the
-    ranks here where it begins.
-
-    Raises:
-        MismatchError: the configuration of the run cannot be read, or the global batch is too
-            small; on all ranks.
+    ranks here where it begins. Raises ``MismatchError``: the configuration of the run cannot be
+    read, or the global batch is too small; on all ranks.
     """
 
     def micro_shards() -> int | None:

@@ -98,8 +98,7 @@ class _Run:
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
         """Return the configuration, whether a run goes on, and what changes in it. Collective.
 
-        Raises:
-            MismatchError: the directory is not to be used so; on all ranks.
+        Raises ``MismatchError``: the directory is not to be used so; on all ranks.
         """
         config, directory, how, comm = self._loaded.config, self._directory, self._how, self._comm
         continues = on_root(
@@ -229,11 +228,8 @@ def held(
     """Hold the lease of a run directory in the block; yields it on rank 0, None elsewhere.
 
     Collective at its begin. Waits for a job that is about to end, takes over from a dead one, and
-    by ``force`` also from one that lives.
-
-    Raises:
-        MismatchError: another job holds it and goes on, or the directory cannot be written; on
-            all ranks.
+    by ``force`` also from one that lives. Raises ``MismatchError``: another job holds it and goes
+    on, or the directory cannot be written; on all ranks.
     """
     lease = Lease(directory.path) if comm.rank == 0 else None
     told = ""

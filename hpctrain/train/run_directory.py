@@ -49,8 +49,7 @@ class RunDirectory:
     def make_log_folder(self) -> None:
         """Make the folder of the logs, which every rank needs before it joins the others.
 
-        Raises:
-            ConfigError: it cannot be made.
+        Raises ``ConfigError``: it cannot be made.
         """
         with self.explained():
             make_folder(self.logs)
@@ -58,8 +57,7 @@ class RunDirectory:
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
 
-        Raises:
-            ConfigError: the folder is used, or cannot be written.
+        Raises ``ConfigError``: the folder is used, or cannot be written.
         """
         self.check_unused()
         self.make_log_folder()
@@ -72,10 +70,8 @@ class RunDirectory:
     def go_on(self, config: str, plan: dict[str, Any], *, num_records: int, step: int) -> None:
         """Let another part of the run begin, behind ``num_records`` records; not collective.
 
-        Later records come again. The part goes on after ``step``, 0 where it begins again.
-
-        Raises:
-            ConfigError: the folder cannot be written.
+        Later records come again. The part goes on after ``step``, 0 where it begins again. Raises
+        ``ConfigError``: the folder cannot be written.
         """
         with self.explained():
             self.checkpoints.mkdir(exist_ok=True)
@@ -88,8 +84,7 @@ class RunDirectory:
     def explained(self) -> Iterator[None]:
         """Let a refusal of the file system be an error that says what to do.
 
-        Raises:
-            ConfigError: instead of an OSError of the block.
+        Raises ``ConfigError``: instead of an OSError of the block.
         """
         try:
             yield

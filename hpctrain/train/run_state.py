@@ -80,11 +80,9 @@ class RunState:
         """Go on from what ``shared`` and ``own`` returned. Collective.
 
         ``own`` is None where the number of ranks has changed: then random numbers begin anew, and
-        each rank has the buffers of rank 0, and the mean of the replicas.
-
-        Raises:
-            CheckpointError: the model, the optimizer or the local method does not fit the state.
-            DataError: the data set is another one.
+        each rank has the buffers of rank 0, and the mean of the replicas. Raises
+        ``CheckpointError``: the model, the optimizer or the local method does not fit the state.
+        ``DataError``: the data set is another one.
         """
         task = self.task
         check_fit(shared["model"], task.model.state_dict())
@@ -129,8 +127,7 @@ class RunState:
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     """Return if a checkpoint has all tensors of a model, in its shapes and types, and no others.
 
-    Raises:
-        CheckpointError: it has not; lists every tensor.
+    Raises ``CheckpointError``: it has not; lists every tensor.
     """
     found, wanted = (
         {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
@@ -254,8 +251,7 @@ def restore_sync(
 ) -> None:
     """Let a local method go on; ``own`` is None to begin a round. Collective, behind ``restore``.
 
-    Raises:
-        CheckpointError: the checkpoint is of another method.
+    Raises ``CheckpointError``: the checkpoint is of another method.
     """
     state = shared.get("sync") or {}
     before = state.get("method", SYNCHRONOUS)

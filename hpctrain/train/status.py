@@ -70,9 +70,7 @@ def _by_records(path: Path) -> Status:
 def last_record(path: Path) -> dict[str, Any]:
     """Return the last whole record of ``metrics.jsonl``; an empty one where there is none.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: what it holds are no records.
+    Raises ``OSError``: the file cannot be read. ``ValueError``: what it holds are no records.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     record = next(filter(None, map(record_of, reversed(lines))), None)

@@ -34,8 +34,7 @@ def make_sync(
 ) -> LocalMethod | None:
     """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method. Collective.
 
-    Raises:
-        ConfigError: the method does not take these arguments; on every rank.
+    Raises ``ConfigError``: the method does not take these arguments; on every rank.
     """
     if not config.is_local:
         return None
@@ -107,8 +106,7 @@ def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str,
 def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
     """Take a number of epochs out of the arguments, and return it in steps; None without it.
 
-    Raises:
-        ConfigError: it is no such number, or the argument in steps is there too.
+    Raises ``ConfigError``: it is no such number, or the argument in steps is there too.
     """
     epochs = args.pop(name, None)
     if epochs is None:

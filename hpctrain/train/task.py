@@ -110,8 +110,7 @@ class Task:
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the model and the label that its output is compared with.
 
-        Raises:
-            DataError: they have samples of different lengths, and the loader does not pad.
+        Raises ``DataError``: they have samples of different lengths, and the loader does not pad.
         """
         inputs, labels = batch[self.config.data.input], batch[self.config.data.label]
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
@@ -122,10 +121,8 @@ class Task:
 def build(config: RunConfig, comm: Communicator) -> Task:
     """Build everything that ``config`` names.
 
-    Collective. All ranks begin with the parameters of rank 0.
-
-    Raises:
-        MismatchError: a name or an argument is wrong, or the data cannot be read; on all ranks.
+    Collective. All ranks begin with the parameters of rank 0. Raises ``MismatchError``: a name or
+    an argument is wrong, or the data cannot be read; on all ranks.
     """
     with agreed(comm):
         seed_all(config.seed)
@@ -374,8 +371,7 @@ def make_schedule(
 ) -> Callable[[int], float]:
     """The factor of the learning rate at each step, counted from zero.
 
-    Raises:
-        ConfigError: there is no such schedule, or it does not take these arguments.
+    Raises ``ConfigError``: there is no such schedule, or it does not take these arguments.
     """
     if config.name not in _SCHEDULES:
         raise ConfigError(f"schedule.name is one of {', '.join(_SCHEDULES)}, got {config.name!r}")
@@ -394,11 +390,8 @@ def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -
     """Let ``loader`` read from a copy that the ranks of each node share. Collective.
 
     The copy is in the folder ``to``, or where ``auto`` finds room; ``topology`` is of the ranks of
-    ``comm``.
-
-    Raises:
-        ConfigError: what the loader reads is no data set on disk.
-        MismatchError: the folder cannot be used, or the data is damaged; on all ranks.
+    ``comm``. Raises ``ConfigError``: what the loader reads is no data set on disk.
+    ``MismatchError``: the folder cannot be used, or the data is damaged; on all ranks.
     """
     dataset = loader.dataset
     if not isinstance(dataset, ShardedDataset):

@@ -71,8 +71,7 @@ class CheckpointManifest:
     def read(cls, directory: Path | str) -> "CheckpointManifest":
         """Read the manifest of a checkpoint.
 
-        Raises:
-            CheckpointError: there is none, or it is damaged or hostile.
+        Raises ``CheckpointError``: there is none, or it is damaged or hostile.
         """
         return cls.parse(read_bytes(directory), directory)
 
@@ -80,8 +79,7 @@ class CheckpointManifest:
     def parse(cls, data: bytes, directory: Path | str) -> "CheckpointManifest":
         """Read a manifest from its bytes; ``directory`` is for messages.
 
-        Raises:
-            CheckpointError: it is damaged or hostile.
+        Raises ``CheckpointError``: it is damaged or hostile.
         """
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
@@ -126,8 +124,7 @@ class CheckpointManifest:
 def read_bytes(directory: Path | str) -> bytes:
     """Read the bytes of a manifest.
 
-    Raises:
-        CheckpointError: there is none, or the system does not let us.
+    Raises ``CheckpointError``: there is none, or the system does not let us.
     """
     path = Path(directory) / NAME
     try:

@@ -51,8 +51,7 @@ def state_hash(state: Mapping[str, Any], comm: "Communicator | None" = None) -> 
 def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the 64-bit hash of each value, as ``state_hash`` makes it, by its name.
 
-    Raises:
-        CheckpointError: there is something else, names where.
+    Raises ``CheckpointError``: there is something else, names where.
     """
     found = {}
     for name, value in values.items():

@@ -20,11 +20,9 @@ def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
     """Take a state apart: its tensors and pieces by path, and the rest as a value for JSON.
 
     A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
-    hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``.
-
-    Raises:
-        CheckpointError: it holds something else than None, bool, int, float, str, bytes, tensors,
-            pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
+    hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``. Raises
+    ``CheckpointError``: it holds something else than None, bool, int, float, str, bytes, tensors,
+    pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
     """
     leaves: dict[str, Tensor | Piece] = {}
     return leaves, _take(state, (), leaves)
@@ -33,8 +31,7 @@ def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
     """Put a state together again, of a skeleton that may come from a file of a stranger.
 
-    Raises:
-        CheckpointError: the skeleton is not one.
+    Raises ``CheckpointError``: the skeleton is not one.
     """
     return _put(skeleton, tensor_of, 0)
 

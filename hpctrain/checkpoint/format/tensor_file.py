@@ -46,8 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
 def check_storable(path: str, tensor: Tensor) -> None:
     """Refuse a tensor whose bytes are not at hand, or whose dtype the format lacks.
 
-    Raises:
-        CheckpointError: it is one; names ``path``.
+    Raises ``CheckpointError``: it is one; names ``path``.
     """
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise CheckpointError(
@@ -69,8 +68,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Write a new file; return the crc32 of each block by name, when it is on disk.
 
-    Raises:
-        OSError: the file system refuses.
+    Raises ``OSError``: the file system refuses.
     """
     # Wide elements first: every tensor is then aligned to its own elements.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
@@ -130,8 +128,7 @@ class TensorFile:
     def __init__(self, path: Path, descriptor: int) -> None:
         """Read the header.
 
-        Raises:
-            CheckpointError: it is damaged or hostile.
+        Raises ``CheckpointError``: it is damaged or hostile.
         """
         self._path = path
         self._descriptor = descriptor
@@ -140,8 +137,7 @@ class TensorFile:
     def check(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Refuse a file that has another tensor under this name than the manifest says.
 
-        Raises:
-            CheckpointError: it has another one, or none.
+        Raises ``CheckpointError``: it has another one, or none.
         """
         entry = self._entries.get(name)
         expected = stored_as(dtype, shape)
@@ -155,10 +151,8 @@ class TensorFile:
         """Read the bytes of a tensor from ``start``, a multiple of BLOCK_BYTES, and check them.
 
         ``check`` has seen the tensor; ``memory`` ends where a block does; ``crcs`` are of all its
-        blocks.
-
-        Raises:
-            CheckpointError: a block has another checksum, or the file ends too early.
+        blocks. Raises ``CheckpointError``: a block has another checksum, or the file ends too
+        early.
         """
         entry = self._entries[name]
         for done in range(0, len(memory), BLOCK_BYTES):
@@ -219,9 +213,8 @@ class TensorFile:
 def opened(path: Path) -> Iterator[TensorFile]:
     """Open a file of tensors.
 
-    Raises:
-        CheckpointError: it is damaged, or not a regular file.
-        OSError: the file system refuses.
+    Raises ``CheckpointError``: it is damaged, or not a regular file. ``OSError``: the file system
+    refuses.
     """
     descriptor = open_regular(path)
     try:
@@ -233,9 +226,7 @@ def opened(path: Path) -> Iterator[TensorFile]:
 def open_regular(path: Path) -> int:
     """Open a file of a checkpoint for reading; a link or a pipe in its place is not followed.
 
-    Raises:
-        CheckpointError: it is not a regular file.
-        OSError: the file system refuses.
+    Raises ``CheckpointError``: it is not a regular file. ``OSError``: the file system refuses.
     """
     # A pipe would wait for a writer when opened, without this.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -24,8 +24,7 @@ def is_compressed(fields: Mapping[str, Field]) -> bool:
 def load_filters(fields: Mapping[str, Field]) -> None:
     """Let HDF5 find zstd, if any of these fields needs it.
 
-    Raises:
-        DataError: the package that brings it is not installed.
+    Raises ``DataError``: the package that brings it is not installed.
     """
     if not is_compressed(fields):
         return
@@ -48,8 +47,7 @@ def filters() -> dict[str, Any]:
 def rows_per_chunk(field: Field, block_size: int) -> int:
     """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least.
 
-    Raises:
-        DataError: a chunk would be larger than HDF5 can store.
+    Raises ``DataError``: a chunk would be larger than HDF5 can store.
     """
     step = 1 if field.ragged else block_size
     step_bytes = max(1, step * field.sample_bytes)
@@ -71,11 +69,8 @@ def own_dataset(file: h5py.File, path: str) -> Any:
     """Return what a path in an HDF5 file names, which is a dataset, as a rule.
 
     A file can name other files of this machine, by links, as storage of a dataset, or as sources
-    of a virtual one; who made it could have them read. None of them is opened.
-
-    Raises:
-        KeyError: there is nothing of this name.
-        ValueError: it is in another file.
+    of a virtual one; who made it could have them read. None of them is opened. Raises
+    ``KeyError``: there is nothing of this name. ``ValueError``: it is in another file.
     """
     found = file[_resolved(file, path)]
     if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):

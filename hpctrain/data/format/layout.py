@@ -199,8 +199,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Publish the manifest: from here on the data set exists.
 
-        Raises:
-            OSError: the file system refuses; an older manifest is still there.
+        Raises ``OSError``: the file system refuses; an older manifest is still there.
         """
         record = self._to_record()
         with publishing(directory / MANIFEST) as part:
@@ -388,8 +387,7 @@ def read_classes(directory: Path) -> tuple[str, ...]:
 def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
     """Write the file, if there are classes.
 
-    Raises:
-        OSError: the file system refuses.
+    Raises ``OSError``: the file system refuses.
     """
     if classes:
         with publishing(directory / CLASSES) as part:

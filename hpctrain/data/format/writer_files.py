@@ -54,8 +54,7 @@ class Journal:
     def recover(self, uuid: str) -> list[ShardEntry]:
         """Return the finished shards, whose files are there, as they were before publication.
 
-        Raises:
-            OSError: the file system refuses.
+        Raises ``OSError``: the file system refuses.
         """
         record = self._read()
         if record is None or record["uuid"] != uuid:
@@ -81,8 +80,7 @@ class Journal:
     ) -> None:
         """Replace the journal; ``published_as`` are the names that shards are about to get.
 
-        Raises:
-            OSError: the file system refuses; the former journal is still there.
+        Raises ``OSError``: the file system refuses; the former journal is still there.
         """
         record = {
             **self._terms,
@@ -168,10 +166,8 @@ class Publication:
         """Replace the data set in the directory at once. Collective.
 
         ``draft`` holds the finished shards of this rank, under the names of parts. Returns the
-        manifest, the same on every rank: the shards of rank 0, then of rank 1, ...
-
-        Raises:
-            DataError: no rank has samples, the disk refuses, or rank 0 does not see a shard.
+        manifest, the same on every rank: the shards of rank 0, then of rank 1, ... Raises
+        ``DataError``: no rank has samples, the disk refuses, or rank 0 does not see a shard.
         """
         sizes = self._comm.allgather_object((len(draft.shards), draft.num_samples))
         num_shards = sum(some for some, _ in sizes)
@@ -269,10 +265,8 @@ def explained(directory: Path) -> Iterator[None]:
 def manifest_in(directory: Path) -> Manifest | None:
     """Return the manifest of a directory; None without one, or with a damaged one.
 
-    What is damaged can be replaced: its error advises just that.
-
-    Raises:
-        DataError: the file system refuses.
+    What is damaged can be replaced: its error advises just that. Raises ``DataError``: the file
+    system refuses.
     """
     try:
         return Manifest.read(directory)

@@ -33,10 +33,8 @@ class Space:
     def __init__(self, shape: tuple[int, ...], dtype: str, offset: int = 0) -> None:
         """Reserve addresses for such an array, not of 0 bytes; no memory.
 
-        ``offset`` is the byte of a file that will be at its start, for large pages.
-
-        Raises:
-            OSError: there are not so many, for instance by ``ulimit -v``.
+        ``offset`` is the byte of a file that will be at its start, for large pages. Raises
+        ``OSError``: there are not so many, for instance by ``ulimit -v``.
         """
         self._num_bytes = prod(shape) * np.dtype(dtype).itemsize
         self._num_reserved = self._num_bytes + HUGE_BYTES
@@ -54,8 +52,7 @@ class Space:
     def map_file(self, place: int, descriptor: int, offset: int, num_bytes: int) -> None:
         """Show bytes of a file from ``place`` on, a multiple of the page size as ``offset`` is.
 
-        Raises:
-            OSError: the file system cannot map it, or bytes begin on no page.
+        Raises ``OSError``: the file system cannot map it, or bytes begin on no page.
         """
         assert place + num_bytes <= self._num_bytes
         map_memory(

@@ -21,8 +21,7 @@ from hpctrain.data.io.values import Array, ChunkCache
 def check_file(directory: Path, manifest: Manifest, index: int) -> None:
     """Check that the file of a shard is there and has the size it was written with.
 
-    Raises:
-        CorruptError: it is missing, cannot be seen, or is longer or shorter.
+    Raises ``CorruptError``: it is missing, cannot be seen, or is longer or shorter.
     """
     shard = manifest.shards[index]
     path = directory / shard.file
@@ -53,10 +52,8 @@ class OpenShard:
         """Open the file of shard ``index``, which lies in ``directory``.
 
         ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that lies in memory. ``chunks``
-        keeps decoded chunks of several shards.
-
-        Raises:
-            CorruptError: the file is missing, or not the one that the manifest describes.
+        keeps decoded chunks of several shards. Raises ``CorruptError``: the file is missing, or
+        not the one that the manifest describes.
         """
         self._directory, self._manifest, self._index = directory, manifest, index
         self._path = directory / manifest.shards[index].file
@@ -68,10 +65,7 @@ class OpenShard:
         """Check the crc32 of the blocks of some samples; unless ``again``, of new ones only.
 
         A file that was changed since it was opened is opened anew, and nothing of it counts as
-        checked.
-
-        Raises:
-            CorruptError: bytes have changed, or the file has.
+        checked. Raises ``CorruptError``: bytes have changed, or the file has.
         """
         file = self.file
         if file.is_changed():
@@ -92,10 +86,8 @@ class OpenShard:
     def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
         """Copy samples of a field that is not ragged, numbered from the start of this shard.
 
-        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``.
-
-        Raises:
-            CorruptError: the file cannot be read.
+        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``. Raises
+        ``CorruptError``: the file cannot be read.
         """
         self._read(rows, lambda file: file.values[name].take(rows, out, places))
 
@@ -107,10 +99,8 @@ class OpenShard:
     def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
         """Copy samples of a ragged field, numbered from the start of this shard.
 
-        Sample ``rows[i]`` begins at ``out[starts[i]]``.
-
-        Raises:
-            CorruptError: the file cannot be read.
+        Sample ``rows[i]`` begins at ``out[starts[i]]``. Raises ``CorruptError``: the file cannot
+        be read.
         """
         lengths = self.lengths(name, rows)
 

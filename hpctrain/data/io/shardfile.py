@@ -42,8 +42,7 @@ class ShardFile:
     ) -> None:
         """Open the file and check that it is the one that the manifest describes.
 
-        Raises:
-            UNREADABLE: it is not, or it is missing or damaged.
+        Raises ``UNREADABLE``: it is not, or it is missing or damaged.
         """
         self._path, self._manifest = path, manifest
         self.shard = manifest.shards[index]
@@ -270,8 +269,7 @@ def size_problem(shard: ShardEntry, num_bytes: int) -> str:
 def open_hdf5(path: Path) -> h5py.File:
     """Open a file for reading whatever locks it has; HDF5 keeps no values of it in memory.
 
-    Raises:
-        OSError: it is missing, or not HDF5.
+    Raises ``OSError``: it is missing, or not HDF5.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)

@@ -130,10 +130,8 @@ def row_bytes(array: NDArray[Any]) -> int:
 def read_pieces(descriptor: int, pieces: Iterable[tuple[int, int, int]], out: memoryview) -> None:
     """Copy pieces of a file: of each ``(offset, size, place)``, to ``out[place:place + size]``.
 
-    Pieces that touch in the file are read by one call, whatever their places.
-
-    Raises:
-        OSError: the file cannot be read, or ends before (EIO).
+    Pieces that touch in the file are read by one call, whatever their places. Raises ``OSError``:
+    the file cannot be read, or ends before (EIO).
     """
     run: list[memoryview] = []
     start = stop = 0
@@ -151,8 +149,7 @@ def read_pieces(descriptor: int, pieces: Iterable[tuple[int, int, int]], out: me
 def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """Return bytes of a file.
 
-    Raises:
-        OSError: the file cannot be read, or ends before (EIO).
+    Raises ``OSError``: the file cannot be read, or ends before (EIO).
     """
     out = np.empty(num_bytes, np.uint8)
     if num_bytes:
@@ -163,8 +160,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
 def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
     """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file.
 
-    Raises:
-        OSError: the file cannot be read, or ends before (EIO).
+    Raises ``OSError``: the file cannot be read, or ends before (EIO).
     """
     done = os.preadv(descriptor, buffers, offset)
     while done < num_bytes:

@@ -29,8 +29,7 @@ class Order(Protocol):
 def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
     """Shuffle ``n`` samples: any of them can come at any position.
 
-    Raises:
-        DataError: an argument is out of range.
+    Raises ``DataError``: an argument is out of range.
     """
     check_order(n, seed, epoch)
     return FisherYates(n, seed, epoch) if n <= SMALL else Shuffled(n, seed, epoch)
@@ -39,8 +38,7 @@ def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
 def check_order(n: int, seed: int, epoch: int) -> None:
     """Check what every order is made of.
 
-    Raises:
-        DataError: an argument is out of range.
+    Raises ``DataError``: an argument is out of range.
     """
     if not 1 <= n < 2**62 or not 0 <= seed < 2**64 or not 0 <= epoch < 2**64:
         raise DataError(

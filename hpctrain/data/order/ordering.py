@@ -50,8 +50,7 @@ class Ordering:
     ) -> Self:
         """Choose what is left open: by the size of samples and data set, never by the machine.
 
-        Raises:
-            DataError: there is no such order, or not of this data set.
+        Raises ``DataError``: there is no such order, or not of this data set.
         """
         if name not in ("auto", "global", "window", "sequential"):
             raise DataError(f"order is auto, global, window or sequential, got {name!r}")

@@ -83,8 +83,7 @@ class WindowOrder:
     def __init__(self, n: int, seed: int, epoch: int, shape: WindowShape) -> None:
         """Derive the keys; ``n``, ``seed`` and ``epoch`` as in ``global_order``.
 
-        Raises:
-            DataError: an argument is out of range.
+        Raises ``DataError``: an argument is out of range.
         """
         check_order(n, seed, epoch)
         self._n = n

@@ -50,10 +50,8 @@ def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine arrays.
 
     Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
-    it the field is ``x``.
-
-    Raises:
-        DataError: no arrays, of different lengths, or of types that a data set cannot hold.
+    it the field is ``x``. Raises ``DataError``: no arrays, of different lengths, or of types that
+    a data set cannot hold.
     """
     return joined([_examined(Path(file), wanted) for file in files])
 
@@ -91,8 +89,7 @@ def _examined(path: Path, wanted: WantedFields) -> Source:
 def length_of(columns: Columns, where: str, what: str) -> int:
     """Return the number of samples of columns.
 
-    Raises:
-        DataError: there are none, or they have different lengths, or none.
+    Raises ``DataError``: there are none, or they have different lengths, or none.
     """
     for name, column in columns.items():
         if not column.shape:

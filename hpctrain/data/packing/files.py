@@ -24,12 +24,9 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
     """Find all files below a folder, in the order of their names, a folder's own files first.
 
     Links are followed, but for those to a folder above, which lead round in circles: they go to
-    ``left_out``. What begins with a dot is left out.
-
-    Raises:
-        DataError: a link leads to a folder that is below already, or nowhere, or something is
-            neither a file nor a folder.
-        OSError: a folder cannot be read.
+    ``left_out``. What begins with a dot is left out. Raises ``DataError``: a link leads to a
+    folder that is below already, or nowhere, or something is neither a file nor a folder.
+    ``OSError``: a folder cannot be read.
     """
     root = str(folder)
     seen = {_identity(str(above)): root for above in folder.resolve().parents}
@@ -77,8 +74,7 @@ def _identity(path: str) -> tuple[int, int]:
 def check_file(name: str) -> None:
     """Check that what is to be read is a file: it alone can be read more than once.
 
-    Raises:
-        DataError: it is a pipe, a socket or a device, or a link that leads nowhere.
+    Raises ``DataError``: it is a pipe, a socket or a device, or a link that leads nowhere.
     """
     path = Path(name)
     if path.is_file():
@@ -102,8 +98,7 @@ def ending_of(text: str) -> str:
 def fingerprint(files: Iterable[str]) -> str:
     """Return a text that changes with the name, size or time of any of the files.
 
-    Raises:
-        OSError: a file is not there.
+    Raises ``OSError``: a file is not there.
     """
     names = list(files)
     pieces = [names[at : at + _FILES_PER_TASK] for at in range(0, len(names), _FILES_PER_TASK)]
@@ -151,10 +146,7 @@ def form_of_images(
     """Decide what images become: pixels where all have, or get, one size, else bytes.
 
     Of ``contents``, some files by name, only the heads are read. Returns the form, and notes why
-    it is not the usual one.
-
-    Raises:
-        DataError: one cannot be read.
+    it is not the usual one. Raises ``DataError``: one cannot be read.
     """
     if wanted.encoded or wanted.resize:
         return "bytes" if wanted.encoded else "image", ()
@@ -177,10 +169,8 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
     """Decode the content of a file; a number may be any array in JSON.
 
     An image becomes ``(height, width, 3)`` uint8, RGB, resized by bilinear interpolation over all
-    pixels; bytes become ``(num_bytes,)`` uint8.
-
-    Raises:
-        DataError: it is not of this form, or has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
+    pixels; bytes become ``(num_bytes,)`` uint8. Raises ``DataError``: it is not of this form, or
+    has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     if form == "bytes":
         return raw(content)

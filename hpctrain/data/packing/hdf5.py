@@ -83,11 +83,9 @@ class Dataset:
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
-    Without ``wanted.fields`` all datasets are packed, by the last part of their path.
-
-    Raises:
-        DataError: a file cannot be read, the datasets have different lengths, or one of them
-            is of a type that a data set cannot hold.
+    Without ``wanted.fields`` all datasets are packed, by the last part of their path. Raises
+    ``DataError``: a file cannot be read, the datasets have different lengths, or one of them is of
+    a type that a data set cannot hold.
     """
     return joined([_examined(file, wanted) for file in files])
 

@@ -57,8 +57,7 @@ _NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
 def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
     """Examine what is to be packed, of a kind that ``kind_of`` finds.
 
-    Raises:
-        DataError: there is no such source, or it cannot be read.
+    Raises ``DataError``: there is no such source, or it cannot be read.
     """
     _check_options(kind, wanted)
     if kind == PYTHON:

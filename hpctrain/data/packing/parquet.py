@@ -19,8 +19,7 @@ _ROWS_PER_BATCH = 4096
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
-    Raises:
-        DataError: a file cannot be read, or a column is not there.
+    Raises ``DataError``: a file cannot be read, or a column is not there.
     """
     groups: list[tuple[str, int, int]] = []
     names: dict[str, list[str]] = {}

@@ -27,10 +27,8 @@ from hpctrain.data.packing.source import (
 def open_python(source: Any, wanted: WantedFields) -> Source:
     """Examine an object, a function that makes it, or its name ``module:function``.
 
-    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
-
-    Raises:
-        DataError: there are no items, or they are not alike.
+    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ... Raises ``DataError``:
+    there are no items, or they are not alike.
     """
     is_named = isinstance(source, str)
     name = source if is_named else type(source).__name__
@@ -72,8 +70,7 @@ def open_python(source: Any, wanted: WantedFields) -> Source:
 def resolve(name: str, where: str) -> Any:
     """Return what ``module:function`` names; the current folder is searched first.
 
-    Raises:
-        DataError: there is no such module, or no such name in it.
+    Raises ``DataError``: there is no such module, or no such name in it.
     """
     make_importable(Path.cwd())
     way_out = "go to its folder, or install it"

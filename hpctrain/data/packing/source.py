@@ -190,8 +190,7 @@ class Source:
 def joined(sources: Sequence[Source]) -> Source:
     """Make one source of several with the same fields, one for each file.
 
-    Raises:
-        DataError: their fields differ.
+    Raises ``DataError``: their fields differ.
     """
     first = sources[0]
     for one in sources:
@@ -224,8 +223,7 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
 def needed(module: str, what: str) -> ModuleType:
     """Import a module that packing alone needs, or that imports such a one.
 
-    Raises:
-        DataError: it is not installed.
+    Raises ``DataError``: it is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -240,8 +238,7 @@ def needed(module: str, what: str) -> ModuleType:
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
     """Return what each field holds: what is wanted, or all there is, by its own name.
 
-    Raises:
-        DataError: a name does not exist, or two of them would become the same field.
+    Raises ``DataError``: a name does not exist, or two of them would become the same field.
     """
     for name in wanted.values():
         if name not in available:
@@ -264,8 +261,7 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
 def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = False) -> Field:
     """Make the field of an array of the source.
 
-    Raises:
-        DataError: a data set cannot hold this dtype.
+    Raises ``DataError``: a data set cannot hold this dtype.
     """
     try:
         return Field.of(tuple(shape), dtype, ragged=ragged)
@@ -297,8 +293,7 @@ def picked(
 ) -> dict[str, T]:
     """Return what each field gets of the parts of a sample; ``names`` are by field.
 
-    Raises:
-        DataError: it lacks one, or has others where ``takes_all``.
+    Raises ``DataError``: it lacks one, or has others where ``takes_all``.
     """
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
@@ -314,8 +309,7 @@ def picked(
 def batched(samples: Iterable[Batch | Sample], fields: Mapping[str, Field]) -> Iterator[Batch]:
     """Gather samples into batches of a few MiB; what comes in batches stays so.
 
-    Raises:
-        DataError: a sample has not the shapes of the fields; names the sample.
+    Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
     """
     waiting: list[Sample] = []
     num_bytes = 0
@@ -335,8 +329,7 @@ def batched(samples: Iterable[Batch | Sample], fields: Mapping[str, Field]) -> I
 def stacked(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
     """Make one batch of samples.
 
-    Raises:
-        DataError: a sample has not the shapes of the fields; names the sample.
+    Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
     """
     for sample in samples:
         _check_sample(sample, fields)

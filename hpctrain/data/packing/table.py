@@ -65,8 +65,7 @@ def _read(columns: Columns, path: str, read: Callable[[], Iterator[Rows]]) -> It
 def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns:
     """Return the columns of each field; ``a,b:f4`` puts two side by side.
 
-    Raises:
-        DataError: a column does not exist, or there are several of its name.
+    Raises ``DataError``: a column does not exist, or there are several of its name.
     """
     if not wanted.fields:
         return {name: ([at], None) for name, at in chosen(names, {}, path).items()}
@@ -150,8 +149,7 @@ class Block(NamedTuple):
 def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
 
-    Raises:
-        DataError: a file cannot be read, or a column is not there.
+    Raises ``DataError``: a file cannot be read, or a column is not there.
     """
     first = next(_blocks(files[0]), None)
     if first is None:

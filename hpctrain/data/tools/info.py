@@ -17,10 +17,8 @@ def info(directory: Path | str) -> dict[str, Any]:
 
     ``created_by`` are the versions that wrote the first shard, empty where it cannot be read;
     ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field are
-    those of its values, decoded; ``mean_length`` is None but for a ragged field.
-
-    Raises:
-        DataError: there is no data set.
+    those of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
+    ``DataError``: there is no data set.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
@@ -49,8 +47,7 @@ def info(directory: Path | str) -> dict[str, Any]:
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and tell of each field its name, shape, dtype and first values.
 
-    Raises:
-        DataError: there is no such sample, or it cannot be read.
+    Raises ``DataError``: there is no such sample, or it cannot be read.
     """
     from hpctrain.data.reader import ShardedDataset  # noqa: PLC0415 - loads torch
 

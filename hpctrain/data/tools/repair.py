@@ -47,11 +47,9 @@ def repair(
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
     data set is as before or as after it, and the next repair goes on. Without a ``source``,
-    another copy of the same data set, leftovers alone are removed.
-
-    Raises:
-        DataError: there is no manifest here or in the copy, the copy is of another data set, or
-            the directory cannot be written; on every rank.
+    another copy of the same data set, leftovers alone are removed. Raises ``DataError``: there is
+    no manifest here or in the copy, the copy is of another data set, or the directory cannot be
+    written; on every rank.
     """
     directory, comm = Path(directory), or_alone(comm)
     source = None if source is None else Path(source)

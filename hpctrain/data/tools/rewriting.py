@@ -63,10 +63,8 @@ def reshard(
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
     is checked as it is read. After a kill, the same call goes on with the shards that are done.
 
-    ``start`` makes what follows the progress of this rank, in samples.
-
-    Raises:
-        DataError: the data set is damaged, or the new one cannot be written; on every rank.
+    ``start`` makes what follows the progress of this rank, in samples. Raises ``DataError``: the
+    data set is damaged, or the new one cannot be written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -103,12 +101,10 @@ def split(
     """Write each part of a data set to a directory of its own, ``out/<part>``.
 
     Every sample is in just one part, where all keep their order. Which one is a function of
-    ``seed`` in [0, 2^64), number and shares, which sum to 1. Collective with ``comm``, whose
-    ranks share the work; ``start`` makes what follows the progress of this rank, in samples.
-
-    Raises:
-        DataError: a part would get no sample, the data set is damaged, or a part cannot be
-            written; on every rank.
+    ``seed`` in [0, 2^64), number and shares, which sum to 1. Collective with ``comm``, whose ranks
+    share the work; ``start`` makes what follows the progress of this rank, in samples. Raises
+    ``DataError``: a part would get no sample, the data set is damaged, or a part cannot be
+    written; on every rank.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
     dataset = ShardedDataset.open(directory, comm, io="read")
@@ -152,8 +148,7 @@ def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
 def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
     """Read shares such as ``train=0.9`` or ``test=1/10``.
 
-    Raises:
-        DataError: one cannot be read, a name comes twice, or they do not sum to 1.
+    Raises ``DataError``: one cannot be read, a name comes twice, or they do not sum to 1.
     """
     shares: dict[str, Fraction] = {}
     for text in texts:
@@ -178,8 +173,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
 def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     """Return the samples of each part: its share, rounded so that they sum to ``num_samples``.
 
-    Raises:
-        DataError: a part would get no sample.
+    Raises ``DataError``: a part would get no sample.
     """
     exact = [num_samples * share for share in shares.values()]
     sizes = [int(share) for share in exact]

@@ -69,8 +69,7 @@ class ShardBlocks:
     def table(self, name: str) -> NDArray[Any]:
         """Return the crc32 of each block of a field as the file has it, damaged or not.
 
-        Raises:
-            UNREADABLE: it cannot be had.
+        Raises ``UNREADABLE``: it cannot be had.
         """
         offset = self.shard.places[name].crc_offset
         return self._array(f"crc/{name}", offset, (self.num_blocks,), "<u4")

@@ -45,10 +45,8 @@ def followed(start: Start | None, total: int) -> Advance:
 def in_turns(comm: "Communicator", work: Iterator[None]) -> None:
     """Do the work of this rank step by step, until all ranks are done or one fails.
 
-    Collective. Ranks hear of each other often: no one waits longer than a message may take.
-
-    Raises:
-        DataError: the work of a rank raised one; on every rank.
+    Collective. Ranks hear of each other often: no one waits longer than a message may take. Raises
+    ``DataError``: the work of a rank raised one; on every rank.
     """
     is_done = False
     while True:

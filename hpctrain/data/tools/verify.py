@@ -39,10 +39,8 @@ def verify(
     larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
     A rank reads as many at once as it has cores, at most 4. What is wrong is the same on every
-    rank; a missing or unreadable file is a fault too.
-
-    Raises:
-        DataError: there is no such directory, or zstd is needed and not installed; on every rank.
+    rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no such
+    directory, or zstd is needed and not installed; on every rank.
     """
     directory, comm = Path(directory), or_alone(comm)
     manifest, stray = on_root(comm, partial(_manifest, directory), DataError)

@@ -61,10 +61,8 @@ class DecodePool:
 
         A worker may take ``timeout_s`` for a batch, or to load; ``inf`` for ever. ``any_ranks``
         refuses a transform whose random numbers depend on the number of ranks: one of whole
-        batches that draws from a global generator.
-
-        Raises:
-            DataError: data set or transform cannot be pickled, or no process can be started.
+        batches that draws from a global generator. Raises ``DataError``: data set or transform
+        cannot be pickled, or no process can be started.
         """
         task = _pickled(_Task(dataset, transform, any_ranks))
         self._processes = Processes(num_workers)
@@ -76,11 +74,9 @@ class DecodePool:
     def take(self, indices: ArrayLike, epoch: int, seed: int) -> "Columns":
         """Let the next free worker take and transform samples, and wait for the batch.
 
-        Random numbers of the transform begin with seed, epoch and samples.
-
-        Raises:
-            DataError: the pool was closed, or a worker died or was ended; then it says where.
-            Exception: what ``take`` or the transform raised, with its traceback in a note.
+        Random numbers of the transform begin with seed, epoch and samples. Raises ``DataError``:
+        the pool was closed, or a worker died or was ended; then it says where. ``Exception``: what
+        ``take`` or the transform raised, with its traceback in a note.
         """
         worker = self._free.get()
         try:

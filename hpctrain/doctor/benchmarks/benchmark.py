@@ -39,8 +39,7 @@ class BenchmarkRequest:
     def __post_init__(self) -> None:
         """Check everything.
 
-        Raises:
-            ConfigError: an option is not valid, or has no meaning for this operation.
+        Raises ``ConfigError``: an option is not valid, or has no meaning for this operation.
         """
         if self.operation not in OPERATIONS:
             raise ConfigError(
@@ -69,8 +68,7 @@ class BenchmarkRequest:
     def torch_dtype(self) -> torch.dtype:
         """The dtype.
 
-        Raises:
-            ConfigError: torch has none of this name, or its values cannot be checked.
+        Raises ``ConfigError``: torch has none of this name, or its values cannot be checked.
         """
         found = getattr(torch, self.dtype, None)
         with suppress(CommError):

@@ -24,10 +24,8 @@ from hpctrain.runtime.abort import FailureHooks, leave
 def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]:
     """Connect all ranks, gather their facts and judge them. Collective.
 
-    Measurements between many nodes take ``seconds``, about. The same on every rank.
-
-    Raises:
-        LaunchError: the launcher, the MPI library and the world do not fit together.
+    Measurements between many nodes take ``seconds``, about. The same on every rank. Raises
+    ``LaunchError``: the launcher, the MPI library and the world do not fit together.
     """
     try:
         settings = Settings.from_env()
@@ -90,10 +88,8 @@ def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]
     What the settings force and cannot be had becomes a finding, and the ranks go on without. No
     word of it reaches the global world.
 
-    The settings of rank 0 decide.
-
-    Raises:
-        LaunchError: the launcher, the MPI library and the world do not fit together.
+    The settings of rank 0 decide. Raises ``LaunchError``: the launcher, the MPI library and the
+    world do not fit together.
     """
     ranks = find_world()
     # An error on its way out finds the hooks still there, and ends all ranks.

@@ -174,10 +174,8 @@ def is_installed() -> bool:
 def install() -> None:
     """Let ``import horovod`` find ours from now on, in this process.
 
-    Not collective. Harmless when called again.
-
-    Raises:
-        ConfigError: Horovod itself was imported before.
+    Not collective. Harmless when called again. Raises ``ConfigError``: Horovod itself was imported
+    before.
     """
     if is_installed():
         return

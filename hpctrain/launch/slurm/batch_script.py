@@ -53,8 +53,7 @@ class BatchSettings:
     def options(self) -> dict[str, str]:
         """Return the line of each option that is set, by the option's name.
 
-        Raises:
-            ConfigError: an entry of ``extra`` is no long option.
+        Raises ``ConfigError``: an entry of ``extra`` is no long option.
         """
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _PLAIN}
         values["--ntasks-per-node"] = values.pop("--tasks-per-node")
@@ -83,8 +82,7 @@ def names() -> list[str]:
 def text(name: str) -> str:
     """Return a template, byte for byte as the package has it.
 
-    Raises:
-        ConfigError: there is no template of this name.
+    Raises ``ConfigError``: there is no template of this name.
     """
     if name not in names():
         raise ConfigError(f'there is no template "{name}"; there are {", ".join(names())}')
@@ -94,10 +92,8 @@ def text(name: str) -> str:
 def script(name: str, settings: BatchSettings) -> str:
     """Return a template in which the lines of sbatch say what ``settings`` say.
 
-    An option that the template has is replaced in its place; others follow the last one.
-
-    Raises:
-        ConfigError: there is no template of this name, or a setting cannot stand in a script.
+    An option that the template has is replaced in its place; others follow the last one. Raises
+    ``ConfigError``: there is no template of this name, or a setting cannot stand in a script.
     """
     options = settings.options()
     lines = text(name).splitlines()

@@ -28,10 +28,8 @@ def job_end(environ: Mapping[str, str] | None = None) -> float | None:
     """Return when Slurm ends this job, in seconds since 1970; None outside of one, or without.
 
     Newer versions say it in ``SLURM_JOB_END_TIME``; others are asked, by one call of ``squeue``.
-    Not collective: let one rank ask, a controller does not like thousands.
-
-    Raises:
-        LaunchError: this is a job, and Slurm does not answer.
+    Not collective: let one rank ask, a controller does not like thousands. Raises ``LaunchError``:
+    this is a job, and Slurm does not answer.
     """
     environ = os.environ if environ is None else environ
     end = environ.get("SLURM_JOB_END_TIME", "")
@@ -74,8 +72,7 @@ def time_limit_s(text: str) -> float | None:
 def sbatch_time(text: str) -> str:
     """Return a time limit as sbatch takes it; ``90min`` and ``1h30min`` are read as well.
 
-    Raises:
-        ConfigError: it is neither of Slurm's forms nor a duration.
+    Raises ``ConfigError``: it is neither of Slurm's forms nor a duration.
     """
     if time_limit_s(text) is not None or text.lower() in UNLIMITED:
         return text
@@ -125,8 +122,7 @@ def run(
 def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
     """Return the path of sbatch.
 
-    Raises:
-        LaunchError: there is none; says what works under the scheduler that is there.
+    Raises ``LaunchError``: there is none; says what works under the scheduler that is there.
     """
     environ = os.environ if environ is None else environ
     path = environ.get("PATH")
@@ -149,8 +145,7 @@ def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
 def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
     """Ask Slurm whether it would take a script, and queue nothing; return when it would start.
 
-    Raises:
-        LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
+    Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
     """
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
@@ -163,9 +158,7 @@ def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
     """Hand a script over to Slurm; return the number of its job.
 
     The job finds the ``hpctrain`` of this environment first, also where nobody has activated it.
-
-    Raises:
-        LaunchError: there is no sbatch, or Slurm refuses; holds Slurm's own words.
+    Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
     """
     environ = os.environ if environ is None else environ
     done = run(
@@ -181,8 +174,7 @@ def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
 def still_there(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> list[int]:
     """Return those of the jobs that wait or run.
 
-    Raises:
-        LaunchError: Slurm does not answer.
+    Raises ``LaunchError``: Slurm does not answer.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
     # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
@@ -198,8 +190,7 @@ def still_there(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -
 def dependency(text: str) -> str:
     """Return what ``--dependency`` takes for a job number, several, or Slurm's own form.
 
-    Raises:
-        LaunchError: the text is none of them.
+    Raises ``LaunchError``: the text is none of them.
     """
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
