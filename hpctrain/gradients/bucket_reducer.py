@@ -366,7 +366,7 @@ class Reducer:
 
     def _learn(self) -> None:
         slots = self.reduction.slot_of.values()
-        if self.reduction.count.weight:  # else this rank has no samples, and says so
+        if self.reduction.count.weight and not self._is_reduced:  # else it says: no samples
             self.steps.count_reached(slots)
         if not self._num_fires:
             return

@@ -24,7 +24,7 @@ from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import GradientState, SparseSlot, as_sparse
 from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
-from hpctrain.gradients.weight_sample import checksum_of
+from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 
 
 class Slot(GradientState):
@@ -34,26 +34,13 @@ class Slot(GradientState):
     of that tensor leaves the place as it is.
     """
 
-    __slots__ = (
-        "_address",
-        "_shown",
-        "_sparse_grad",
-        "bucket",
-        "is_filled",
-        "layout",
-        "mark",
-        "view",
-    )
-
     def __init__(
         self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
     ) -> None:
         super().__init__(name, parameter, None)
-        self.bucket = bucket
-        self.layout = parameter.stride()
-        self.view = view
-        self.mark = mark
-        self.is_filled = False
+        self.bucket, self.view, self.mark = bucket, view, mark
+        self.layout, self.is_filled = parameter.stride(), False
+        self.version = 0  # of ``.grad`` when it came out of a reduction
         self._address = view.data_ptr()
         self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
@@ -101,6 +88,13 @@ class Slot(GradientState):
         if self.sparse_dim is not None and self.parameter.grad is not None:
             self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
         self.is_result = self.parameter.grad is not None
+        self.version = self._shown._version  # noqa: SLF001
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a program has written to the result where it lies, as clipping does."""
+        changed = self.version != self._shown._version  # noqa: SLF001
+        return changed and self.holds_result and self.view.is_cpu and self.view.numel() > 0
 
     def adopt(self) -> None:
         """Take over what is the same on all ranks already, from another place."""
@@ -284,7 +278,8 @@ class Reduction:
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
         """Return a checksum of what was done to reduced gradients; None for nothing.
 
-        What was put in their place becomes a copy: it may lie in the place of another.
+        What was put in their place becomes a copy: it may lie in the place of another. Of what
+        was written in place a sample counts, since clipping does that in every step.
         """
         touched = [(s.name, s.parameter) for s in self.slot_of.values() if s.is_touched]
         touched += [named for named in today or () if named[1] not in self.slot_of]
@@ -294,7 +289,9 @@ class Reduction:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().clone()
                 total = checksum_of(parameter.grad, total)
-        return total if touched else None
+        written, step = [s.view for s in self._dense if s.is_written], self.steps.number or 0
+        total ^= sample_of(due(written, step), step)
+        return total if touched or written else None
 
     def complete(
         self,

@@ -252,10 +252,10 @@ class CheckedSteps:
         """Return what is told, the facts, and what can be compared, such as first gradients."""
         step, is_first, self._is_first = self.number, self._is_first, False
         compares = self._check_weights != "off" and step is not None and not outdated
-        if step is not None and step % _LONG == 0:
-            if self._num_counted >= _LONG and not outdated:
-                names = tuple(slot.name for slot in slots if not slot.is_reached)
-                facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
+        is_due = step is not None and step % _LONG == 0 and self._num_counted >= _LONG
+        if is_due and not outdated:
+            names = tuple(slot.name for slot in slots if not slot.is_reached)
+            facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
             self._num_counted = 0
         return replace(
             told,
@@ -265,7 +265,7 @@ class CheckedSteps:
             step=step,
             num_skipped=self.num_skipped,
             weights=self._sample.checksum(step or 0) if compares else None,
-            first=_checksum_of_first(slots) if is_first else None,
+            first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
             is_strict=self._check_weights == "error",
             flags=self.flags,
         )

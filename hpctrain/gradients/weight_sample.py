@@ -1,13 +1,16 @@
 """Checksums of weights: of a sample in each step, cheap enough to be always compared."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.core.checksum import crc32
+
+T = TypeVar("T")
 
 _NUM_PARAMETERS = 64  # how many are looked at in a step: the cost stays below 100 microseconds
 _NUM_BYTES = 256  # how much of each, step by step the next part
@@ -26,10 +29,7 @@ class WeightSample:
 
     def checksum(self, step: int) -> int:
         """Return one number for all that is looked at in this step."""
-        total = 0
-        for _, parameter, num_bytes in self._due(step):
-            total = crc32(_bytes_of(parameter, num_bytes, step), total)
-        return total
+        return sample_of([p for _, p, _ in self._due(step)], step)
 
     def by_name(self, step: int) -> dict[str, str]:
         """Return, for people, the checksum of each parameter that is looked at in this step."""
@@ -40,11 +40,24 @@ class WeightSample:
         }
 
     def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
-        count = len(self._parameters)
-        if count <= _NUM_PARAMETERS:
-            return self._parameters
-        first = step * _NUM_PARAMETERS % count
-        return [self._parameters[(first + i) % count] for i in range(_NUM_PARAMETERS)]
+        return due(self._parameters, step)
+
+
+def due(items: Sequence[T], step: int) -> Sequence[T]:
+    """Return those that are looked at in a step: the next ones step by step."""
+    count = len(items)
+    if count <= _NUM_PARAMETERS:
+        return items
+    first = step * _NUM_PARAMETERS % count
+    return [items[(first + i) % count] for i in range(_NUM_PARAMETERS)]
+
+
+def sample_of(tensors: Iterable[Tensor], step: int) -> int:
+    """Return a checksum of some bytes of each; on the CPU, without gaps in memory, not empty."""
+    total = 0
+    for tensor in tensors:
+        total = crc32(_bytes_of(tensor, tensor.nbytes, step), total)
+    return total
 
 
 def _bytes_of(parameter: Tensor, num_bytes: int, step: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 from hpctrain import __version__
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
+from hpctrain.train.lease import Holder
 from hpctrain.train.metrics import cut
 
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
@@ -40,11 +41,19 @@ class RunDirectory:
 
     def check_unused(self) -> None:
         """Raise a ``ConfigError`` if a run was here before."""
-        if self.is_used():
+        if not self.is_used():
+            return
+        elsewhere = f"choose another folder with --set output_dir={self.path}-2"
+        holder = Holder.read(self.path)
+        if holder is not None and holder.pid != os.getpid():
             raise ConfigError(
-                f"{self.path} holds the results of a run already; go on with it by --resume, "
-                f"choose another folder with --set output_dir={self.path}-2, or remove it"
+                f"{self.path} is in use: {holder.describe()} trains there, or was killed; go on "
+                f"with its run by --resume, which waits for it first, or {elsewhere}"
             )
+        raise ConfigError(
+            f"{self.path} holds the results of a run already; go on with it by --resume, "
+            f"{elsewhere}, or remove it"
+        )
 
     def make_log_folder(self) -> None:
         """Make the folder of the logs, which every rank needs before it joins the others.

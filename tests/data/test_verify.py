@@ -107,7 +107,7 @@ def make_folder(path, _):
 @pytest.mark.parametrize(
     ("damage", "words", "lost"),
     [
-        (flip_text, "is damaged: block 3 of field text have changed", (61, 68)),
+        (flip_text, "is damaged: block 3 of field text has changed", (61, 68)),
         (
             lambda path, found: flip(path, found.places["image"].crc_offset),
             "has damaged checksums of field image; its samples are whole",

@@ -120,11 +120,58 @@ def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_tol
     optimizer = distributed(hvd, model)
     for _ in range(50):
         optimizer.zero_grad()
-        optimizer.set_num_samples(hvd.rank() != 1)
+        optimizer.set_num_samples(hvd.rank() != 1)  # not the others' first gradients either
         if hvd.rank() != 1:
             model[:3](torch.full((2, 64), 0.1).double()).square().sum().backward()
         optimizer.step()
     assert not warnings_of(caplog, "assign=True")
+
+
+@pytest.mark.ranks(2)
+def test_it_is_told_though_that_rank_has_no_samples_now_and_then(hvd, caplog):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    for number in range(70):
+        if number == 3 and hvd.rank() == 1:
+            model.load_state_dict(deepcopy(model.state_dict()), assign=True)
+        optimizer.zero_grad()
+        optimizer.set_num_samples(not (hvd.rank() and number % 2))
+        model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum().backward()
+        optimizer.step()
+    assert len(warnings_of(caplog, "assign=True")) == (hvd.rank() == 0)
+
+
+@MANY
+def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
+    model = make_model()
+    optimizer = distributed(hvd, model)
+    optimizer.set_num_samples(hvd.rank() == 0)
+    step(hvd, model, optimizer, value=0.5)
+    assert not warnings_of(caplog, "hvd.shard")
+
+
+@MANY
+@OVERLAPS
+@pytest.mark.parametrize("passes", [1, 2])
+def test_results_that_ranks_write_to_in_place_are_averaged_once_more(hvd, passes):
+    """Also in the last step; where all write the same, as in clipping, that stays."""
+    model = make_model()
+    optimizer = distributed(hvd, model, backward_passes_per_step=passes)
+    for factor, wanted in [(2.0, 2.0), (1.0 + hvd.rank(), (1 + hvd.size()) / 2)]:
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum().backward()
+        average = [p.grad.clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)
+        optimizer.step()
+        for old, parameter, grad in zip(before, model.parameters(), average, strict=True):
+            found = parameter.grad / torch.where(grad == 0, 1, grad)
+            assert ((found - wanted).abs() < 1e-12)[grad != 0].all()
+            assert not torch.equal(old, parameter)
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
 
 
 @MANY

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.train.lease import Holder
 from hpctrain.train.load import load
 from hpctrain.train.metrics import read
 from hpctrain.train.run import How, run
@@ -82,6 +84,10 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
             run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
         RunDirectory(Path("used")).create("", {}, {})
         with pytest.raises(MismatchError, match="used holds the results of a run already"):
+            run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
+        other = asdict(replace(Holder.here(), pid=1))
+        Path("used", "lease.json").write_text(json.dumps(other))
+        with pytest.raises(MismatchError, match=r"used is in use: process 1 on .* by --resume"):
             run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
     finally:
         hpctrain.shutdown()

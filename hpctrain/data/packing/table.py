@@ -180,7 +180,7 @@ def _values_of(
         odd = next(text for text in texts if _numbers([text], kind) is None)
         raise DataError(
             f"a column of CSV holds values of the type of its first rows, or that was asked for, "
-            f"and lacks none: {what} has {odd!r}, which {kind} cannot hold; repair "
+            f"and lacks none: {what} has {odd!r}, which {dtype or kind} cannot hold; repair "
             f"it, leave the column out, or keep it as it is written: --field NAME={at}:{TEXT}"
         )
     return values if dtype is None else cast(values, dtype, what)

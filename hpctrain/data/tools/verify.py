@@ -181,7 +181,8 @@ class _ShardCheck:
         if not bad.any():
             bad = np.ones_like(bad)  # a shard in itself, but of another data set
         numbers = tuple(np.flatnonzero(bad).tolist())
-        why = "have changed" if is_read[bad].any() else "cannot be read"
+        has = "has" if len(numbers) == 1 else "have"
+        why = f"{has} changed" if is_read[bad].any() else "cannot be read"
         return [
             fault(
                 what=f"is damaged: {name_blocks(numbers)} of field {name} {why}",
