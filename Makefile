@@ -126,6 +126,7 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 # What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
 # it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it.
 .PHONY: conformance
+unexport HOROVOD_SRC  # hpctrain tells of variables of Horovod that it does not know
 conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's own as well
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
 	@$(MAKE) --no-print-directory .venv-horovod || true

@@ -126,6 +126,7 @@ def test_without_a_checkout_it_says_how_to_get_one(capsys, tmp_path):
 
 
 @pytest.mark.conformance
+@pytest.mark.limit(300)
 @pytest.mark.launches
 def test_every_test_gets_its_verdict_whatever_the_ranks_do(tmp_path):
     file, log = tmp_path / "test_fake.py", tmp_path / "logs/log"

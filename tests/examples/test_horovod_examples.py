@@ -67,7 +67,9 @@ class Runs:
         """Different ways end with the same loss."""
         losses = {way: self.loss(example, way, *more) for way in ways}
         first, *others = losses.values()
-        assert others == pytest.approx([first] * len(others), abs=1e-5, rel=0), losses
+        # Of 16 bits: Horovod rounds in the sum, hpctrain on the slow link alone.
+        allowed = 1e-2 if "--fp16-allreduce" in more else 1e-5
+        assert others == pytest.approx([first] * len(others), abs=allowed, rel=0), losses
 
 
 def final_loss(text: str) -> float:
