@@ -60,7 +60,7 @@ def test_verify_ends_with_0_1_or_2(original, damaged, tmp_path):
     assert run("verify", original).exit_code == 0
     result = run("verify", damaged)
     assert result.exit_code == 1
-    assert "block 0 of field number have changed (samples 40-46)" in result.output
+    assert "block 0 of field number has changed (samples 40-46)" in result.output
     assert "not whole: 7 of 100 samples cannot be had" in result.output
     assert f"hpctrain data repair {damaged} --from COPY" in result.output
     (fault,) = json.loads(run("verify", damaged, "--json").output)["faults"]
