@@ -98,17 +98,24 @@ def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
     assert hvd.allgather_object(sums) == [sums] * hvd.size()
 
 
-@pytest.mark.ranks(2, 3)
-@OVERLAPS
-def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog):
+def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None):
+    """Step a model that gets other parameters on one rank at the start of the fourth step."""
     model = make_model()
     optimizer = distributed(hvd, model)
-    for number in range(50):
+    for number in range(num_steps):
         if number == 3 and hvd.rank() == 1:
             model.load_state_dict(deepcopy(model.state_dict()), assign=True)
         optimizer.zero_grad(set_to_none=number > 20)
+        if has_samples:
+            optimizer.set_num_samples(has_samples(number))
         model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum().backward()
         optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+@OVERLAPS
+def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog):
+    step_with_other_parameters_on_rank_1(hvd, 50)
     told = warnings_of(caplog, "assign=True")
     assert len(told) == (hvd.rank() == 0)
     assert not told or "rank 1: 4.bias (6 in all)" in told[0].getMessage()
@@ -129,15 +136,7 @@ def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_tol
 
 @pytest.mark.ranks(2)
 def test_it_is_told_though_that_rank_has_no_samples_now_and_then(hvd, caplog):
-    model = make_model()
-    optimizer = distributed(hvd, model)
-    for number in range(70):
-        if number == 3 and hvd.rank() == 1:
-            model.load_state_dict(deepcopy(model.state_dict()), assign=True)
-        optimizer.zero_grad()
-        optimizer.set_num_samples(not (hvd.rank() and number % 2))
-        model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum().backward()
-        optimizer.step()
+    step_with_other_parameters_on_rank_1(hvd, 70, lambda number: not (hvd.rank() and number % 2))
     assert len(warnings_of(caplog, "assign=True")) == (hvd.rank() == 0)
 
 
