@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from hpctrain.core.libc import exchange_names
 from hpctrain.train.loop import Outcome
 from tests.train.job import Job, assert_same_run
 
@@ -71,15 +72,14 @@ def test_a_directory_that_is_gone_for_a_while_is_no_end(here, configure, shared,
             while place.exists():  # while a checkpoint is being written there
                 shutil.rmtree(place, ignore_errors=True)
         elif here.comm.rank == 0:
-            place.rename(away)
-            place.touch()
+            away.touch()
+            assert exchange_names(away, place)  # at once: a checkpoint may be being written
         here.comm.barrier()
 
     def come_back():
         here.comm.barrier()
         if here.comm.rank == 0 and way == "is taken":
-            place.unlink()
-            away.rename(place)
+            assert exchange_names(away, place)
         here.comm.barrier()
 
     assert isinstance(job.part(at={5: leave, 11: come_back}), Outcome)
