@@ -1,7 +1,6 @@
 """The ranks meet before they do something, and see that all are about to do the same."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +13,8 @@ from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import MismatchError
+
+_TEXT = "S400"  # what ranks tell each other of their calls
 
 
 class Call(NamedTuple):
@@ -52,14 +53,21 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     Comparing what they are about to do costs no more messages than a barrier. ``MismatchError``,
     on every rank, if another is about to do something else.
     """
+    watch.require_in_step()
     extremes = np.array([call.number, -call.number], np.int64)
     wait_request(comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MAX), watch)
     if extremes[0] != -extremes[1]:
-        raise disagreement(comm.allgather(call.text))
+        raise disagreement(comm, call, watch)
 
 
-def disagreement(calls: Sequence[str]) -> MismatchError:
-    """Return the error for ranks that are about to make different ``calls``, given by rank."""
+def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
+    """Return the error for ranks that are about to make different calls. Collective.
+
+    ``RankLostError`` where another does not come here, since a wait of it has failed.
+    """
+    mine, found = np.array([call.text.encode()], _TEXT), np.empty(comm.size, _TEXT)
+    wait_request(comm.Iallgather(mine.view(np.uint8), found.view(np.uint8)), watch)
+    calls = [text.decode(errors="replace") for text in found.tolist()]
     return MismatchError(
         f"ranks must make the same calls in the same order, got {by_rank(calls)}; let every rank "
         f"take the same way through the program, with tensors of the same shape and dtype"

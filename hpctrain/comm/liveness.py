@@ -25,6 +25,7 @@ BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
 _LEFT, _BROKE_OFF = 1, 2
+_WORLD = 0  # number of the block that every rank is always in
 _REASON_BYTES = 400
 _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
@@ -51,7 +52,7 @@ class Liveness:
         self._next_look = 0.0
         self._left: set[int] = set()
         self._num_blocks = 0
-        self._blocks: dict[int, str] = {}  # what blocks this rank is in, by number
+        self._blocks = {_WORLD: "the program"}  # what blocks this rank is in, by number
         self._broken: dict[int, tuple[float, str]] = {}
         """When this rank heard that another has left a block by an error, and which."""
         self._told: list[MPI.Request] = []
@@ -88,12 +89,16 @@ class Liveness:
         return self._num_blocks
 
     def leave(self, number: int, error: BaseException | None) -> None:
-        """Leave a block; with an error, the ranks that stay in it will know. Not collective."""
+        """Leave a block; with an error, the ranks that stay in it will know. Not collective.
+
+        A rank whose wait has failed in it is out of step with all others, in it or not: they know.
+        """
         name = self._blocks.pop(number)
         if error is None or not self._open or not self._owner.is_here:
             return
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
-        text = f"{number} {reason}".encode()[:_REASON_BYTES]
+        block = _WORLD if isinstance(error, RankLostError) else number
+        text = f"{block} {reason}".encode()[:_REASON_BYTES]
         self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
 
     def farewell(self) -> None:
@@ -161,8 +166,8 @@ class Liveness:
             # An error that nobody catches ends all ranks meanwhile, and says more.
             if number in self._blocks and time.monotonic() - since > BREAK_S:
                 raise RankLostError(
-                    f"{reason}; rank {self.rank} waits in it: all ranks leave it together, so "
-                    f"catch errors inside of it, or end the program"
+                    f"{reason}; rank {self.rank} waits in {self._blocks[number]}: all ranks leave "
+                    f"a block together, so catch errors inside of it, or end the program"
                 )
 
     def _raise_if_dead(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.comm.node.segments import yield_core
-from hpctrain.core.errors import RankLostError
+from hpctrain.core.errors import CommError, RankLostError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,6 +120,7 @@ class Watch:
         self._ranks = ranks
         """Those that are waited for where nobody says more; None for all of the world."""
         self._named: set[int] = set()
+        self._has_failed = False
 
     def of_group(self, ranks: Collection[int]) -> "Watch":
         """Return a watch over some ranks of the world: that others leave does not concern it."""
@@ -137,8 +138,20 @@ class Watch:
     ) -> None:
         """Return when it is done, without burning the core while a peer is late; see ``look``."""
         start = time.perf_counter()
-        wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
+        try:
+            wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
+        except BaseException:  # this rank has said that it is here, and goes on without the others
+            self._has_failed = True
+            raise
         self.waited_s += time.perf_counter() - start
+
+    def require_in_step(self) -> None:
+        """Raise ``CommError`` if a wait has failed before. Not collective."""
+        if self._has_failed:
+            raise CommError(
+                "a wait of this communicator has failed before, and its ranks are no longer in "
+                "step; end the program, or make a new world by shutdown() and init()"
+            )
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.

@@ -50,6 +50,7 @@ class AdasumStep:
         """
         today = _stepped(self._parameters())
         lines = _lines_of(today)
+        self.steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
         told = Announcement(needs_all=True)
         mine = self.steps.announced(told, (), outdated=lines != self._lines)
         start_on(self._comm, self._open, mine).wait()

@@ -367,7 +367,7 @@ class Reducer:
     def _learn(self) -> None:
         slots = self.reduction.slot_of.values()
         if self.reduction.count.weight and not self._is_reduced:  # else it says: no samples
-            self.steps.count_reached(slots)
+            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
         if not self._num_fires:
             return
         once = all(slot.fires <= self._num_passes for slot in slots)

@@ -13,7 +13,6 @@ class GradientState:
     __slots__ = (
         "fires",
         "is_present",
-        "is_reached",
         "is_result",
         "name",
         "parameter",
@@ -26,7 +25,6 @@ class GradientState:
         self.sparse_dim = sparse_dim
         """Sparse dimensions of the gradient where it is sparse on some rank."""
         self.fires = 0
-        self.is_reached = False  # whether a backward of this rank has reached the parameter lately
         self.is_present = False
         self.is_result = False
         """Whether ``.grad`` came out of a reduction, and no backward has added to it since."""

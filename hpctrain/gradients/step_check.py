@@ -226,6 +226,7 @@ class CheckedSteps:
         self._member, self._is_first = 0, True
         self._num_counted = 0
         """Steps with samples since it was last compared what backward reaches."""
+        self._unreached: set[str] = set()  # parameters that none of them has reached
 
     def enter(self, member: Member) -> None:
         """Let the check know whose steps these are."""
@@ -235,11 +236,13 @@ class CheckedSteps:
         """Compare samples of these parameters from here on."""
         self._sample = WeightSample(parameters)
 
-    def count_reached(self, slots: Iterable[GradientState]) -> None:
-        """Note which parameters the backward of a step with samples has reached."""
+    def count_reached(self, unreached: Iterable[str]) -> None:
+        """Count a step with samples; take the parameters that its backward has not reached."""
         self._num_counted += 1
-        for slot in slots:
-            slot.is_reached = slot.fires > 0 or (self._num_counted > 1 and slot.is_reached)
+        if self._num_counted == 1:
+            self._unreached = set(unreached)
+        elif self._unreached:
+            self._unreached &= set(unreached)
 
     def end(self) -> None:
         """Count a step that was taken."""
@@ -254,7 +257,7 @@ class CheckedSteps:
         compares = self._check_weights != "off" and step is not None and not outdated
         is_due = step is not None and step % _LONG == 0 and self._num_counted >= _LONG
         if is_due and not outdated:
-            names = tuple(slot.name for slot in slots if not slot.is_reached)
+            names = tuple(sorted(self._unreached))
             facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
             self._num_counted = 0
         return replace(

@@ -96,10 +96,11 @@ class Suite:
                 code = self._launch(file, ranks, folder, log)
                 records = [read(folder / f"{rank}.jsonl") for rank in range(ranks)]
             found = decide(records)
+            is_news = not found.keys() <= verdicts.keys()
             verdicts |= found
             if have_finished(records) and code in (0, NOTHING_LEFT):
                 return verdicts
-            if not found or have_finished(records):
+            if not is_news or have_finished(records):
                 return verdicts | {file.name: Outcome("failed", f"exit code {code}; see {log}")}
 
     def _launch(self, file: Path, ranks: int, folder: Path, log: Path) -> int:

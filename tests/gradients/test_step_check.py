@@ -98,10 +98,10 @@ def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
     assert hvd.allgather_object(sums) == [sums] * hvd.size()
 
 
-def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None):
+def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None, **arguments):
     """Step a model that gets other parameters on one rank at the start of the fourth step."""
     model = make_model()
-    optimizer = distributed(hvd, model)
+    optimizer = distributed(hvd, model, **arguments)
     for number in range(num_steps):
         if number == 3 and hvd.rank() == 1:
             model.load_state_dict(deepcopy(model.state_dict()), assign=True)
@@ -113,12 +113,13 @@ def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
 @OVERLAPS
-def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog):
-    step_with_other_parameters_on_rank_1(hvd, 50)
+def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog, op):
+    step_with_other_parameters_on_rank_1(hvd, 50, op=getattr(hvd, op))
     told = warnings_of(caplog, "assign=True")
     assert len(told) == (hvd.rank() == 0)
-    assert not told or "rank 1: 4.bias (6 in all)" in told[0].getMessage()
+    assert not told or "rank 1: 0.bias (6 in all)" in told[0].getMessage()
 
 
 @MANY

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError, MismatchError, RankLostError
+from hpctrain.core.errors import CommError, ConfigError, MismatchError, RankLostError
 from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import METHODS, OPTIMIZERS, Normed, Run, num_kinds, state_of
@@ -288,6 +288,10 @@ def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world,
         fail()
     if world.rank != 1:
         assert "rank 1 has left a block of LocalSGD by ZeroDivisionError" in str(caught.value)
+    # A program that catches it and goes on: the ranks are out of step, and all of them hear so.
+    for _ in range(2):
+        with pytest.raises(CommError, match=r"failed before|rank \d has left"):
+            Run(hvd_nodes, "HierarchicalLocalSGD", 4)
     assert time.monotonic() - start < 30
 
 

@@ -55,7 +55,7 @@ class SharedMemory:
         self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
         self._node = node
         self._num_buckets = 0
-        self._unusable = ""
+        self._is_closed = False
         self._owner = Owner()
         num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
@@ -82,20 +82,8 @@ class SharedMemory:
 
         Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
         """
-        if self._unusable:
-            raise CommError(self._unusable)
-        try:
-            for mine, next_one in self._rounds:
-                next_one.post()
-                if not mine.try_wait():
-                    self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
-        except BaseException:
-            # This rank has said that it is here, and goes on without the others.
-            self._unusable = (
-                "a wait of this communicator has failed before, and its ranks are no longer in "
-                "step; end the program, or make a new world by shutdown() and init()"
-            )
-            raise
+        self._require_usable()
+        self._pass_barrier()
 
     def meet(self, call: Call) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
@@ -104,13 +92,14 @@ class SharedMemory:
         in a forked child of a rank.
         """
         self._owner.check()
+        self._require_usable()
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
-        self.barrier()
+        self._pass_barrier()
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            raise disagreement(self._node.allgather(call.text))
+            raise disagreement(self._node, call, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
@@ -169,11 +158,22 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
-        self._unusable = (
-            "this communicator was closed, or its world shut down; call init() and make its "
-            "buckets and optimizers again"
-        )
+        self._is_closed = True
         self._node.Free()
+
+    def _require_usable(self) -> None:
+        if self._is_closed:
+            raise CommError(
+                "this communicator was closed, or its world shut down; call init() and make its "
+                "buckets and optimizers again"
+            )
+        self._watch.require_in_step()
+
+    def _pass_barrier(self) -> None:
+        for mine, next_one in self._rounds:
+            next_one.post()
+            if not mine.try_wait():
+                self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
 
     def _count(self, passes: int, bucket: Bucket) -> None:
         """Count passes in which this rank touched its slice in the buckets of all ranks."""

@@ -1,7 +1,9 @@
-"""``horovod.run``, by ``hpctrain.run``."""
+"""Functions of Horovod that need more than a name: ``run``, by ``hpctrain.run``, and ``env``."""
 
+import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -86,6 +88,21 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
             f"horovod.run starts ranks on this host only, got {', '.join(others)}; "
             f"say `hpctrain launch -n {ranks} --hosts {hosts} python SCRIPT`"
         )
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Set variables of the environment inside of a block; those that are None stay as they are."""
+    values = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class HorovodVersionMismatchError(ImportError):

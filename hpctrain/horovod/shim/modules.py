@@ -52,7 +52,7 @@ MODULES: Mapping[str, Names] = MappingProxyType(
             **_names(("HorovodVersionMismatchError",), _OURS),
         },
         "horovod.common.process_sets": _names(_SETS),
-        "horovod.common.util": _names(_BUILT),
+        "horovod.common.util": {**_names(_BUILT), **_names(("env",), _OURS)},
         "horovod.runner": _names(("run",), _OURS),
         "horovod.torch": _TORCH,
         "horovod.torch.compression": {

@@ -1,5 +1,7 @@
 """What ``horovod.run`` asks ``hpctrain.run`` for, and what it refuses."""
 
+import os
+
 import pytest
 
 from hpctrain.core.errors import ConfigError, LaunchError
@@ -30,3 +32,10 @@ def test_an_argument_that_asks_for_more_is_refused_by_name(asked):
     with pytest.raises(LaunchError, match="3 ranks and 2 places"):
         functions.run(print, np=3, hosts="localhost:2")
     assert asked == []
+
+
+def test_variables_of_the_environment_are_as_before_behind_a_block(monkeypatch):
+    monkeypatch.setenv("OLD", "old")
+    with functions.env(OLD="new", NEW="1", NOT=None):
+        assert (os.environ["OLD"], os.environ["NEW"], "NOT" in os.environ) == ("new", "1", False)
+    assert (os.environ["OLD"], "NEW" in os.environ) == ("old", False)
