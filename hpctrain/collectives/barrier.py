@@ -34,7 +34,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
         The rank that came last, the same on every rank; it has taken every step.
 
     Raises:
-        ConfigError: there is a ``DistributedOptimizer``, and MPI takes calls from one thread only.
+        ConfigError: there is a ``DistributedOptimizer``, and MPI takes calls from one thread only;
+            or this rank is in the block of a local method.
         MismatchError: the others step an optimizer with ``op=Adasum``; on every rank.
         RankLostError: another rank died or left.
     """
@@ -45,6 +46,11 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
             "join() beside DistributedOptimizer needs an MPI that takes calls from several "
             "threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank as many "
             "batches"
+        )
+    if here.presence is not None and (block := here.presence.innermost):
+        raise ConfigError(
+            f"join() serves no local method, and this rank is in a block of {block}; call "
+            f"skip_step() for each step that it has no batch for"
         )
     handle = controller.start_join()
     try:

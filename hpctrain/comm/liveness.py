@@ -3,7 +3,9 @@
 import os
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from mpi4py import MPI
 
@@ -24,10 +26,17 @@ NEAR_SIZE = 64
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
-_LEFT, _BROKE_OFF = 1, 2
+_LEFT, _BROKE_OFF, _AT_END = 1, 2, 3
 _WORLD = 0  # number of the block that every rank is always in
 _REASON_BYTES = 400
 _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
+
+
+class Block(NamedTuple):
+    """A block of the program that all ranks leave together."""
+
+    name: str  # for messages
+    count_steps: Callable[[], int]  # steps that this rank has begun in it
 
 
 class Liveness:
@@ -52,9 +61,16 @@ class Liveness:
         self._next_look = 0.0
         self._left: set[int] = set()
         self._num_blocks = 0
-        self._blocks = {_WORLD: "the program"}  # what blocks this rank is in, by number
+        self._blocks = {_WORLD: Block("the program", lambda: 0)}
+        """What blocks this rank is in, by number."""
         self._broken: dict[int, tuple[float, str]] = {}
         """When this rank heard that another has left a block by an error, and which."""
+        self._ending: tuple[int, float] | None = None
+        """Block at whose end this rank waits, and since when; None once the others know."""
+        self._ends: dict[int, tuple[float, int, int]] = {}
+        """By block: when this rank heard that another waits at its end, which, after how many
+        steps."""
+        self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
         self._told: list[MPI.Request] = []
         self._open = True
 
@@ -64,13 +80,15 @@ class Liveness:
         ``partners`` are the world ranks that are waited for, None for all: that a third rank has
         left concerns nobody who waits for these, that it died always does. ``RankLostError`` if
         one died on this node, one that is waited for left, or one has left by an error a block
-        that this one is in.
+        that this one is in, or waits at its end after fewer steps.
         """
         if not self._open:
             return
         self._raise_if_dead()
         self._hear()
+        self._tell_of_end()
         self._raise_if_broken()
+        self._raise_if_ahead()
         if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
                 f"{format_ranks(left)} left the program while rank {self.rank} waits for "
@@ -78,22 +96,39 @@ class Liveness:
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
 
-    def enter(self, name: str) -> int:
-        """Enter a block of the program that all ranks leave together; return its number.
+    @property
+    def innermost(self) -> str:
+        """Name of the last block that this rank has entered and not left; empty for none."""
+        return self._blocks[max(self._blocks)].name if len(self._blocks) > 1 else ""
 
-        Not collective, but all ranks enter the same blocks in the same order. ``name`` is for
-        messages.
+    def enter(self, block: Block) -> int:
+        """Enter a block; return its number.
+
+        Not collective, but all ranks enter the same blocks in the same order.
         """
         self._num_blocks += 1
-        self._blocks[self._num_blocks] = name
+        self._blocks[self._num_blocks] = block
         return self._num_blocks
+
+    @contextmanager
+    def at_end(self, number: int) -> Iterator[None]:
+        """Wait inside for all ranks at the end of a block: those that are further will know.
+
+        Not collective. What has come to its end may go on, and end again after more steps.
+        """
+        self._ending = number, time.monotonic()
+        try:
+            yield
+            self._ended[number] = self._blocks[number].count_steps()
+        finally:
+            self._ending = None
 
     def leave(self, number: int, error: BaseException | None) -> None:
         """Leave a block; with an error, the ranks that stay in it will know. Not collective.
 
         A rank whose wait has failed in it is out of step with all others, in it or not: they know.
         """
-        name = self._blocks.pop(number)
+        name = self._blocks.pop(number).name
         if error is None or not self._open or not self._owner.is_here:
             return
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
@@ -160,14 +195,38 @@ class Liveness:
         while notice := self._control.Improbe(tag=_BROKE_OFF):
             number, reason = _receive(notice)[1].split(" ", 1)
             self._broken.setdefault(int(number), (time.monotonic(), reason))
+        while notice := self._control.Improbe(tag=_AT_END):
+            rank, text = _receive(notice)
+            end, steps = map(int, text.split())
+            self._ends[end] = time.monotonic(), rank, steps
+
+    def _tell_of_end(self) -> None:
+        if self._ending is None or time.monotonic() - self._ending[1] < BREAK_S:
+            return
+        number, self._ending = self._ending[0], None
+        text = f"{number} {self._blocks[number].count_steps()}".encode()
+        self._told += [self._control.Issend(text, rank, _AT_END) for rank in self._to_tell()]
+
+    def _raise_if_ahead(self) -> None:
+        for number, (since, rank, steps) in list(self._ends.items()):
+            block = self._blocks.get(number)
+            if block is None or steps <= self._ended.get(number, -1):
+                continue
+            mine = block.count_steps()
+            if mine > steps and time.monotonic() - since > BREAK_S:
+                raise RankLostError(
+                    f"all ranks take equally many steps in a block of {block.name}, rank {rank} "
+                    f"waits at its end after {steps} steps and rank {self.rank} waits in step {mine}: "
+                    f"call skip_step() on a rank that has no batch for a step"
+                )
 
     def _raise_if_broken(self) -> None:
         for number, (since, reason) in list(self._broken.items()):
             # An error that nobody catches ends all ranks meanwhile, and says more.
             if number in self._blocks and time.monotonic() - since > BREAK_S:
                 raise RankLostError(
-                    f"{reason}; rank {self.rank} waits in {self._blocks[number]}: all ranks leave "
-                    f"a block together, so catch errors inside of it, or end the program"
+                    f"{reason}; rank {self.rank} waits in {self._blocks[number].name}: all ranks "
+                    f"leave a block together, so catch errors inside of it, or end the program"
                 )
 
     def _raise_if_dead(self) -> None:

@@ -63,6 +63,7 @@ class Reducer:
         self._note = note
         self._parameters = parameters
         self._num_passes = passes
+        self.is_in_step = False  # whether gradients of the present step have been begun with
         self._is_reduced = False
         self._passes_done = 0
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int]]] = {}
@@ -140,7 +141,7 @@ class Reducer:
     @eager
     def new_step(self) -> None:
         """Expect the gradients of another step."""
-        self._is_reduced = False
+        self.is_in_step = self._is_reduced = False
         self._passes_done = 0
         self._replaced_sum = ""
         if self._graph_tasks:  # a backward has raised
@@ -251,7 +252,7 @@ class Reducer:
         if outermost and self._has_outer_end:
             self._break_off()
         if not self._graph_tasks:
-            self._is_reduced = False
+            self.is_in_step, self._is_reduced = True, False
             self._replaced_sum = self._replaced_sum or self._find_replaced_sum()
             last_pass = self._passes_done + 1 >= self._num_passes
             self._takes_early = (
@@ -353,6 +354,7 @@ class Reducer:
         return ""
 
     def _complete(self, changed: NamedParameters | None, told: Announcement) -> None:
+        self.is_in_step = True
         self._learn()
         self.reduction.complete(changed, told)
         self._note("gradients")

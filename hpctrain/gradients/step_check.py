@@ -27,7 +27,7 @@ _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
 _FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
 _LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
-_COMPARED = ("member", "step", "num_skipped", "by_hand", "weights", "first", "unreached")
+_COMPARED = ("member", "step", "skipped", "by_hand", "weights", "first", "unreached")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
     "is_weighted",
@@ -38,6 +38,7 @@ _COUNTED = (
     "replaced_sum",
     "repeats",
     "needs_all",
+    "may_skip_alone",
     "is_strict",
 )
 """Facts of which the message tells on how many ranks they are true."""
@@ -51,7 +52,9 @@ class Announcement:
     member: int = 0  # which optimizer of this communicator, see ``StepCheck.enter``
     step: int | None = None
     """Steps taken so far; None after state was loaded: the number of the others holds."""
-    num_skipped: int = 0  # steps whose gradients were averaged, and which this rank has not taken
+    skipped: int = 0
+    """Checksum of the steps whose gradients were averaged, and which this rank has not taken."""
+    may_skip_alone: bool = False  # whether these may be others than those of other ranks
     weight: float = 1.0  # how much this rank's gradient counts
     is_weighted: bool = False  # whether that was set by a number of samples
     outdated: bool = False
@@ -214,15 +217,23 @@ class StepCheck:
 class CheckedSteps:
     """The steps of one optimizer: what this rank says before each, and what it hears."""
 
-    def __init__(self, check: StepCheck, check_weights: str = "off") -> None:
-        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``."""
+    def __init__(
+        self, check: StepCheck, check_weights: str = "off", *, may_skip_alone: bool = False
+    ) -> None:
+        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``.
+
+        Those that have skipped other steps than the rest are not compared; that is an error but
+        where ranks ``may_skip_alone``.
+        """
         self.number: int | None = 0
         """Steps that were taken; None after state was loaded, until the next one tells."""
         self.num_skipped = 0  # steps of all ranks together that this one has not taken
+        self.skipped = 0  # checksum of their numbers
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
+        self._may_skip_alone = may_skip_alone
         self._member, self._is_first = 0, True
         self._num_counted = 0
         """Steps with samples since it was last compared what backward reaches."""
@@ -243,6 +254,11 @@ class CheckedSteps:
             self._unreached = set(unreached)
         elif self._unreached:
             self._unreached &= set(unreached)
+
+    def skip(self) -> None:
+        """Note that this rank does not take a step whose gradients it has averaged."""
+        self.num_skipped += 1
+        self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self) -> None:
         """Count a step that was taken."""
@@ -266,7 +282,8 @@ class CheckedSteps:
             outdated=outdated,
             member=self._member,
             step=step,
-            num_skipped=self.num_skipped,
+            skipped=self.skipped,
+            may_skip_alone=self._may_skip_alone,
             weights=self._sample.checksum(step or 0) if compares else None,
             first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
             is_strict=self._check_weights == "error",
@@ -324,7 +341,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         new_sparse=num["new_sparse"] > 0,
         changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
         weights_compared=of["weights"][0] > 1,
-        weights_differ=not _all_equal(of["weights"]),
+        weights_differ=_all_equal(of["skipped"]) and not _all_equal(of["weights"]),
         is_strict=num["is_strict"] > 0,
         first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
         unreached_differ=not _all_equal(of["unreached"]),
@@ -341,7 +358,7 @@ def _broken(
     is_broken = {
         "member": not _all_equal(of["member"]),
         "step": not _all_equal(of["step"]),
-        "num_skipped": not _all_equal(of["num_skipped"]),
+        "skipped": not (num["may_skip_alone"] or _all_equal(of["skipped"])),
         "repeats": num["repeats"] in some,
         "is_weighted": num["is_weighted"] in some,
         "outdated": num["outdated"] in some,
@@ -362,7 +379,7 @@ _RULES = {
     "member": "the optimizers of a backward must be reached in the same order on every rank",
     "step": "ranks must take the same steps: backward() and step() equally often, and one without "
     "samples step() alone; change .grad on all ranks or on none",
-    "num_skipped": SKIPPED,
+    "skipped": SKIPPED,
     "repeats": "a step without backward() must not take the gradients of the step before, which "
     "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
     "where one has no samples",
@@ -397,7 +414,7 @@ def _describe(one: Announcement | None) -> str:
     if one is None:
         return "joined"
     notes = [f"step {one.step} of optimizer {one.member}"]
-    notes += [f"{one.num_skipped} steps skipped"] * bool(one.num_skipped)
+    notes += ["steps skipped"] * bool(one.skipped)
     notes += ["samples set"] * one.is_weighted + ["parameters changed"] * one.outdated
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
     notes += ["gradients of the step before"] * one.repeats

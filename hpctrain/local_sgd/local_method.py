@@ -14,6 +14,7 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
+from hpctrain.comm.liveness import Block
 from hpctrain.compress.codec import Compressor, Identity
 from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
@@ -88,6 +89,7 @@ class LocalMethod(StateFields):
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [SampleSums()]
         self._flags, self._wants_switch = 0, False
+        self._block: int | None = None  # number of the block that this rank is in
         broadcast_parameters(model.state_dict())
         self.replica.all_agree()
         self._hooks = [
@@ -132,8 +134,9 @@ class LocalMethod(StateFields):
         at the next one, or at the end.
         """
         self._average_gradients(is_skipped=True)
-        for reducer in self._reducers:  # of a node, replicas meet at the end of the round
-            reducer.steps.num_skipped += reducer.is_on and self._is_of_all(reducer)
+        for reducer in self._reducers:
+            if reducer.is_on:
+                reducer.steps.skip()
         self._end_step()
 
     @eager
@@ -148,8 +151,24 @@ class LocalMethod(StateFields):
         self._average_gradients()
 
     def finish(self) -> None:
-        """End the round here, so that all ranks have one model. Collective."""
+        """End the round here, so that all ranks have one model. Collective.
+
+        Raises:
+            MismatchError: the ranks have not taken equally many steps; ``RankLostError`` after a
+                few seconds where some wait elsewhere.
+        """
+        if self._presence is None or self._block is None:
+            self._finish()
+            return
+        with self._presence.at_end(self._block):
+            self._finish()
+
+    def _steps_begun(self) -> int:
+        return self.rounds.step + any(r.is_on and r.is_in_step for r in self._reducers)
+
+    def _finish(self) -> None:
         if self.rounds.agrees:
+            self.rounds.meet()
             together = [r.steps for r in self._reducers if self._is_of_all(r)]
             skipped = [f"{steps.num_skipped} skipped" for steps in together]
             require_equal(self._comm, skipped, "steps", SKIPPED)
@@ -180,7 +199,7 @@ class LocalMethod(StateFields):
 
     def __enter__(self) -> Self:
         if self._presence is not None:
-            self._block = self._presence.enter(type(self).__name__)
+            self._block = self._presence.enter(Block(type(self).__name__, self._steps_begun))
         return self
 
     def __exit__(
@@ -197,8 +216,9 @@ class LocalMethod(StateFields):
             raise
         finally:
             self.close()
-            if self._presence is not None:
+            if self._presence is not None and self._block is not None:
                 self._presence.leave(self._block, error)
+                self._block = None
 
     # -- what is known -----------------------------------------------------------------------
 
@@ -298,7 +318,9 @@ class LocalMethod(StateFields):
             return None
         is_of_all = comm.size == self._comm.size
         codec = codec_for(self._compression) if is_of_all else Identity()
-        steps = CheckedSteps(StepCheck(comm))
+        check_weights = world.current().settings.check_weights
+        # Ranks of a node may skip steps alone: replicas meet at the end of the round.
+        steps = CheckedSteps(StepCheck(comm), check_weights, may_skip_alone=not is_of_all)
         made = Reducer(
             Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
             partial(named, lambda: self._optimizer, self._names),
@@ -355,7 +377,7 @@ class LocalMethod(StateFields):
                 self.communication_seconds += reducer.exposed_seconds
                 if self._is_of_all(reducer):
                     self._exchange.bytes_sent += reducer.reduction.num_bytes
-                reducer.new_step()
+                reducer.end_step()
         start = time.perf_counter()
         self._after_step()
         if self.rounds.is_meeting_due(busy=self._exchange.is_under_way):

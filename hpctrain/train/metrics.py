@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hpctrain.core.atomic import publishing, sync
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 
 SHOWN = 5  # damaged lines that a warning names
@@ -34,12 +35,21 @@ class Metrics:
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one record; a number that is not finite becomes null, as JSON has none."""
+        """Append one record; a number that is not finite becomes null, as JSON has none.
+
+        Raises ``ConfigError``: the file system refuses.
+        """
         if self._file is None or not self._may_write():
             return
         record = {"event": event} | {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"records of a run go to a file that takes them, and {self._file.name} does not: "
+                f"{error.strerror}; make room there, and go on with --resume"
+            ) from error
         self.num_records += 1
 
     def sync(self) -> None:

@@ -36,6 +36,12 @@ EXPECTED = (
         (2,),  # on more, the roots differ
         False,
     ),
+    (
+        "the test trains without a broadcast, and ranks of different weights are an error here",
+        ("test_dynamic_requires_grad",),
+        (2, 3, 4),
+        False,
+    ),
 )
 
 

@@ -1,0 +1,107 @@
+"""Ranks that part from each other inside a local method: an error on every rank, and soon."""
+
+import time
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import CommError, ConfigError
+from tests.gradients.conftest import in_world
+from tests.gradients.training import global_batch, part_of
+from tests.local_sgd.local_methods import Run
+
+FEW = pytest.mark.ranks(2, 3)
+LONG = pytest.mark.conformance
+SOON_S = 20.0
+MORE = ((4, 5), (8, 4))
+
+SYNCHRONOUS = {
+    "PostLocalSGD": {"start": 100},
+    "HierarchicalLocalSGD": {"steps": 100},
+    "StagedSGD": {"warmup_steps": 100, "cooldown_start": 200},
+}
+"""Methods whose ranks of a node average gradients in every one of the first steps."""
+
+
+@pytest.fixture(params=(None, 1), ids=("one node", "nodes of one"))
+def hvd_anywhere(request, worlds):
+    """Be in a world of one node, or of as many nodes as ranks."""
+    yield from in_world(request, worlds, request.param)
+
+
+def train_and_change_gradients(hvd, run: Run, steps: dict[int, int]) -> None:
+    """Train ten steps; a rank halves its average, in a tensor of its own, in one of them."""
+    with run.method:
+        for step in range(10):
+            images, labels = part_of(global_batch(step), hvd.rank(), hvd.size())
+            run.optimizer.zero_grad()
+            cross_entropy(run.model(images), labels).backward()
+            for p in run.model.parameters() if steps.get(hvd.rank()) == step else ():
+                p.grad = p.grad * 0.5
+            run.optimizer.step()
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_gradients_that_ranks_change_in_other_steps_never_meet_those_of_the_next(hvd, name):
+    run = Run(hvd, name, **SYNCHRONOUS[name])
+    with pytest.raises(CommError, match=r"same steps|has left"):
+        train_and_change_gradients(hvd, run, {0: 5, 1: 3})
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_replicas_that_part_in_synchronous_steps_are_told_at_the_next(hvd, name):
+    run = Run(hvd, name, **SYNCHRONOUS[name]).to(3)
+    if hvd.rank() == 1:
+        run.optimizer.param_groups[0]["lr"] *= 2
+    with pytest.raises(CommError, match=r"replicas have parted|has left"):
+        run.end(10)
+
+
+@pytest.mark.ranks(3, 4)
+def test_ranks_of_a_node_that_skip_steps_alone_meet_again(world, hvd_nodes):
+    run = Run(hvd_nodes, "HierarchicalLocalSGD", 6)
+    for rank in (1, 0):
+        run.to(run.at + 2)
+        if hvd_nodes.rank() == rank:
+            run.skip()
+        else:
+            run.to(run.at + 1)
+    run.end(20)
+    assert run.num_kinds(world) == 1
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+@pytest.mark.parametrize(
+    "num_steps", [(5, 4), *(pytest.param(n, marks=LONG) for n in MORE)], ids=str
+)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LocalSGD", {"steps": 2}),
+        ("HierarchicalLocalSGD", {"steps": 2}),
+        ("HierarchicalLocalSGD", {"steps": 4, "node_steps": 2}),
+        ("DiLoCo", {"steps": 2}),
+        ("PostLocalSGD", {"steps": 2, "start": 1}),
+    ],
+    ids=["local", "hierarchical", "hierarchical in two levels", "diloco", "post local"],
+)
+def test_ranks_that_end_a_block_after_fewer_steps_are_told(hvd_anywhere, name, options, num_steps):
+    run = Run(hvd_anywhere, name, **options)
+    start = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        run.end(num_steps[min(hvd_anywhere.rank(), 1)])
+    assert time.monotonic() - start < SOON_S
+    assert "HPCTRAIN_TIMEOUT" not in str(caught.value)
+
+
+@FEW
+@pytest.mark.usefixtures("last")
+def test_join_inside_of_a_block_is_refused(hvd_nodes):
+    run = Run(hvd_nodes, "LocalSGD", 4).to(2)
+    with pytest.raises(ConfigError, match="serves no local method"), run.method:
+        hvd_nodes.join()
