@@ -215,9 +215,9 @@ class Liveness:
             mine = block.count_steps()
             if mine > steps and time.monotonic() - since > BREAK_S:
                 raise RankLostError(
-                    f"all ranks take equally many steps in a block of {block.name}, rank {rank} "
-                    f"waits at its end after {steps} steps and rank {self.rank} waits in step {mine}: "
-                    f"call skip_step() on a rank that has no batch for a step"
+                    f"all ranks take equally many steps in a block of {block.name}, and rank "
+                    f"{rank} waits at its end after {steps} steps, rank {self.rank} in step "
+                    f"{mine}; call skip_step() on a rank that has no batch for a step"
                 )
 
     def _raise_if_broken(self) -> None:
