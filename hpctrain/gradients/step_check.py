@@ -231,6 +231,7 @@ class CheckedSteps:
         self.skipped = 0  # checksum of their numbers
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
+        self.may_differ = False  # whether this rank's weights may be others: it tells none
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
         self._may_skip_alone = may_skip_alone
@@ -270,7 +271,8 @@ class CheckedSteps:
     ) -> Announcement:
         """Return what is told, the facts, and what can be compared, such as first gradients."""
         step, is_first, self._is_first = self.number, self._is_first, False
-        compares = self._check_weights != "off" and step is not None and not outdated
+        is_on = self._check_weights != "off" and not self.may_differ
+        compares = is_on and step is not None and not outdated
         is_due = step is not None and step % _LONG == 0 and self._num_counted >= _LONG
         if is_due and not outdated:
             names = tuple(sorted(self._unreached))

@@ -363,6 +363,7 @@ class LocalMethod(StateFields):
         self.rounds.flags = flags
         for reducer in self._reducers:
             reducer.steps.flags = flags
+            reducer.steps.may_differ = self._wants_switch  # by a learning rate of its own
 
     @eager
     def _end_step(self) -> None:
