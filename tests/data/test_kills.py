@@ -152,6 +152,7 @@ def test_a_data_set_is_on_disk_when_its_manifest_is_there(disk, comm, folder, ke
     disk.watchers.append(watch)
     for _ in range(2):  # a new one, then in its place
         write(folder, comm, key)
+        comm.barrier()  # rank 0 removes its lock when the others have ended their block
         assert not disk.lost()
         comm.barrier()
     assert not list(folder.glob("*.journal"))
