@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -104,10 +105,14 @@ def test_what_is_left_is_told_by_the_last_steps(run):
 def test_only_what_is_new_is_read_and_records_that_were_cut_are_forgotten(run):
     watch = RunWatch(run)
     watch.look()
+    with (run / "metrics.jsonl").open("r+") as file:
+        file.write("[")  # in what was read before
     write(run, step(30, 0.3), mode="a")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"event": "st')  # the rest of the line is not there yet
-    assert watch.look().step == 30
+    view = watch.look()
+    assert (view.step, view.begun) == (30, STARTED)
+    assert view.step_s == pytest.approx(0.7 / 3)
     (run / "metrics.jsonl").unlink()
     write(run, STARTED, step(10, 0.1), {**STARTED, "event": "resumed", "step": 10, "part": 2})
     view = watch.look()
@@ -137,6 +142,23 @@ def test_the_dead_and_those_who_have_left_are_not_waited_for(run):
     (run / NAME).unlink()
     told = " ".join(top(run, "--interval", 100).output.split())
     assert "was ended without a word after step 20" in told
+
+
+def test_on_a_terminal_the_table_is_drawn_until_somebody_has_seen_enough(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    looks = iter([step(30, 0.1), step(40, 0.1)])
+
+    def sleep(_):
+        record = next(looks, None)
+        if record is None:
+            raise KeyboardInterrupt
+        write(run, record, mode="a")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = top(run)
+    assert found.exit_code == 0
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", found.output)
+    assert re.findall(r"step +(\d+) of 40", shown)[:3] == ["20", "30", "40"]
 
 
 @pytest.mark.parametrize(
