@@ -59,8 +59,8 @@ class Ratio:
     def bounds(self) -> tuple[float, float]:
         """The spread, measured or assumed."""
         noise = self.value * (1 - UNKNOWN_NOISE), self.value * (1 + UNKNOWN_NOISE)
-        least, most = self.spread or noise
-        return least, most
+        bounds = self.value, *(self.spread or noise)  # a median of all may lie beside the rounds'
+        return min(bounds), max(bounds)
 
 
 def spread(peer: Sequence[float], ours: Sequence[float], rounds: int) -> tuple[float, float]:

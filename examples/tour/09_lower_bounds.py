@@ -24,24 +24,16 @@ LENGTH = 300
 
 
 class Chain:
-    """The loss: its links by rank, a condition number, and the weights that make it least."""
+    """The loss: this rank's links, a condition number, and the weights that make it least."""
 
     def __init__(self, condition: float) -> None:
-        """Take the links of this rank: every so many-th."""
-        pull = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
-        self.mine = torch.zeros_like(pull)
-        self.condition, self.goal = condition, torch.zeros(LENGTH, dtype=torch.float64)
-        self.goal[0] = (condition - 1) / 4
-        for link in range(LENGTH):
-            ends = torch.zeros(LENGTH, dtype=torch.float64)
-            ends[link] = 1.0
-            if link:
-                ends[link - 1] = -1.0
-            pull += (outer := (condition - 1) / 4 * torch.outer(ends, ends))
-            self.mine += outer * (link % hvd.size() == hvd.rank()) * hvd.size()
+        """Take every so many-th link; each row of ``links`` is one, the first pulls."""
         unit = torch.eye(LENGTH, dtype=torch.float64)
-        self.mine += unit
-        self.least = torch.linalg.solve(pull + unit, self.goal)
+        links = (unit - unit.roll(1, 0).tril()) * ((condition - 1) / 4) ** 0.5
+        mine = links[hvd.rank() :: hvd.size()] * hvd.size() ** 0.5
+        self.condition, self.goal = condition, unit[0] * (condition - 1) / 4
+        self.mine = mine.T @ mine + unit
+        self.least = torch.linalg.solve(links.T @ links + unit, self.goal)
         self.q = (condition**0.5 - 1) / (condition**0.5 + 1)
 
     def gradient(self, weights: Tensor) -> Tensor:
