@@ -3,10 +3,10 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,31 +59,25 @@ def top(
     from hpctrain.train.watch import RunWatch  # noqa: PLC0415
 
     watch, console = RunWatch(directory), Console(highlight=False, markup=False)
-    view = watch.look()
-    if as_json or once or not console.is_terminal:
-        typer.echo(_facts(view)) if as_json else console.print(_table(view, ranks))
-        while as_json and not once and not view.has_ended:
-            time.sleep(interval)
-            view = watch.look()
-            typer.echo(_facts(view))
-        return
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+    is_live = console.is_terminal and not (as_json or once)
+    live = Live(console=console, auto_refresh=False) if is_live else None
+    with suppress(KeyboardInterrupt), live or nullcontext():
         while True:
-            live.update(_table(view, ranks), refresh=True)
-            if view.has_ended:
+            view = watch.look()
+            if as_json:
+                typer.echo(json.dumps(asdict(view) | _derived(view)))
+            elif live is not None:
+                live.update(_table(view, ranks), refresh=True)
+            else:
+                console.print(_table(view, ranks))
+            if view.has_ended or once or not (as_json or live):
                 return
             time.sleep(interval)
-            view = watch.look()
 
 
-def _facts(view: "RunView") -> str:
-    slowest = view.slowest
-    derived = {
-        "left_s": view.left_s,
-        "slowest_rank": None if slowest is None else slowest.rank,
-        "has_ended": view.has_ended,
-    }
-    return json.dumps(asdict(view) | derived)
+def _derived(view: "RunView") -> dict[str, Any]:
+    slowest = None if view.slowest is None else view.slowest.rank
+    return {"left_s": view.left_s, "slowest_rank": slowest, "has_ended": view.has_ended}
 
 
 def _table(view: "RunView", num_rows: int) -> "Group":
