@@ -21,11 +21,12 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     """Take part in the operations of the others with nothing, until all ranks have called this.
 
-    For ranks that have less data than others. Meanwhile they count as ranks: they contribute zeros
-    to sums and averages, no rows to gathers; in steps of a ``DistributedOptimizer`` whose ranks
-    set sample counts they count as ranks without samples. Every operation works but a broadcast
-    from a rank that has joined. Afterwards the ranks that joined early have old weights: broadcast
-    those of the rank that came last. Collective in the end.
+    For ranks that have less data than others, in all process sets that they are in. Meanwhile they
+    count as ranks: they contribute zeros to sums and averages, no rows to gathers; in steps of a
+    ``DistributedOptimizer`` over all ranks, which set sample counts, they count as ranks without
+    samples. Every operation works but a broadcast from a rank that has joined. Afterwards the
+    ranks that joined early have old weights: broadcast those of the rank that came last.
+    Collective in the end.
 
     Args:
         device: Horovod's, for its GPU buffers; without effect.
@@ -39,27 +40,32 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
         MismatchError: the others step an optimizer with ``op=Adasum``; on every rank.
         RankLostError: another rank died or left.
     """
-    controller, here = controller_of(None), world.current()
-    check = here.step_checks.get(here.comm)
-    if check is not None and not calls_from_threads():
+    here = world.current()
+    check, controllers = here.step_checks.get(here.comm), here.sets.controllers()
+    if (check is not None or len(controllers) > 1) and not calls_from_threads():
         raise ConfigError(
-            "join() beside DistributedOptimizer needs an MPI that takes calls from several "
-            "threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank as many "
-            "batches"
+            "join() beside DistributedOptimizer or process sets needs an MPI that takes calls "
+            "from several threads (MPI_THREAD_MULTIPLE), which this one does not; give every rank "
+            "as many batches"
         )
     if here.presence is not None and (block := here.presence.innermost):
         raise ConfigError(
             f"join() serves no local method, and this rank is in a block of {block}; call "
             f"skip_step() for each step that it has no batch for"
         )
-    handle = controller.start_join()
+    handles = [controller.start_join() for controller in controllers]
     try:
         while check is not None and check.take_part(here.comm):
             pass  # named operations of the others go on beside it
     except CommError as error:
-        controller.break_off(f"join() has failed: {error}")  # this rank can take part in no other
+        for controller in controllers:  # this rank can take part in no other operation
+            controller.break_off(
+                f"join() has failed: {error}; end the program, or call hpctrain.shutdown() and "
+                f"hpctrain.init() on every rank"
+            )
         raise
-    last: int = handle.wait()[0]
+    lasts: list[int] = [handle.wait()[0] for handle in handles]
+    last = lasts[0]
     if check is not None:
         # Whoever comes last may be heard of first: the others announce themselves beside a step.
         steppers = check.last_to_step(here.comm)

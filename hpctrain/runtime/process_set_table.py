@@ -138,6 +138,11 @@ class ProcessSets:
         assert controller is not None
         return controller
 
+    def controllers(self) -> list[Controller]:
+        """Return those of all sets that this rank is in; the first is that of all ranks."""
+        found = [one.controller for one in self._in_turn()]
+        return [controller for controller in found if controller is not None]
+
     def communicator(self, process_set: "ProcessSet | None") -> Communicator:
         """Return the communicator of a set for buckets, apart from that of its controller.
 

@@ -36,3 +36,17 @@ def test_every_operation_works_after_a_rank_has_joined(hvd, first):
     last = hvd.join()
     assert last != first or size == 1
     assert hvd.allgather(torch.tensor(last)).tolist() == [last] * size
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.limit(30)
+def test_ranks_that_have_joined_take_part_in_their_process_sets(hvd):
+    size, rank = hvd.size(), hvd.rank()
+    some = hvd.add_process_set(range(size - 1))
+    for number in range(1 + rank if some.included() else 0):
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="some", process_set=some)
+        assert total.item() == some.size() - number
+    assert hvd.join() in range(size)
+    if some.included():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=some).item() == some.size()
+    hvd.remove_process_set(some)
