@@ -9,10 +9,10 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.records import read
 from hpctrain.train.config import RunConfig
 from hpctrain.train.keys import all_keys, dumps, value_of
 from hpctrain.train.load import load
-from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
