@@ -14,6 +14,12 @@ Point = Mapping[str, Any]
 """The value of each factor of the study, by its name."""
 
 
+def ranks_of(point: Point) -> int:
+    """Return the number of ranks of a point: ``ranks``, else nodes times ranks per node."""
+    found: int = point.get("ranks") or point.get("nodes", 1) * point.get("ranks_per_node", 1)
+    return found
+
+
 class _Json:
     """Base of what has a JSON object with the names of its fields."""
 
