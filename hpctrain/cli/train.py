@@ -120,8 +120,8 @@ def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
 
 
 def _init(path: Path | None) -> None:
+    from hpctrain.core.keys import render  # noqa: PLC0415
     from hpctrain.train import toy_problem  # noqa: PLC0415
-    from hpctrain.train.keys import render  # noqa: PLC0415
 
     if path is None:
         raise ConfigError(

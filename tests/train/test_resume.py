@@ -10,8 +10,8 @@ import torch
 
 import hpctrain
 from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
+from hpctrain.core.keys import render
 from hpctrain.core.records import read
-from hpctrain.train.keys import render
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
