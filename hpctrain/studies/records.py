@@ -73,6 +73,7 @@ class PointRecord(_Json):
     metric_name: str | None = None
     time_to_target_s: float | None = None  # warm-up included; None where it was not reached
     steps_to_target: int | None = None
+    wall_s: float | None = None  # of the whole attempt, its start and end included
 
     @property
     def samples_per_s(self) -> float:

@@ -1,0 +1,198 @@
+"""A study in its folder: begun, gone on with after any kill, complete."""
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster.env import job_id, tuning
+from hpctrain.cluster.resources import affinity, num_granted
+from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import render
+from hpctrain.core.provenance import processor, versions
+from hpctrain.core.records import Records
+from hpctrain.core.units import format_numbers
+from hpctrain.launch.program import ask
+from hpctrain.studies.attempt import RECORDS, carry_out, clear
+from hpctrain.studies.points import Attempt, attempts_of
+from hpctrain.studies.records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.study_file import StudyConfig
+
+FILE = "STUDY.toml"  # the study as it was measured, in its folder
+
+_GIT_S = 10.0
+
+
+class Study:
+    """What is asked, where its files lie, and what is left to do."""
+
+    def __init__(self, config: StudyConfig, path: Path) -> None:
+        """Look at the points; nothing is written. Raises ``ConfigError``: there is none."""
+        self.config, self.folder = config, StudyFolder(path)
+        self.facts = config.facts(num_granted())
+        self.attempts = attempts_of(config)
+
+    def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[Attempt]:
+        """Return the attempts that have no record yet, in order.
+
+        ``repeat`` takes those of one repeat alone, ``failed`` those that have failed too.
+        """
+        known = {
+            record.order
+            for record in self.folder.read_points()
+            if not (failed and record.status == "failed")
+        }
+        return [
+            attempt
+            for attempt in self.attempts
+            if attempt.order not in known and repeat in (None, attempt.repeat)
+        ]
+
+    def node_hours(
+        self, attempts: Iterable[Attempt], seconds_per_point: float | None
+    ) -> float | None:
+        """Return what attempts will cost; by measured times where there are, else None."""
+        walls: dict[int, list[float]] = {}
+        for record in self.folder.read_points():
+            if record.wall_s is not None:
+                ranks = self.attempts[record.order].layout.ranks
+                walls.setdefault(ranks, []).append(record.wall_s)
+        every = [wall for found in walls.values() for wall in found]
+        whole = 0.0
+        for attempt in attempts:
+            alike = walls.get(attempt.layout.ranks, every)
+            each = seconds_per_point or (sum(alike) / len(alike) if alike else None)
+            if each is None:
+                return None
+            whole += each * min(attempt.layout.nodes, self.config.study.hosts) / 3600
+        return whole
+
+    def prepare(self) -> None:
+        """Write what is asked and where it runs, or check that it is the same.
+
+        Raises ``ConfigError``: the folder holds another study, or cannot be written.
+        """
+        folder = self.folder
+        with _explained(folder.path):
+            make_folder(folder.attempts)
+            if folder.study.exists():
+                self._check_same()
+            for path, text in {folder.path / FILE: render(self.config)}.items():
+                with publishing(path, f"{path.name}.{os.getpid()}") as part:
+                    part.write_text(text, encoding="utf-8")
+            folder.write(folder.study, self.facts)
+            if not folder.environment.exists():
+                folder.write(folder.environment, _environment())
+
+    def measure(
+        self,
+        attempts: Iterable[Attempt],
+        *,
+        share: int | None = None,
+        begun: Callable[[Attempt], object] = lambda _: None,
+        ended: Callable[[PointRecord], object] = lambda _: None,
+    ) -> None:
+        """Carry attempts out, one after the other; a record is on disk before the next begins.
+
+        ``share`` has a file of its own, so that several jobs may measure a study. ``begun`` and
+        ``ended`` hear of each attempt. Raises ``ConfigError``: another process measures it, or
+        the folder cannot be written.
+        """
+        with _explained(self.folder.path), self._held(share) as records:
+            attempts = list(attempts)
+            for attempt in attempts:
+                clear(self.folder, attempt)
+            for attempt in attempts:
+                begun(attempt)
+                record = carry_out(self.config, attempt, self.folder, cores=self.facts.cores)
+                records.append(record.as_dict())
+                records.sync()
+                self._keep_plan(attempt)
+                ended(record)
+
+    def _check_same(self) -> None:
+        before = replace(self.folder.read_study(), repeats=self.facts.repeats)
+        changed = [
+            name
+            for name, value in before.as_dict().items()
+            if json.loads(json.dumps(self.facts.as_dict()[name])) != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.folder.path} holds a study of other {', '.join(changed)}; only repeats "
+                f"may change: measure into another folder by --out"
+            )
+
+    @contextmanager
+    def _held(self, share: int | None) -> Iterator[Records]:
+        with Records(self.folder.points_file(share)) as records:
+            try:
+                fcntl.flock(records.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"one process at a time measures a study, and another one is at work in "
+                    f"{self.folder.path}; wait for it or end it, this command goes on afterwards"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield records
+
+    def _keep_plan(self, attempt: Attempt) -> None:
+        """Keep topology and plan of a point, where its ranks have told them."""
+        path = self.folder.attempts / attempt.name / RECORDS / "plan.json"
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            topology, before = found.pop("topology", None), self.folder.read_environment()
+            after = replace(
+                before,
+                topology={**(before.topology or {}), attempt.text: topology},
+                plan={**(before.plan or {}), attempt.text: found},
+            )
+            if attempt.text not in (before.plan or {}):
+                self.folder.write(self.folder.environment, after)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of a study can be written, {path} cannot: {error}; choose another by "
+            f"--out, or make room: what was measured stays"
+        ) from None
+
+
+def _environment() -> Environment:
+    return Environment(
+        versions=versions(),
+        cpu=processor(),
+        cores=num_granted(),
+        host=platform.node(),
+        commit=_commit(),
+        topology=None,
+        plan=None,
+        slurm_job=job_id() or None,
+        pinning={"cores": format_numbers(affinity()), "mpi": tuning()},
+    )
+
+
+def _commit() -> str | None:
+    """Return the commit of the working directory, with ``+`` where files differ from it."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    try:
+        head = ask([git, "rev-parse", "HEAD"], timeout_s=_GIT_S)
+        changes = ask([git, "status", "--porcelain", "-uno"], timeout_s=_GIT_S)
+    except OSError:
+        return None
+    mark = "+" if changes.stdout.strip() else ""
+    return head.stdout.strip() + mark if head.returncode == 0 else None
