@@ -18,6 +18,7 @@ from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
 from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
+from hpctrain.cli.study import study
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.train import train
 from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
@@ -41,6 +42,8 @@ For instance:
   hpctrain launch -n 4 hpctrain bench allreduce --peers
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
+
+  hpctrain study run strong.toml       how a training scales, measured
 
   hpctrain doctor                      what is wrong with this machine or job
 
@@ -67,6 +70,7 @@ app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
+app.add_typer(study)
 app.command()(bench)
 app.add_typer(data)
 app.add_typer(checkpoint)

@@ -164,8 +164,16 @@ def render(config: object) -> str:
                 lines += textwrap.wrap(
                     key.sentence, width=97, initial_indent="# ", subsequent_indent="# "
                 )
-                lines += [f"{key.short} = {dumps(value_of(config, key.name))}", ""]
+                lines += [*_assigned(key.short, value_of(config, key.name)), ""]
     return "\n".join(lines)
+
+
+def _assigned(name: str, value: Any) -> list[str]:
+    """Return the line that sets a key; a table too long for one has a line for each value."""
+    line = f"{name} = {dumps(value)}"
+    if len(line) < 100 or not isinstance(value, Mapping):
+        return [line]
+    return [f"{name}.{_bare(inner)} = {dumps(item)}" for inner, item in value.items()]
 
 
 def dumps(value: Any) -> str:

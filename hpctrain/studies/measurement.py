@@ -5,6 +5,7 @@ need not agree.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

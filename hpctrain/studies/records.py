@@ -1,6 +1,7 @@
 """Files of a study: what was asked, where it ran, and a record for each point and repeat."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -147,7 +148,8 @@ class StudyFolder:
 
     def write(self, path: Path, value: _Json) -> None:
         """Write what is asked, or where it ran, at once or not at all."""
-        with publishing(path) as part:
+        # Jobs of an array may write at the same time.
+        with publishing(path, f"{path.name}.{os.getpid()}") as part:
             part.write_text(json.dumps(value.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 

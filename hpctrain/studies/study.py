@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
@@ -22,12 +23,19 @@ from hpctrain.core.units import format_numbers
 from hpctrain.launch.program import ask
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.points import Attempt, attempts_of
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.records import Environment, PointRecord, StudyFolder, ranks_of
 from hpctrain.studies.study_file import StudyConfig
 
 FILE = "STUDY.toml"  # the study as it was measured, in its folder
 
 _GIT_S = 10.0
+
+
+class Cost(NamedTuple):
+    """What attempts will take, one after the other."""
+
+    seconds: float
+    node_hours: float  # of real nodes
 
 
 class Study:
@@ -55,27 +63,28 @@ class Study:
             if attempt.order not in known and repeat in (None, attempt.repeat)
         ]
 
-    def node_hours(
-        self, attempts: Iterable[Attempt], seconds_per_point: float | None
-    ) -> float | None:
-        """Return what attempts will cost; by measured times where there are, else None."""
+    def expected(self, attempts: Iterable[Attempt], seconds_each: float | None) -> Cost | None:
+        """Return what attempts will take: each ``seconds_each``, or else as long as measured.
+
+        None where nothing was measured yet.
+        """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
             if record.wall_s is not None:
-                ranks = self.attempts[record.order].layout.ranks
-                walls.setdefault(ranks, []).append(record.wall_s)
+                walls.setdefault(ranks_of(record.point), []).append(record.wall_s)
         every = [wall for found in walls.values() for wall in found]
-        whole = 0.0
+        seconds = node_seconds = 0.0
         for attempt in attempts:
             alike = walls.get(attempt.layout.ranks, every)
-            each = seconds_per_point or (sum(alike) / len(alike) if alike else None)
+            each = seconds_each or (fmean(alike) if alike else None)
             if each is None:
                 return None
-            whole += each * min(attempt.layout.nodes, self.config.study.hosts) / 3600
-        return whole
+            seconds += each
+            node_seconds += each * min(attempt.layout.nodes, self.config.study.hosts)
+        return Cost(seconds, node_seconds / 3600)
 
     def prepare(self) -> None:
-        """Write what is asked and where it runs, or check that it is the same.
+        """Write what is asked, or check that it is the same.
 
         Raises ``ConfigError``: the folder holds another study, or cannot be written.
         """
@@ -84,12 +93,9 @@ class Study:
             make_folder(folder.attempts)
             if folder.study.exists():
                 self._check_same()
-            for path, text in {folder.path / FILE: render(self.config)}.items():
-                with publishing(path, f"{path.name}.{os.getpid()}") as part:
-                    part.write_text(text, encoding="utf-8")
+            with publishing(folder.path / FILE, f"{FILE}.{os.getpid()}") as part:
+                part.write_text(render(self.config), encoding="utf-8")
             folder.write(folder.study, self.facts)
-            if not folder.environment.exists():
-                folder.write(folder.environment, _environment())
 
     def measure(
         self,
@@ -107,6 +113,8 @@ class Study:
         """
         with _explained(self.folder.path), self._held(share) as records:
             attempts = list(attempts)
+            if not self.folder.environment.exists():
+                self.folder.write(self.folder.environment, _environment())
             for attempt in attempts:
                 clear(self.folder, attempt)
             for attempt in attempts:
@@ -118,11 +126,10 @@ class Study:
                 ended(record)
 
     def _check_same(self) -> None:
-        before = replace(self.folder.read_study(), repeats=self.facts.repeats)
+        now = self.facts
+        before = replace(self.folder.read_study(), repeats=now.repeats, cores=now.cores)
         changed = [
-            name
-            for name, value in before.as_dict().items()
-            if json.loads(json.dumps(self.facts.as_dict()[name])) != value
+            name for name, value in before.as_dict().items() if now.as_dict()[name] != value
         ]
         if changed:
             raise ConfigError(

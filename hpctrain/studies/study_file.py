@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ class StudyTable:
     """What is asked, and how it is measured."""
 
     name: str = "study"
-    """Name of the study, and of its folder runs/NAME."""
+    """Name of the study, and of its folder studies/NAME."""
     mode: Literal["strong", "weak"] = "strong"
     """strong: the same work on more ranks, so that the factor batch is that of all ranks; weak:
     more work on more ranks, so that it is that of each rank."""
@@ -158,6 +158,16 @@ class StudyConfig:
     def variables(self, names: Mapping[str, Any]) -> dict[str, str]:
         """Return the variables of the environment."""
         return {k: _filled(_text(v), names) for k, v in self.command.environment.items()}
+
+    def on_slurm(self) -> "StudyConfig":
+        """Return this study on real nodes, started by ``srun`` unless another launcher is set."""
+        nodes = self.factors.get("nodes") or [1]
+        launcher = SRUN if self.command.launcher == LAUNCH else self.command.launcher
+        return replace(
+            self,
+            study=replace(self.study, hosts=max(self.study.hosts, *nodes)),
+            command=replace(self.command, launcher=launcher),
+        )
 
     def uses(self, name: str) -> bool:
         """Say whether a text of [command] has ``{name}``."""
