@@ -25,7 +25,7 @@ OUTPUT = "output.txt"  # what its processes have printed
 
 _SHOWN = 15  # last lines of the output that an error has
 _VARIABLE = variable_of("records")
-_GRACE_S = 5.0
+_GRACE_S, _LOOK_S = 5.0, 0.01
 
 
 def carry_out(
@@ -64,7 +64,7 @@ def clear(folder: StudyFolder, attempt: Attempt) -> Path:
     """Remove what is left of an attempt that was broken off; return the path of its folder."""
     place = folder.attempts / attempt.name
     if place.exists():
-        _kill(_left_over(place / RECORDS))
+        _kill_left_over(place / RECORDS)
         shutil.rmtree(place)
     return place
 
@@ -117,7 +117,7 @@ def _wait(
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(_GRACE_S)
-            _kill(_left_over(Path(environ[_VARIABLE])))
+            _kill_left_over(Path(environ[_VARIABLE]))
             process.wait()
 
 
@@ -132,10 +132,14 @@ def _left_over(records: Path) -> list[int]:
     return found
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _kill_left_over(records: Path) -> None:
+    """Kill them, and wait until they are gone: what they write would spoil the next attempt."""
+    give_up = time.monotonic() + _GRACE_S
+    while (pids := _left_over(records)) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
 
 
 def _last_lines(output: Path) -> str:
