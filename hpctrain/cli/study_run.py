@@ -119,12 +119,13 @@ def run(  # noqa: PLR0913 - a command's options
       hpctrain study run strong.toml --slurm --time 1h --partition compute
     """
     from hpctrain.studies import study_file  # noqa: PLC0415
+    from hpctrain.studies.points import on_slurm  # noqa: PLC0415
     from hpctrain.studies.study import Study  # noqa: PLC0415
 
     config = study_file.load(path)
     where = out or Path("studies", config.study.name)
     if slurm:
-        config = config.on_slurm()
+        config = on_slurm(config)
     study = Study(config, where)
     attempts = study.missing(repeat=repeat, failed=retry_failed)
     if dry_run:
@@ -161,8 +162,9 @@ def _describe(study: "Study", attempts: "list[Attempt]", seconds_per_point: floa
         note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" if many else ""
         typer.echo(f"{text}  x {len(repeats)}{note}")
     if attempts:
-        words, _ = words_of(study.config, attempts[0], study.folder.attempts / attempts[0].name)
-        typer.echo(f"the first: {shlex.join(words)}")
+        place = study.folder.attempts / attempts[0].name
+        launcher, command = words_of(study.config, attempts[0], place)
+        typer.echo(f"the first: {shlex.join([*launcher, *command])}")
     cost = study.expected(attempts, seconds_per_point)
     price = "say --seconds-per-point for their cost"
     if cost is not None:

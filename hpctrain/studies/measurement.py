@@ -5,7 +5,7 @@ need not agree.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -162,7 +162,7 @@ def _reached(
     seconds = [end - begin for end, begin in zip(ends, begins, strict=True) if end is not None]
     return {
         "time_to_target_s": max(seconds),
-        "steps_to_target": bisect_left(numbers, step) + 1,
+        "steps_to_target": bisect_right(numbers, step),
     }
 
 

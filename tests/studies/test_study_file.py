@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
-from hpctrain.studies.points import attempts_of
+from hpctrain.studies.points import attempts_of, on_slurm
 from hpctrain.studies.study_file import example, load
 
 GOOD = """
@@ -71,8 +71,9 @@ def test_a_mistake_is_told_with_the_way_out(tmp_path, old, new, said):
 
 
 def test_on_slurm_the_default_launcher_becomes_srun_and_nodes_are_real(tmp_path):
-    config = read(tmp_path, GOOD.replace("ranks = [", "nodes = [1, 4]\nranks = [")).on_slurm()
+    nodes = GOOD.replace("[1, 2]", "[1, 8]\nranks_per_node = [2]")
+    config = on_slurm(read(tmp_path, nodes))
     assert config.command.launcher.startswith("srun --nodes={nodes}")
     assert config.study.hosts == 4
-    own = read(tmp_path, GOOD.replace("run =", 'launcher = "my {ranks}"\nrun =')).on_slurm()
+    own = on_slurm(read(tmp_path, GOOD.replace("run =", 'launcher = "my {ranks}"\nrun =')))
     assert own.command.launcher == "my {ranks}"
