@@ -165,10 +165,14 @@ def _describe(study: "Study", attempts: "list[Attempt]", seconds_per_point: floa
         place = study.folder.attempts / attempts[0].name
         launcher, command = words_of(study.config, attempts[0], place)
         typer.echo(f"the first: {shlex.join([*launcher, *command])}")
-    cost = study.expected(attempts, seconds_per_point)
+    if seconds_per_point is None:
+        cost_s = study.expected_s(attempts)
+    else:
+        cost_s = seconds_per_point * len(attempts)
     price = "say --seconds-per-point for their cost"
-    if cost is not None:
-        price = f"{cost.node_hours:.3g} node-hours, {format_seconds(cost.seconds)} in all"
+    if cost_s is not None:
+        # All nodes of the largest point are held all the time.
+        price = f"{cost_s * hosts / 3600:.3g} node-hours, {format_seconds(cost_s)} in all"
     typer.echo(f"{len(attempts)} of {len(study.attempts)} are left to measure: {price}")
 
 
@@ -242,8 +246,8 @@ def _measure(study: "Study", attempts: "list[Attempt]", share: int | None) -> No
     with _StudyBar(len(attempts)) as bar:
 
         def begun(attempt: "Attempt") -> None:
-            cost = study.expected(left, None)
-            time_left = f"  {format_seconds(cost.seconds)} left" if cost else ""
+            left_s = study.expected_s(left)
+            time_left = f"  {format_seconds(left_s)} left" if left_s else ""
             bar.show(len(attempts) - len(left), f"{attempt.text}{time_left}")
 
         def ended(record: "PointRecord") -> None:

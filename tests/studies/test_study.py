@@ -128,20 +128,21 @@ def test_one_process_at_a_time_measures_but_shares_go_side_by_side(tmp_path):
     def also(_attempt):
         with pytest.raises(ConfigError, match="another one is at work"):
             Study(config(), tmp_path).measure(study.missing(repeat=0), share=0)
+        with pytest.raises(ConfigError, match="another one is at work"):
+            Study(config(), tmp_path).measure(study.missing())
         Study(config(), tmp_path).measure(study.missing(repeat=1), share=1)
 
     study.measure(study.missing(repeat=0)[:1], share=0, begun=also)
     assert sorted(record.repeat for record in study.folder.read_points()) == [0, 1, 1, 1]
 
 
-def test_cost_is_of_real_nodes_and_by_what_was_measured(tmp_path):
+def test_what_is_left_is_expected_to_take_as_long_as_what_was_measured(tmp_path):
     study = Study(config(), tmp_path)
     study.prepare()
-    assert study.expected(study.missing(), None) is None
-    assert study.expected(study.missing(), 600.0) == (3600, 1)
+    assert study.expected_s(study.missing()) is None
     study.measure(study.missing()[:1])
     wall_s = study.folder.read_points()[0].wall_s
-    assert study.expected(study.missing(), None).seconds == pytest.approx(5 * wall_s)
+    assert study.expected_s(study.missing()) == pytest.approx(5 * wall_s)
 
 
 STUDY = """
@@ -171,7 +172,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_points(tmp_path, how):
     (tmp_path / "fake.sh").write_text(FAKE.replace("{ranks}", "$1") + "sleep 0.1\n")
     folder, moments = tmp_path / "studies/killed", random.Random(how)
     before = []
-    for _ in range(4):
+    for _ in range(3):
         process = start(tmp_path)
         while process.poll() is None and not len(points(folder)) > len(before):
             time.sleep(0.005)
