@@ -121,6 +121,20 @@ def test_what_tells_nothing_is_not_there_or_hangs_has_failed_and_leaves_no_proce
     assert left_over(tmp_path) == []
 
 
+def test_what_was_broken_off_leaves_neither_files_nor_processes_to_the_next(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+    records = tmp_path / "attempts/0003/records"
+    records.mkdir(parents=True)
+    (records / "rank-9.jsonl").write_text('{"step": 0, "at": 1, "samples": 8}\n')
+    orphan = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "HPCTRAIN_RECORDS": str(records)}
+    )
+    study.measure(study.missing())
+    assert orphan.poll() == -signal.SIGKILL
+    assert [record.status for record in study.folder.read_points()] == ["done"] * 6
+
+
 def test_one_process_at_a_time_measures_but_shares_go_side_by_side(tmp_path):
     study = Study(config(), tmp_path)
     study.prepare()
