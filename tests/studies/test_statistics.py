@@ -21,7 +21,7 @@ def repeats(ranks: int, step_s: list[float], **values):
     return [
         record(
             100 * ranks + repeat, repeat=repeat, point={"ranks": ranks, "batch": 8},
-            step_s=[9 * each, each, each / 9], samples=24, seconds=3 * each, **values,
+            step_s=[1.75 * each, each / 2, 0.75 * each], samples=24, seconds=3 * each, **values,
         )
         for repeat, each in enumerate(step_s)
     ]  # fmt: skip
