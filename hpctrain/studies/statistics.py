@@ -7,7 +7,7 @@ Scientific Benchmarking of Parallel Computing Systems, SC15; Efron, The Annals o
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -208,6 +208,8 @@ def _summary(
     if base is not None and times and not oversubscribed:
         growth = ranks / ranks_of(base[0].point)
         found = efficiency(_times(base), times, growth=growth, mode=facts.mode, **how)
+        if repeats is base:  # by definition, not by measurement
+            found = replace(found, low=1.0, high=1.0)
     rates = [each.samples_per_s for each in done if each.samples and each.seconds]
     return PointSummary(
         point=repeats[0].point,
