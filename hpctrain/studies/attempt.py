@@ -100,11 +100,12 @@ def _wait(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            for _ in range(2):  # the second signal lets `hpctrain launch` wait for no rank
+            # At the second signal `hpctrain launch` waits for no rank.
+            for patience_s in (1.0, _GRACE_S):
                 if process.returncode is None:
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_GRACE_S)
+                        process.wait(patience_s)
             _kill_left_over(Path(environ[_VARIABLE]))
             process.wait()
 
