@@ -20,6 +20,7 @@ from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
 from hpctrain.cli.study import study
 from hpctrain.cli.submit import SubmitCommand, submit
+from hpctrain.cli.top import top
 from hpctrain.cli.train import train
 from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
 
@@ -42,6 +43,8 @@ For instance:
   hpctrain launch -n 4 hpctrain bench allreduce --peers
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
+
+  hpctrain top runs/digits             a job at work, rank by rank
 
   hpctrain study run strong.toml       how a training scales, measured
 
@@ -71,6 +74,7 @@ app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
 app.add_typer(study)
+app.command()(top)
 app.command()(bench)
 app.add_typer(data)
 app.add_typer(checkpoint)
