@@ -68,6 +68,7 @@ def test_a_run_from_a_configuration_tells_the_same_in_records_and_metrics(tmp_pa
 
 
 @pytest.mark.launches
+@pytest.mark.conformance
 @pytest.mark.limit(180)
 def test_a_script_of_ones_own_is_measured_by_two_calls(tmp_path):
     _, records = measured(tmp_path, HEAD.replace("TARGET", "accuracy") + SCRIPT)
