@@ -18,6 +18,7 @@ from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
 from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
+from hpctrain.cli.study import study
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.top import top
 from hpctrain.cli.train import train
@@ -45,6 +46,8 @@ For instance:
 
   hpctrain top runs/digits             a job at work, rank by rank
 
+  hpctrain study run strong.toml       how a training scales, measured
+
   hpctrain doctor                      what is wrong with this machine or job
 
   hpctrain data pack photos/ data/train
@@ -70,6 +73,7 @@ app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
+app.add_typer(study)
 app.command()(top)
 app.command()(bench)
 app.add_typer(data)

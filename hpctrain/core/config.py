@@ -100,6 +100,9 @@ class Settings:
     trace: Annotated[bool, _flag] = False  # print one line per collective
     log_dir: Annotated[Path | None, Path] = None
     """Folder for ``rank-N.log`` of each rank; none when unset."""
+    records: Annotated[Path | None, _file] = None
+    """Folder in which ``hpctrain.record`` writes a file for each rank; ``hpctrain study`` sets
+    it."""
     stage_dir: Annotated[Path | None, _file] = None
     """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
     budget: Annotated[float | None, parse_seconds] = None
@@ -184,6 +187,15 @@ def may_be_alone(environ: Mapping[str, str] = os.environ) -> bool:
     """
     said = _read("alone", environ)
     return said is not None and said.value
+
+
+def records_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return what HPCTRAIN_RECORDS says; no other variable is read.
+
+    Raises ``ConfigError``: its value is not valid.
+    """
+    said = _read("records", environ)
+    return None if said is None else Path(said.value)
 
 
 def _read(name: str, environ: Mapping[str, str]) -> Given | None:

@@ -1,10 +1,12 @@
 """The world of this process: the only module of hpctrain with state that changes."""
 
 import atexit
+import json
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -16,6 +18,7 @@ from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
@@ -207,6 +210,8 @@ def join(settings: Settings, chosen: object = None) -> None:
         found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
     )
     _report(found)
+    if settings.records is not None and found.topology.rank == 0:
+        _tell_study(settings.records, found)
     if hooks is not None:
         hooks.last_words.append(controllers.timelines.stop)
         hooks.communicates = controllers.last_call.was_on
@@ -221,6 +226,14 @@ def _report(found: Connection) -> None:
     notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
+
+
+def _tell_study(folder: Path, found: Connection) -> None:
+    """Let a scaling study know how the ranks of this point communicate."""
+    topology = {"topology": dict(found.topology.describe())}
+    facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _leave_before_finalize() -> "BeforeFinalize":

@@ -13,6 +13,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import CheckpointError, ConfigError, NotFiniteError, ReplicaError
 from hpctrain.core.logs import logger
+from hpctrain.core.records import read
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
@@ -20,7 +21,7 @@ from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
-from hpctrain.train.metrics import Metrics, read
+from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
 from hpctrain.train.sync_method import figures, summary

@@ -9,51 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import parse_bytes, parse_seconds
+from hpctrain.core.keys import Count, Number, Positive, Rule, Time, require
+from hpctrain.core.units import parse_bytes
 
 SYNCHRONOUS: Final = "synchronous"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """What the values of a type keep to."""
-
-    least: float | None = None
-    above: float | None = None
-    is_time: bool = False
-    """A text such as ``"10min"``; an empty one is no time."""
-
-    def check(self, name: str, value: Any) -> None:
-        """Return if a value keeps to it.
-
-        Raises ``ConfigError``: it does not; says the rule of the key ``name``.
-        """
-        if self.is_time:
-            try:
-                seconds(value)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-        if self.least is not None:
-            require(value >= self.least, f"{name} must be at least {self.least}", value)
-        if self.above is not None:
-            require(value > self.above, f"{name} must be above {self.above}", value)
-
-
-Count = Annotated[int, Rule(least=0)]
-Number = Annotated[int, Rule(least=1)]
-Positive = Annotated[float, Rule(above=0)]
-Time = Annotated[str, Rule(is_time=True)]
-
-
-def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
-    """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
-    if not ok:
-        raise ConfigError(f"{rule}, got {value!r}")
-
-
-def seconds(text: str) -> float | None:
-    """Read a time; None for an empty text."""
-    return parse_seconds(text) if text else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

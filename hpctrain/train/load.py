@@ -1,15 +1,15 @@
 """A configuration from its four sources: arguments, environment, file, defaults."""
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import dumps, keys_of, tables_of, value_of
+from hpctrain.core.toml_values import TomlValues, read_toml, unknown_key
 from hpctrain.train.config import RunConfig
-from hpctrain.train.keys import Key, all_keys, all_tables, dumps, value_of
 
 DEFAULT = "default"
 
@@ -47,11 +47,11 @@ class LoadedData:
 
         Raises ``ConfigError``: ``name`` is neither a key nor a table.
         """
-        keys = all_keys()
-        if name in all_tables():
+        keys = keys_of(RunConfig)
+        if name in tables_of(RunConfig):
             return [(key.name, key.sentence) for key in keys.values() if key.table == name]
         if name not in keys:
-            raise ConfigError(unknown_key(name))
+            raise ConfigError(unknown_key(RunConfig, name))
         key = keys[name]
         return [
             ("key", key.name),
@@ -77,42 +77,18 @@ def load(
     Raises:
         ConfigError: names the source, the key, what it takes and what it got.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    values = TomlValues(RunConfig)
     if path is not None:
-        _merge(values, origins, _read(path).items(), f"file {path}")
+        way_out = f"hpctrain train {path} --init writes one"
+        values.merge(read_toml(path, RunConfig, way_out), f"file {path}")
     for name, value in (environment or {}).items():
         if name in _ENVIRONMENT:
             text = f"{value} {_UNITS[name]}" if name in _UNITS else value
             source = f"environment HPCTRAIN_{name.upper()}"
-            _merge(values, origins, [(_ENVIRONMENT[name], text)], source)
+            values.merge([(_ENVIRONMENT[name], text)], source)
     for override in overrides:
-        _merge(values, origins, [_parse(override)], f"argument --set {override}")
-    try:
-        config = _build(values)
-    except ConfigError as error:
-        raise ConfigError(f"{_blame(str(error), origins)}{error}") from None
-    return LoadedData(config=config, path=path, origins=origins)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no file {path}; hpctrain train {path} --init writes one"
-        ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
-    return dict(_flat(document))
-
-
-def _flat(document: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    for name, value in document.items():
-        if isinstance(value, dict) and name in all_tables():
-            yield from ((f"{name}.{short}", item) for short, item in value.items())
-        else:
-            yield name, value
+        values.merge([_parse(override)], f"argument --set {override}")
+    return LoadedData(config=values.build(), path=path, origins=values.origins)
 
 
 def _parse(override: str) -> tuple[str, Any]:
@@ -123,75 +99,3 @@ def _parse(override: str) -> tuple[str, Any]:
         return name, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return name, text
-
-
-def _merge(
-    values: dict[str, Any],
-    origins: dict[str, str],
-    items: Iterable[tuple[str, Any]],
-    source: str,
-) -> None:
-    for given, value in items:
-        try:
-            key, inner = _find(given)
-            if inner:
-                values[key.name] = _with(values.get(key.name, key.default), inner, value)
-            else:
-                values[key.name] = key.checked(value)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-        origins[key.name] = source
-
-
-def _find(name: str) -> tuple[Key, str]:
-    """The key that ``name`` means, and what follows it when it points into a free table."""
-    keys = all_keys()
-    if name in keys:
-        return keys[name], ""
-    for key in keys.values():
-        if key.is_table and name.startswith(f"{key.name}."):
-            return key, name.removeprefix(f"{key.name}.")
-    raise ConfigError(unknown_key(name))
-
-
-def unknown_key(name: str) -> str:
-    """Say that ``name`` is no key, which one may be meant, and what its table takes."""
-    keys = all_keys()
-    table, _, short = name.rpartition(".")
-    if name in all_tables():
-        return f"{name} is a table; write [{name}], or name one of its keys"
-    if table not in all_tables():
-        table = ""
-    close = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-    close += [key.name for key in keys.values() if key.short == short]
-    close += [f"{table}.args.{short}"] if f"{table}.args" in keys else []
-    hint = f"did you mean {close[0]}? " if close else ""
-    valid = [key.short for key in keys.values() if key.table == table]
-    valid += [f"[{each}]" for each in all_tables() if each and not table]
-    where = f"[{table}]" if table else "the top of the file"
-    return f"{name} is not a key; {hint}{where} takes {', '.join(valid)}"
-
-
-def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A copy of ``table`` in which the dotted ``name`` has ``value``."""
-    first, _, rest = name.partition(".")
-    inner = table.get(first, {})
-    if rest and not isinstance(inner, Mapping):
-        raise ConfigError(f"{first} holds {inner!r}, so {name} cannot be set; set {first} itself")
-    return {**table, first: _with(inner, rest, value) if rest else value}
-
-
-def _build(values: Mapping[str, Any]) -> RunConfig:
-    tables: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        table, _, short = name.rpartition(".")
-        tables.setdefault(table, {})[short] = value
-    top = RunConfig()
-    inner = {name: type(getattr(top, name))(**table) for name, table in tables.items() if name}
-    return RunConfig(**tables.get("", {}), **inner)
-
-
-def _blame(message: str, origins: Mapping[str, str]) -> str:
-    """The source of the value that ``message`` begins with."""
-    name = message.partition(" ")[0].rstrip(":")
-    return f"{origins[name]}: " if name in origins else ""

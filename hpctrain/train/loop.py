@@ -4,10 +4,12 @@ import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.core.step_records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
@@ -89,6 +91,10 @@ class TrainingLoop:
         with task.sync.averaged() if task.sync is not None else nullcontext():
             state.scores = evaluate(task)
         self._metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
+        scores: dict[str, Any] = {"test_loss": state.scores.loss}
+        if task.metric is not None:
+            scores[task.metric_name] = state.scores.metric
+        record(step=state.step, **scores)
         self._guard.check_test(state.scores, state.step, epoch)
 
     def _resume_clock(self) -> None:
@@ -105,15 +111,28 @@ class TrainingLoop:
         guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
         if task.sync is not None:
             task.sync.rounds.must_meet = self._must_meet(state.step + 1)
-        start = perf_counter()
+        before, start = task.comm.traffic(), perf_counter()
         loss, num_samples, is_taken = train_step(task, batch, guard)
+        work_s, communication_s = perf_counter() - start, task.exchange.communication_seconds
         counts = not is_taken and (task.sync is not None or task.comm.rank == 0)
         state.tally.add(
             loss=loss,
             num_samples=num_samples,
-            work_s=perf_counter() - start,
-            communication_s=task.exchange.communication_seconds,
+            work_s=work_s,
+            communication_s=communication_s,
             num_skipped=int(counts),
+        )
+        moved, input_s = task.comm.traffic().since(before), state.tally.input_s
+        record(
+            step=state.step + 1,
+            samples=num_samples,
+            loss=loss,
+            seconds=input_s + work_s,
+            compute_s=work_s - communication_s,
+            communication_s=communication_s,
+            input_s=input_s,
+            node_bytes=moved.node_bytes,
+            rail_bytes=moved.rail_bytes,
         )
         guard.end()
         if task.observer is not None:

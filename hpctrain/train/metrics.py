@@ -2,16 +2,16 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.core.atomic import PART, publishing, sync
+from hpctrain.core.atomic import PART, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
+from hpctrain.core.records import Records, read, record_of
 
 SHOWN = 5  # damaged lines that a warning names
 RANKS = "ranks.json"  # the last times of each rank, beside the records
@@ -32,10 +32,7 @@ class Metrics:
         whoever has asked for it learns elsewhere why.
         """
         self._may_write = may_write
-        self._file = None
-        if path is not None:
-            self._file = path.open("a", encoding="utf-8")
-            sync(path.parent)
+        self._records = None if path is None else Records(path)
         self.num_records = 0 if path is None else len(read(path))
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
         self._ranks = None if path is None else path.with_name(RANKS)
@@ -47,16 +44,14 @@ class Metrics:
 
         Raises ``ConfigError``: the file system refuses.
         """
-        if self._file is None or not self._may_write():
+        if self._records is None or not self._may_write():
             return
-        record = {"event": event} | {name: _finite(value) for name, value in values.items()}
         try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._records.append({"event": event, **values})
         except OSError as error:
             raise ConfigError(
-                f"records of a run go to a file that takes them, and {self._file.name} does not: "
-                f"{error.strerror}; make room there, and go on with --resume"
+                f"records of a run go to a file that takes them, and {self._records.path} does "
+                f"not: {error.strerror}; make room there, and go on with --resume"
             ) from error
         self.num_records += 1
 
@@ -81,14 +76,14 @@ class Metrics:
 
     def sync(self) -> None:
         """Return when all records are on disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if self._records is not None:
+            self._records.sync()
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
+        if self._records is not None:
             self._flush_ranks()
-            self._file.close()
+            self._records.close()
 
     def __enter__(self) -> Self:
         return self
@@ -125,29 +120,7 @@ def cut(path: Path, num_records: int, step: int) -> None:
         part.write_bytes(b"".join(line + b"\n" for line in kept))
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the whole records of a file.
-
-    A last line cut short by a kill is left out, and so is every line that is no record.
-    """
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [record for record in map(record_of, lines) if record is not None]
-
-
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says; None where that is no record."""
-    try:
-        found = json.loads(line)
-    except ValueError:  # among them bytes that are no text
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("event"), str) else None
-
-
 def result(record: Mapping[str, Any]) -> str:
     """Say for people what the last test of a finished run has given; null is not finite."""
     metric = record["metric"]
     return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

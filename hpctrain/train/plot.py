@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.metrics import read
+from hpctrain.core.records import read
 
 FEW = 20
 

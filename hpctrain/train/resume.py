@@ -9,10 +9,10 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import dumps, keys_of, value_of
+from hpctrain.core.records import read
 from hpctrain.train.config import RunConfig
-from hpctrain.train.keys import all_keys, dumps, value_of
 from hpctrain.train.load import load
-from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
@@ -54,7 +54,7 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
     before = load(directory.config).config
     lines = {
         name: f"{name} was {dumps(value_of(before, name))}, is {dumps(value_of(config, name))}"
-        for name in all_keys()
+        for name in keys_of(RunConfig)
         if name != "output_dir" and value_of(before, name) != value_of(config, name)
     }
     other = [line for name, line in lines.items() if _is_mathematics(name)]

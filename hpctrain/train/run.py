@@ -15,6 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
+from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
@@ -22,9 +23,8 @@ from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig, seconds
+from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.keys import render
 from hpctrain.train.lease import TIMES, Holder, Lease
 from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped

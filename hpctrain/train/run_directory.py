@@ -7,17 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hpctrain import __version__
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.provenance import versions
 from hpctrain.train.lease import Holder
 from hpctrain.train.metrics import RANKS, cut
-
-_SHOWN = ("torch", "numpy", "mpi4py", "h5py")
 
 
 class RunDirectory:
@@ -120,9 +117,7 @@ def _json(value: dict[str, Any]) -> str:
 def environment() -> dict[str, Any]:
     """What somebody needs to know to repeat the run: versions, machine, command."""
     return {
-        "hpctrain": __version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _SHOWN},
+        **versions(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
@@ -130,10 +125,3 @@ def environment() -> dict[str, Any]:
         "working_directory": str(Path.cwd()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

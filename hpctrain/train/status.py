@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.core.records import record_of
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.lease import Holder
-from hpctrain.train.metrics import record_of, result
+from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
 FAILED = 1  # exit code for a run that is at work, was ended without a word, or is not there

@@ -72,7 +72,8 @@ class StepMeter:
     def __init__(self) -> None:
         self._sums = torch.zeros(6, dtype=torch.float64)
         self._num_steps = 0
-        self._input_s = 0.0
+        self.input_s = 0.0
+        """How long the last batch let us wait."""
 
     @property
     def num_steps(self) -> int:
@@ -111,7 +112,7 @@ class StepMeter:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._input_s = perf_counter() - start
+            self.input_s = perf_counter() - start
             yield batch
 
     def add(
@@ -130,7 +131,7 @@ class StepMeter:
                 num_samples,
                 work_s - communication_s,
                 communication_s,
-                self._input_s,
+                self.input_s,
                 num_skipped,
             ),
             dtype=torch.float64,

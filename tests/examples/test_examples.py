@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
+from hpctrain.core.records import read
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.train.metrics import read
 from tests.train.starting import ROOT, last_line, start
 
 FOUR_LINES = ROOT / "examples/01_four_lines.py"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.train.metrics import read
+from hpctrain.core.records import read
 from tests.cluster.slurm import Job, SlurmCluster
 from tests.slurm import training
 

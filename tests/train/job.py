@@ -14,14 +14,14 @@ from torch.nn import functional
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.keys import render
+from hpctrain.core.records import read
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.keys import render
-from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import Task, build
 from tests.train import problem

@@ -6,10 +6,10 @@ import pytest
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.records import read
 from hpctrain.train.attempts import Attempt
 from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
-from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same
 from hpctrain.train.status import status
 from tests.train.job import Job, assert_same_bits

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.core.keys import TYPE_NAMES, dumps, keys_of, render, tables_of, value_of
 from hpctrain.train.config import ModelConfig, RunConfig
-from hpctrain.train.keys import TYPE_NAMES, all_keys, all_tables, dumps, render, value_of
 from hpctrain.train.load import load
 
-KEYS = all_keys().values()
+KEYS = keys_of(RunConfig).values()
 
 
 def test_every_key_has_a_sentence_a_type_of_toml_and_a_default_that_it_takes():
-    texts = [key.sentence for key in KEYS] + list(all_tables().values())
+    texts = [key.sentence for key in KEYS] + list(tables_of(RunConfig).values())
     assert all(text.endswith((".", ")")) for text in texts), texts
     assert all(kind in TYPE_NAMES for key in KEYS for kind, _ in key.takes)
     config = RunConfig()
     for key in KEYS:
         assert key.checked(key.default) == key.default == value_of(config, key.name)
-    assert set(all_tables()) == {key.table for key in KEYS}
-    for name in [*all_keys(), *all_tables()]:
+    assert set(tables_of(RunConfig)) == {key.table for key in KEYS}
+    for name in [*keys_of(RunConfig), *tables_of(RunConfig)]:
         assert load(None).explain(name)
 
 
@@ -42,11 +42,11 @@ def test_a_configuration_survives_being_written(tmp_path, config):
     path.write_text(render(config), encoding="utf-8")
     loaded = load(path)
     assert loaded.config == config
-    assert set(loaded.origins) == set(all_keys())
+    assert set(loaded.origins) == set(keys_of(RunConfig))
 
 
 def test_every_key_stands_below_its_sentence():
-    text = render()
+    text = render(RunConfig())
     for key in KEYS:
         before, _, _ = text.partition(f"\n{key.short} = ")
         assert key.sentence.split()[-1] in text, key.name

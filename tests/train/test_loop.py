@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hpctrain.core.records import read
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loop import ends_interval
-from hpctrain.train.metrics import read
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import Task, build
 from tests.train.job import train_alone

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import hpctrain
+from hpctrain.core.records import read
 from hpctrain.train.load import load
-from hpctrain.train.metrics import read
 from hpctrain.train.run import How, run
 from tests.train.job import assert_same_bits, newest_model
 from tests.train.problem import NUM_SAMPLES

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.core.keys import render
 from hpctrain.train.config import CommConfig, RunConfig
-from hpctrain.train.keys import render
 from hpctrain.train.resume import plan_to_keep
 from hpctrain.train.run_directory import RunDirectory
 

@@ -3,8 +3,8 @@
 import pytest
 
 from hpctrain.core.errors import MismatchError, ReplicaError
+from hpctrain.core.records import read
 from hpctrain.train.loop import Outcome
-from hpctrain.train.metrics import read
 from tests.train.job import Job
 
 SHORT = ["train.epochs=1", "checkpoint.every=none"]

@@ -7,9 +7,9 @@ import torch
 
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.core.records import read
 from hpctrain.gradients.fixed_tree import aligned_parts
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.metrics import read
 from hpctrain.train.resume import settled
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_run, train_alone

@@ -10,11 +10,11 @@ import torch
 
 import hpctrain
 from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
-from hpctrain.train.keys import render
+from hpctrain.core.keys import render
+from hpctrain.core.records import read
 from hpctrain.train.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.metrics import read
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory

@@ -9,9 +9,9 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.records import read
 from hpctrain.train.lease import Holder
 from hpctrain.train.load import load
-from hpctrain.train.metrics import read
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
 from tests.train.job import newest_model

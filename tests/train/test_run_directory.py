@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.records import read
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.attempts import KILLED, Attempt
 from hpctrain.train.config import RunConfig
-from hpctrain.train.metrics import Metrics, cut, read
+from hpctrain.train.metrics import Metrics, cut
 from hpctrain.train.run import requests_of
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.status import FAILED, status

@@ -11,10 +11,10 @@ import torch
 
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.records import read
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.metrics import read
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_run

@@ -1,4 +1,7 @@
-"""The keys of a configuration, read off its dataclasses, and their values in TOML."""
+"""The keys of a configuration file, read off dataclasses, and their values in TOML.
+
+A field is a key: its type says what it takes, the string below it is its sentence.
+"""
 
 import ast
 import functools
@@ -13,7 +16,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.config import Rule, RunConfig
+from hpctrain.core.units import parse_seconds
 
 TYPE_NAMES: dict[type, str] = {
     str: "text",
@@ -25,6 +28,48 @@ TYPE_NAMES: dict[type, str] = {
 }
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What the values of a type keep to."""
+
+    least: float | None = None
+    above: float | None = None
+    is_time: bool = False
+    """A text such as ``"10min"``; an empty one is no time."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Return if a value keeps to it.
+
+        Raises ``ConfigError``: it does not; says the rule of the key ``name``.
+        """
+        if self.is_time:
+            try:
+                seconds(value)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        if self.least is not None:
+            require(value >= self.least, f"{name} must be at least {self.least}", value)
+        if self.above is not None:
+            require(value > self.above, f"{name} must be above {self.above}", value)
+
+
+Count = Annotated[int, Rule(least=0)]
+Number = Annotated[int, Rule(least=1)]
+Positive = Annotated[float, Rule(above=0)]
+Time = Annotated[str, Rule(is_time=True)]
+
+
+def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
+    """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+def seconds(text: str) -> float | None:
+    """Read a time; None for an empty text."""
+    return parse_seconds(text) if text else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,40 +132,48 @@ class Key:
 
 
 @functools.cache
-def all_keys() -> dict[str, Key]:
-    """Every key by its dotted name, in the order of the file."""
-    return {key.name: key for key in _keys(RunConfig(), "")}
+def keys_of(cls: type) -> dict[str, Key]:
+    """Every key of a configuration by its dotted name, in the order of the file."""
+    return {key.name: key for key in _keys(cls(), "")}
 
 
 @functools.cache
-def all_tables() -> dict[str, str]:
+def tables_of(cls: type) -> dict[str, str]:
     """The sentence of every table, by its name; the top of the file has the empty name."""
-    values = {item.name: getattr(RunConfig(), item.name) for item in fields(RunConfig)}
+    values = {item.name: getattr(cls(), item.name) for item in fields(cls)}
     tables = {name: type(value) for name, value in values.items() if is_dataclass(value)}
-    return {name: _summary(cls) for name, cls in {"": RunConfig, **tables}.items()}
+    return {name: _summary(each) for name, each in {"": cls, **tables}.items()}
 
 
-def value_of(config: RunConfig, name: str) -> Any:
+def value_of(config: object, name: str) -> Any:
     """The value of the key ``name``."""
     return functools.reduce(getattr, name.split("."), config)
 
 
-def render(config: RunConfig | None = None) -> str:
-    """Write ``config`` (the defaults when None) as TOML, with the sentence of each key above it.
+def render(config: object) -> str:
+    """Write ``config`` as TOML, with the sentence of each key above it.
 
-    Reading the text with ``load`` gives an equal configuration.
+    Reading the text again gives an equal configuration.
     """
-    config = config or RunConfig()
+    cls: Any = type(config)
     lines = []
-    for table, summary in all_tables().items():
+    for table, summary in tables_of(cls).items():
         lines += [f"[{table}]  # {summary}", ""] if table else [f"# {summary}", ""]
-        for key in all_keys().values():
+        for key in keys_of(cls).values():
             if key.table == table:
                 lines += textwrap.wrap(
                     key.sentence, width=97, initial_indent="# ", subsequent_indent="# "
                 )
-                lines += [f"{key.short} = {dumps(value_of(config, key.name))}", ""]
+                lines += [*_assigned(key.short, value_of(config, key.name)), ""]
     return "\n".join(lines)
+
+
+def _assigned(name: str, value: Any) -> list[str]:
+    """Return the line that sets a key; a table too long for one has a line for each value."""
+    line = f"{name} = {dumps(value)}"
+    if len(line) < 100 or not isinstance(value, Mapping):
+        return [line]
+    return [f"{name}.{_bare(inner)} = {dumps(item)}" for inner, item in value.items()]
 
 
 def dumps(value: Any) -> str:

@@ -1,0 +1,116 @@
+"""Values of a configuration from several sources, each checked by its key."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import Key, keys_of, tables_of
+
+C = TypeVar("C")
+
+
+class TomlValues(Generic[C]):
+    """Values for a dataclass of tables, source by source; later ones replace earlier ones."""
+
+    def __init__(self, cls: type[C]) -> None:
+        """Begin with the defaults of ``cls``."""
+        self._cls: Any = cls
+        self._values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        """Where the keys that are not defaults were set: ``file digits.toml``."""
+
+    def merge(self, items: Iterable[tuple[str, Any]], source: str) -> None:
+        """Take values by their keys; a dotted name may point into a free table.
+
+        Raises ``ConfigError``: names the source, the key, what it takes and what it got.
+        """
+        for given, value in items:
+            try:
+                key, inner = self._find(given)
+                if inner:
+                    before = self._values.get(key.name, key.default)
+                    self._values[key.name] = _with(before, inner, value)
+                else:
+                    self._values[key.name] = key.checked(value)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
+            self.origins[key.name] = source
+
+    def build(self) -> C:
+        """Make the configuration.
+
+        Raises ``ConfigError``: values do not go together; names the source of the first.
+        """
+        tables: dict[str, dict[str, Any]] = {}
+        for name, value in self._values.items():
+            table, _, short = name.rpartition(".")
+            tables.setdefault(table, {})[short] = value
+        top = self._cls()
+        try:
+            inner = {
+                name: type(getattr(top, name))(**table) for name, table in tables.items() if name
+            }
+            made: C = self._cls(**tables.get("", {}), **inner)
+        except ConfigError as error:
+            name = str(error).partition(" ")[0].rstrip(":")
+            blamed = f"{self.origins[name]}: " if name in self.origins else ""
+            raise ConfigError(f"{blamed}{error}") from None
+        return made
+
+    def _find(self, name: str) -> tuple[Key, str]:
+        """The key that ``name`` means, and what follows it when it points into a free table."""
+        keys = keys_of(self._cls)
+        if name in keys:
+            return keys[name], ""
+        for key in keys.values():
+            if key.is_table and name.startswith(f"{key.name}."):
+                return key, name.removeprefix(f"{key.name}.")
+        raise ConfigError(unknown_key(self._cls, name))
+
+
+def read_toml(path: Path, cls: Any, way_out: str) -> Iterator[tuple[str, Any]]:
+    """Read the values of a file for a dataclass of tables, by their dotted names.
+
+    Raises ``ConfigError``: there is none, and then ``way_out`` says what to do; or it is no TOML.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}; {way_out}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+    for name, value in document.items():
+        if isinstance(value, dict) and name in tables_of(cls):
+            yield from ((f"{name}.{short}", item) for short, item in value.items())
+        else:
+            yield name, value
+
+
+def unknown_key(cls: Any, name: str) -> str:
+    """Say that ``name`` is no key, which one may be meant, and what its table takes."""
+    keys, tables = keys_of(cls), tables_of(cls)
+    table, _, short = name.rpartition(".")
+    if name in tables:
+        return f"{name} is a table; write [{name}], or name one of its keys"
+    if table not in tables:
+        table = ""
+    close = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    close += [key.name for key in keys.values() if key.short == short]
+    close += [f"{table}.args.{short}"] if f"{table}.args" in keys else []
+    hint = f"did you mean {close[0]}? " if close else ""
+    valid = [key.short for key in keys.values() if key.table == table]
+    valid += [f"[{each}]" for each in tables if each and not table]
+    where = f"[{table}]" if table else "the top of the file"
+    return f"{name} is not a key; {hint}{where} takes {', '.join(valid)}"
+
+
+def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A copy of ``table`` in which the dotted ``name`` has ``value``."""
+    first, _, rest = name.partition(".")
+    inner = table.get(first, {})
+    if rest and not isinstance(inner, Mapping):
+        raise ConfigError(f"{first} holds {inner!r}, so {name} cannot be set; set {first} itself")
+    return {**table, first: _with(inner, rest, value) if rest else value}

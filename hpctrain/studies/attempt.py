@@ -1,0 +1,138 @@
+"""Carrying out of one attempt: its processes, its folder, its record."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.atomic import make_folder
+from hpctrain.core.config import variable_of
+from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.launch.program import resolve
+from hpctrain.studies.measurement import measure
+from hpctrain.studies.points import Attempt
+from hpctrain.studies.records import PointRecord, StudyFolder
+from hpctrain.studies.study_file import StudyConfig
+
+RECORDS = "records"  # the folder in that of an attempt where ranks write
+OUTPUT = "output.txt"  # what its processes have printed
+
+_SHOWN = 15  # last lines of the output that an error has
+_VARIABLE = variable_of("records")
+_GRACE_S, _LOOK_S = 5.0, 0.01
+
+
+def carry_out(
+    config: StudyConfig, attempt: Attempt, folder: StudyFolder, *, cores: int
+) -> PointRecord:
+    """Measure one repeat of one point. What fails is in the record, and no error.
+
+    A half-done attempt of the same name is cleared away first, and so are its processes.
+    """
+    place = clear(folder, attempt)
+    make_folder(place / RECORDS)
+    facts: dict[str, Any] = {
+        "point": attempt.point,
+        "repeat": attempt.repeat,
+        "order": attempt.order,
+        "oversubscribed": attempt.is_oversubscribed(cores, config.study.hosts),
+        "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "folder": str(place.relative_to(folder.path)),
+    }
+    start = time.monotonic()
+    try:
+        _run(config, attempt, place)
+        found = measure(
+            place / RECORDS,
+            ranks=attempt.layout.ranks,
+            warm_up=config.study.warm_up,
+            target=config.study.target,
+        )
+        facts |= {"status": "done", **found}
+    except HpctrainError as error:
+        facts |= {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
+    return PointRecord(**facts, wall_s=time.monotonic() - start)
+
+
+def clear(folder: StudyFolder, attempt: Attempt) -> Path:
+    """Remove what is left of an attempt that was broken off; return the path of its folder."""
+    place = folder.attempts / attempt.name
+    if place.exists():
+        _kill_left_over(place / RECORDS)
+        shutil.rmtree(place)
+    return place
+
+
+def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
+    """Start the ranks and wait for them. Raises ``HpctrainError``: they fail."""
+    launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
+    words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
+    records = str((place / RECORDS).absolute())
+    environ = {**os.environ, **variables, _VARIABLE: records}
+    code = _wait(words, environ, place / OUTPUT, config.timeout_s)
+    if code is None:
+        raise DataError(f"it took longer than study.timeout = {config.study.timeout}")
+    if code:
+        raise DataError(f"it ended with exit code {code}")
+
+
+def _wait(
+    words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
+) -> int | None:
+    """Return the exit code of a program, None where it took too long; nothing of it is left."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(  # noqa: S603 - this is the user's command
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # At the second signal `hpctrain launch` waits for no rank.
+            for patience_s in (1.0, _GRACE_S):
+                if process.returncode is None:
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(patience_s)
+            _kill_left_over(Path(environ[_VARIABLE]))
+            process.wait()
+
+
+def _left_over(records: Path) -> list[int]:
+    """List the processes of this host and user that belong to an attempt, by their environment."""
+    mark = f"{_VARIABLE}={records.absolute()}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def _kill_left_over(records: Path) -> None:
+    """Kill them, and wait until they are gone: what they write would spoil the next attempt."""
+    give_up = time.monotonic() + _GRACE_S
+    while (pids := _left_over(records)) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _last_lines(output: Path) -> str:
+    if not output.exists():
+        return ""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
+    return "".join(f"\n  {line}" for line in lines)

@@ -1,0 +1,132 @@
+"""Points of a study, and the random order in which their repeats are measured."""
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.studies.records import Point
+from hpctrain.studies.study_file import LAUNCH, StudyConfig
+
+SRUN = (
+    "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
+    "--kill-on-bad-exit=1 --cpu-bind=cores"
+)
+"""Takes the place of ``LAUNCH`` in jobs of Slurm."""
+
+
+class Layout(NamedTuple):
+    """How large a point is."""
+
+    ranks: int
+    nodes: int
+    ranks_per_node: int  # the most of a node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One repeat of one point."""
+
+    point: Point
+    layout: Layout
+    repeat: int  # from 0
+    order: int  # its place in the study, from 0
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.order:04d}"
+
+    @property
+    def text(self) -> str:
+        """The point in one line, for people and as a key."""
+        return " ".join(f"{name}={value}" for name, value in self.point.items())
+
+    def names(self, mode: str, folder: Path) -> dict[str, Any]:
+        """Return what names in braces stand for."""
+        found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
+        if "batch" in found:
+            batch, ranks = found["batch"], self.layout.ranks
+            found["global_batch"] = batch * ranks if mode == "weak" else batch
+            found["rank_batch"] = batch if mode == "weak" else batch // ranks
+        return found
+
+    def is_oversubscribed(self, cores: int, hosts: int) -> bool:
+        """Say whether it has more ranks than cores, on so many hosts of so many cores."""
+        return self.layout.ranks > cores * min(self.layout.nodes, hosts)
+
+
+def layout_of(point: Point) -> Layout | None:
+    """Return how large a point is; None where its factors contradict each other.
+
+    Nodes that nobody tells are as many as needed, one without ranks per node.
+    """
+    ranks, nodes, each = (point.get(name) for name in Layout._fields)
+    if ranks is None:
+        nodes, each = nodes or 1, each or 1
+        return Layout(nodes * each, nodes, each)
+    nodes = nodes or (1 if each is None else -(-ranks // each))
+    if nodes > ranks or (each is not None and "nodes" in point and ranks != nodes * each):
+        return None
+    return Layout(ranks, nodes, -(-ranks // nodes))
+
+
+def points_of(config: StudyConfig) -> list[Point]:
+    """Return all combinations of the factors that do not contradict each other.
+
+    Raises ``ConfigError``: there is none, or the ranks of one cannot share its batch.
+    """
+    names = list(config.factors)
+    found = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*config.factors.values())
+    ]
+    points: list[Point] = [point for point in found if layout_of(point) is not None]
+    if not points:
+        raise ConfigError(
+            f"a point has at least as many ranks as nodes, and nodes x ranks_per_node ranks where "
+            f"all are told; none of these has: {dict(config.factors)}"
+        )
+    if config.study.mode == "strong" and config.uses("rank_batch"):
+        for point in points:
+            ranks = layout_of(point)
+            assert ranks is not None
+            if point["batch"] % ranks.ranks:
+                raise ConfigError(
+                    f"factors.batch is divided among the ranks for {{rank_batch}}, and "
+                    f"{ranks.ranks} ranks cannot share {point['batch']} samples alike; choose a "
+                    f"multiple, or mode = weak"
+                )
+    return points
+
+
+def attempts_of(config: StudyConfig) -> list[Attempt]:
+    """Return all repeats of all points in the order in which they are measured.
+
+    In every repeat all points come, in an order of its own: whatever drifts while a study runs
+    meets all points alike. The order of a repeat depends on seed and points alone, so that more
+    repeats can follow later. Raises ``ConfigError`` as ``points_of``.
+    """
+    points = points_of(config)
+    found: list[Attempt] = []
+    for repeat in range(config.study.repeats):
+        shuffled = random.Random(f"{config.study.seed}/{repeat}").sample(points, len(points))  # noqa: S311
+        for point in shuffled:
+            layout = layout_of(point)
+            assert layout is not None
+            attempt = Attempt(point=point, layout=layout, repeat=repeat, order=len(found))
+            found.append(attempt)
+    return found
+
+
+def on_slurm(config: StudyConfig) -> StudyConfig:
+    """Return a study on real nodes, started by ``srun`` unless another launcher is set."""
+    nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
+    launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
+    return replace(
+        config,
+        study=replace(config.study, hosts=max(config.study.hosts, nodes)),
+        command=replace(config.command, launcher=launcher),
+    )

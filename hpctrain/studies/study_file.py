@@ -1,0 +1,226 @@
+"""File of a study, ``STUDY.toml``: what to measure, and what each factor changes."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import Count, Number, Time, require, seconds
+from hpctrain.core.target import hint
+from hpctrain.core.toml_values import TomlValues, read_toml
+from hpctrain.studies.records import StudyFacts
+
+LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
+
+_LAYOUT = ("ranks", "nodes", "ranks_per_node")
+_ATTEMPT = ("folder", "repeat")
+
+_NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # ${x} is a shell's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyTable:
+    """What is asked, and how it is measured."""
+
+    name: str = "study"
+    """Name of the study, and of its folder studies/NAME."""
+    mode: Literal["strong", "weak"] = "strong"
+    """strong: the same work on more ranks, so that the factor batch is that of all ranks; weak:
+    more work on more ranks, so that it is that of each rank."""
+    repeats: Number = 5
+    """How often each point is measured: in every repeat all points, in random order."""
+    seed: Count = 0
+    """Of the random order."""
+    warm_up: Count = 10
+    """First steps of each repeat that do not count; a step whose begin nobody has told neither."""
+    target: Mapping[str, Any] = field(default_factory=dict)
+    """What to take the time to, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
+    hpctrain.record; loss is the mean of ten steps, a name that ends in loss falls, others grow."""
+    timeout: Time = "1h"
+    """Time after which a repeat of a point has failed."""
+    cores: Count = 0
+    """Cores of a host; 0 counts those of this machine."""
+    hosts: Number = 1
+    """Real hosts. Further nodes of a point are declared ones that share their cores; a point with
+    more ranks than cores is oversubscribed: measured, and kept out of efficiency."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandTable:
+    """What is started. In every text {NAME} stands for the value of a factor.
+
+    Also for {ranks}, {nodes}, {ranks_per_node}, for {global_batch} and {rank_batch}, and for
+    {folder} and {repeat} of an attempt.
+    """
+
+    run: str = ""
+    """What is measured: hpctrain train CONFIG.toml, or any program whose ranks call
+    hpctrain.record(step=..., samples=...)."""
+    launcher: str = LAUNCH
+    """What stands before it and starts its ranks; --slurm replaces this default by srun."""
+    set: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of hpctrain train, which become --set KEY=VALUE behind the command."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the environment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyConfig:
+    """A scaling study; hpctrain study run measures it."""
+
+    factors: Mapping[str, Any] = field(default_factory=dict)
+    """What is varied: a list for each factor, and a point for each combination. ranks, nodes and
+    ranks_per_node say how large a point is, each may be left out; batch and any other name, such
+    as codec or steps, change what the texts of [command] say."""
+    study: StudyTable = field(default_factory=StudyTable)
+    command: CommandTable = field(default_factory=CommandTable)
+
+    def __post_init__(self) -> None:
+        """Check the factors, and that each changes something."""
+        for name, values in self.factors.items():
+            require(
+                isinstance(values, list) and bool(values) and _are_unique(values),
+                f"factors.{name} is a list of different values",
+                values,
+            )
+            require(
+                re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT,
+                "factors are words of small letters, other than folder and repeat",
+                name,
+            )
+            require(
+                name not in (*_LAYOUT, "batch") or all(type(v) is int and v > 0 for v in values),
+                f"factors.{name} has whole numbers above 0",
+                values,
+            )
+        for name, value in self.study.target.items():
+            require(type(value) in (int, float), f"study.target.{name} is a number", value)
+        require(len(self.study.target) < 2, "study.target has one name", self.study.target)
+        if self.command.run:
+            self._check_names()
+
+    def _check_names(self) -> None:
+        known = {*_LAYOUT, *_ATTEMPT, *self.factors}
+        known |= {"global_batch", "rank_batch"} if "batch" in self.factors else set()
+        used = {name for text in self._texts() for name in _NAME.findall(text)}
+        for name in sorted(used - known):
+            raise ConfigError(
+                f"[command] has names of factors in {{}}, {{{name}}} is none{hint(name, known)}"
+            )
+        also = {name: {"ranks", "ranks_per_node"} for name in _LAYOUT}
+        also["batch"] = {"global_batch", "rank_batch"}
+        for name in self.factors:
+            require(
+                bool(({name} | also.get(name, set())) & used),
+                f"factors.{name} changes something: write {{{name}}} in a text of [command]",
+                sorted(used),
+            )
+
+    def _texts(self) -> Iterator[str]:
+        yield from (self.command.run, self.command.launcher)
+        yield from map(_text, flat(self.command.set).values())
+        yield from map(_text, self.command.environment.values())
+
+    def facts(self, cores: int) -> StudyFacts:
+        """Return what this asks, on hosts of so many cores."""
+        settings = [f"{name}={_text(value)}" for name, value in flat(self.command.set).items()]
+        variables = [f"{n}={_text(v)}" for n, v in self.command.environment.items()]
+        words = [f"--set {setting}" for setting in settings]
+        return StudyFacts(
+            name=self.study.name,
+            mode=self.study.mode,
+            repeats=self.study.repeats,
+            seed=self.study.seed,
+            warm_up=f"the first {self.study.warm_up} steps of each repeat are dropped",
+            target=dict(self.study.target) or None,
+            factors={name: list(values) for name, values in self.factors.items()},
+            command=" ".join([*variables, self.command.run, *words]),
+            launcher=self.command.launcher,
+            cores=self.study.cores or cores,
+        )
+
+    def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
+        """Return the words of the launcher and of the command, and the variables.
+
+        What ``{...}`` stand for is in ``names``.
+        """
+        run = [_filled(word, names) for word in shlex.split(self.command.run)]
+        for key, value in flat(self.command.set).items():
+            run += ["--set", f"{key}={_filled(_text(value), names)}"]
+        launcher = [_filled(word, names) for word in shlex.split(self.command.launcher)]
+        variables = self.command.environment.items()
+        return launcher, run, {name: _filled(_text(value), names) for name, value in variables}
+
+    def uses(self, name: str) -> bool:
+        """Say whether a text of [command] has ``{name}``."""
+        return any(name in _NAME.findall(text) for text in self._texts())
+
+    @property
+    def timeout_s(self) -> float | None:
+        """``timeout`` as a number."""
+        return seconds(self.study.timeout)
+
+
+def load(path: Path) -> StudyConfig:
+    """Read the file of a study.
+
+    Raises ``ConfigError``: names the file, the key, what it takes and what it got.
+    """
+    values = TomlValues(StudyConfig)
+    way_out = f"hpctrain study init {path} writes one"
+    values.merge(read_toml(path, StudyConfig, way_out), f"file {path}")
+    config = values.build()
+    require(bool(config.command.run), f"file {path}: command.run says what to measure", "")
+    return config
+
+
+def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
+    """Return a study to begin with: of ``script``, else of the handwritten digits."""
+    table = StudyTable(name=f"digits-{mode}", mode=mode, target={"accuracy": 0.9})
+    factors = {"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]}
+    if script:
+        own = CommandTable(run=script, environment={"OMP_NUM_THREADS": 1})
+        if "batch}" not in script:
+            own = replace(own, environment={"BATCH": "{rank_batch}", **own.environment})
+        table = StudyTable(name=f"script-{mode}", mode=mode)
+        return StudyConfig(factors=factors, study=table, command=own)
+    settings = {
+        "output_dir": "{folder}/run",
+        "seed": "{repeat}",
+        "train.global_batch": "{global_batch}",
+        "train.epochs": 8,
+        "checkpoint.every": "none",
+        "log.plots": False,
+    }
+    command = CommandTable(
+        run="hpctrain train examples/digits.toml",
+        set=settings,
+        environment={"OMP_NUM_THREADS": 1},
+    )
+    return StudyConfig(factors=factors, study=table, command=command)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _filled(text: str, names: Mapping[str, Any]) -> str:
+    return _NAME.sub(lambda match: _text(names[match[1]]), text)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _are_unique(values: list[Any]) -> bool:
+    return len({repr(value) for value in values}) == len(values)
