@@ -85,10 +85,9 @@ class Machine:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as the TOML of a machine: {error}") from None
         try:
-            links = {
-                name: _made(Link, table[name]) for name in ("node", "network") if name in table
-            }
-            return _made(cls, table | links)
+            for name in {"node", "network"} & table.keys():
+                table[name] = _made(Link, table[name])
+            machine: Self = _made(cls, table)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         return machine
