@@ -119,12 +119,13 @@ def run(  # noqa: PLR0913 - a command's options
       hpctrain study run strong.toml --slurm --time 1h --partition compute
     """
     from hpctrain.studies import study_file  # noqa: PLC0415
+    from hpctrain.studies.points import on_slurm  # noqa: PLC0415
     from hpctrain.studies.study import Study  # noqa: PLC0415
 
     config = study_file.load(path)
     where = out or Path("studies", config.study.name)
     if slurm:
-        config = config.on_slurm()
+        config = on_slurm(config)
     study = Study(config, where)
     attempts = study.missing(repeat=repeat, failed=retry_failed)
     if dry_run:
@@ -161,12 +162,17 @@ def _describe(study: "Study", attempts: "list[Attempt]", seconds_per_point: floa
         note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" if many else ""
         typer.echo(f"{text}  x {len(repeats)}{note}")
     if attempts:
-        words, _ = words_of(study.config, attempts[0], study.folder.attempts / attempts[0].name)
-        typer.echo(f"the first: {shlex.join(words)}")
-    cost = study.expected(attempts, seconds_per_point)
+        place = study.folder.attempts / attempts[0].name
+        launcher, command = words_of(study.config, attempts[0], place)
+        typer.echo(f"the first: {shlex.join([*launcher, *command])}")
+    if seconds_per_point is None:
+        cost_s = study.expected_s(attempts)
+    else:
+        cost_s = seconds_per_point * len(attempts)
     price = "say --seconds-per-point for their cost"
-    if cost is not None:
-        price = f"{cost.node_hours:.3g} node-hours, {format_seconds(cost.seconds)} in all"
+    if cost_s is not None:
+        # All nodes of the largest point are held all the time.
+        price = f"{cost_s * hosts / 3600:.3g} node-hours, {format_seconds(cost_s)} in all"
     typer.echo(f"{len(attempts)} of {len(study.attempts)} are left to measure: {price}")
 
 
@@ -240,8 +246,8 @@ def _measure(study: "Study", attempts: "list[Attempt]", share: int | None) -> No
     with _StudyBar(len(attempts)) as bar:
 
         def begun(attempt: "Attempt") -> None:
-            cost = study.expected(left, None)
-            time_left = f"  {format_seconds(cost.seconds)} left" if cost else ""
+            left_s = study.expected_s(left)
+            time_left = f"  {format_seconds(left_s)} left" if left_s else ""
             bar.show(len(attempts) - len(left), f"{attempt.text}{time_left}")
 
         def ended(record: "PointRecord") -> None:

@@ -54,21 +54,26 @@ class _Recorder:
         path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"HPCTRAIN_RECORDS names a folder for records, {folder} cannot be written: "
                 f"{error.strerror}; unset it, or name another"
             ) from None
-        self._flushed = time.monotonic()
-        atexit.register(self._file.flush)
+        self._pid, self._lines, self._flushed = os.getpid(), b"", time.monotonic()
+        atexit.register(self.flush)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         now = time.monotonic()
-        self._file.write(json.dumps({"step": int(step), "at": now, **values}) + "\n")
+        self._lines += json.dumps({"step": int(step), "at": now, **values}).encode() + b"\n"
         if now - self._flushed > _FLUSH_S:
-            self._file.flush()
+            self.flush()
             self._flushed = now
+
+    def flush(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has these lines too
+            self._file.write(self._lines)
+            self._lines = b""
 
 
 @functools.cache

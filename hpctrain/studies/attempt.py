@@ -25,7 +25,7 @@ OUTPUT = "output.txt"  # what its processes have printed
 
 _SHOWN = 15  # last lines of the output that an error has
 _VARIABLE = variable_of("records")
-_GRACE_S = 5.0
+_GRACE_S, _LOOK_S = 5.0, 0.01
 
 
 def carry_out(
@@ -64,27 +64,21 @@ def clear(folder: StudyFolder, attempt: Attempt) -> Path:
     """Remove what is left of an attempt that was broken off; return the path of its folder."""
     place = folder.attempts / attempt.name
     if place.exists():
-        _kill(_left_over(place / RECORDS))
+        _kill_left_over(place / RECORDS)
         shutil.rmtree(place)
     return place
 
 
-def words_of(
-    config: StudyConfig, attempt: Attempt, place: Path
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command line, its programs resolved, and the variables to set.
-
-    Raises ``LaunchError``: there is no such program.
-    """
-    names = {**attempt.names(config.study.mode), "folder": place}
-    launcher, command = config.line(names)
-    words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
-    return words, config.variables(names)
+def words_of(config: StudyConfig, attempt: Attempt, place: Path) -> tuple[list[str], list[str]]:
+    """Return the words of the launcher, and those of the command behind them."""
+    return config.line({**attempt.names(config.study.mode), "folder": place})
 
 
 def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
     """Start the ranks and wait for them. Raises ``HpctrainError``: they fail."""
-    words, variables = words_of(config, attempt, place)
+    launcher, command = words_of(config, attempt, place)
+    words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
+    variables = config.variables({**attempt.names(config.study.mode), "folder": place})
     records = str((place / RECORDS).absolute())
     environ = {**os.environ, **variables, _VARIABLE: records}
     code = _wait(words, environ, place / OUTPUT, config.timeout_s)
@@ -117,7 +111,7 @@ def _wait(
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(_GRACE_S)
-            _kill(_left_over(Path(environ[_VARIABLE])))
+            _kill_left_over(Path(environ[_VARIABLE]))
             process.wait()
 
 
@@ -132,10 +126,14 @@ def _left_over(records: Path) -> list[int]:
     return found
 
 
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _kill_left_over(records: Path) -> None:
+    """Kill them, and wait until they are gone: what they write would spoil the next attempt."""
+    give_up = time.monotonic() + _GRACE_S
+    while (pids := _left_over(records)) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
 
 
 def _last_lines(output: Path) -> str:

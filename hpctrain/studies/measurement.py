@@ -5,7 +5,7 @@ need not agree.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -139,14 +139,11 @@ def _reached(
         return found
     [(name, wanted)] = target.items()
     sign = -1 if name.endswith("loss") else 1
-    step = None
     if name == "loss":
-        losses = [_loss(each) for each in all_steps]
-        for end in range(SMOOTHED, len(losses) + 1):
-            window = [loss for loss in losses[end - SMOOTHED : end] if loss is not None]
-            if len(window) == SMOOTHED and fmean(window) <= wanted:
-                step = numbers[end - 1]
-                break
+        losses = [math.nan if (loss := _loss(each)) is None else loss for each in all_steps]
+        means = [math.fsum(losses[i : i + SMOOTHED]) / SMOOTHED for i in range(len(losses))]
+        last = len(losses) - SMOOTHED
+        told = [numbers[i + SMOOTHED - 1] for i in range(last + 1) if means[i] <= wanted]
     else:
         told = [
             line["step"]
@@ -154,19 +151,14 @@ def _reached(
             for line in rank
             if line.get(name) is not None and sign * line[name] >= sign * wanted
         ]
-        step = min(told, default=None)
-    if step is None:
+    if not told:
         return found
-    ends = [_end(rank, step, "samples" if name == "loss" else name) for rank in lines]
+    step, what = min(told), "samples" if name == "loss" else name
     begins = [rank[0]["at"] - rank[0].get("seconds", 0.0) for rank in lines]
-    seconds = [end - begin for end, begin in zip(ends, begins, strict=True) if end is not None]
-    return {
-        "time_to_target_s": max(seconds),
-        "steps_to_target": bisect_left(numbers, step) + 1,
-    }
-
-
-def _end(rank: Iterable[_Line], step: int, name: str) -> float | None:
-    """Return when a rank told ``name`` of a step."""
-    ends = [line["at"] for line in rank if line["step"] == step and name in line]
-    return max(ends, default=None)
+    times = [
+        line["at"] - begin
+        for rank, begin in zip(lines, begins, strict=True)
+        for line in rank
+        if line["step"] == step and what in line
+    ]
+    return {"time_to_target_s": max(times), "steps_to_target": bisect_right(numbers, step)}

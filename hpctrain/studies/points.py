@@ -2,12 +2,18 @@
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.studies.records import Point
-from hpctrain.studies.study_file import StudyConfig
+from hpctrain.studies.study_file import LAUNCH, StudyConfig
+
+SRUN = (
+    "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
+    "--kill-on-bad-exit=1 --cpu-bind=cores"
+)
+"""Takes the place of ``LAUNCH`` in jobs of Slurm."""
 
 
 class Layout(NamedTuple):
@@ -112,3 +118,14 @@ def attempts_of(config: StudyConfig) -> list[Attempt]:
             attempt = Attempt(point=point, layout=layout, repeat=repeat, order=len(found))
             found.append(attempt)
     return found
+
+
+def on_slurm(config: StudyConfig) -> StudyConfig:
+    """Return a study on real nodes, started by ``srun`` unless another launcher is set."""
+    nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
+    launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
+    return replace(
+        config,
+        study=replace(config.study, hosts=max(config.study.hosts, nodes)),
+        command=replace(config.command, launcher=launcher),
+    )

@@ -107,15 +107,8 @@ def efficiency(
         confidence: of the interval.
         seed: of the bootstrap.
     """
-    factor = growth if mode == "strong" else 1.0
-    found = _bootstrap([base_s, step_s], lambda each: np.median(each, -1), confidence, seed)
-    return Estimate(
-        value=found.value / factor,
-        low=None if found.low is None else found.low / factor,
-        high=None if found.high is None else found.high / factor,
-        confidence=confidence,
-        num_samples=found.num_samples,
-    )
+    ideal_s = [each / (growth if mode == "strong" else 1.0) for each in base_s]
+    return _bootstrap([ideal_s, step_s], lambda each: np.median(each, -1), confidence, seed)
 
 
 def summarize(
@@ -158,30 +151,31 @@ def compare(
 
     Raises ``DataError``: no point is in both.
     """
-    times: list[dict[str, dict[int, float]]] = [{}, {}]
-    points: dict[str, Point] = {}
-    for which, records in enumerate((first, second)):
-        for record in records:
-            if record.status == "done" and record.step_s:
-                key = _key(record.point)
-                points[key] = record.point
-                times[which].setdefault(key, {})[record.repeat] = step_time_s(record)
+    mine, theirs = _by_point(first), _by_point(second)
     shared = {
-        key: sorted(set(times[0][key]) & set(times[1][key]))
-        for key in points
-        if key in times[0] and key in times[1]
+        key: (point, sorted(times.keys() & theirs[key][1].keys()))
+        for key, (point, times) in mine.items()
+        if key in theirs and times.keys() & theirs[key][1].keys()
     }
-    shared = {key: repeats for key, repeats in shared.items() if repeats}
     if not shared:
         raise DataError(
             "two studies are compared at the points that both have measured, and these share none"
         )
-    share = alpha / len(shared)
-    found = []
-    for key, repeats in shared.items():
-        mine, theirs = ([each[key][repeat] for repeat in repeats] for each in times)
-        ratio = paired_ratio(mine, theirs, alpha=share, seed=seed)
-        found.append(Comparison(point=points[key], ratio=ratio, alpha=share))
+    found, share = [], alpha / len(shared)
+    for key, (point, repeats) in shared.items():
+        pairs = [[each[key][1][repeat] for repeat in repeats] for each in (mine, theirs)]
+        ratio = paired_ratio(*pairs, alpha=share, seed=seed)
+        found.append(Comparison(point=point, ratio=ratio, alpha=share))
+    return found
+
+
+def _by_point(records: Iterable[PointRecord]) -> dict[str, tuple[Point, dict[int, float]]]:
+    """Return each point and the time of a step in each of its repeats."""
+    found: dict[str, tuple[Point, dict[int, float]]] = {}
+    for record in records:
+        if record.status == "done":
+            _, times = found.setdefault(_key(record.point), (record.point, {}))
+            times[record.repeat] = step_time_s(record)
     return found
 
 

@@ -6,11 +6,11 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
@@ -29,13 +29,6 @@ from hpctrain.studies.study_file import StudyConfig
 FILE = "STUDY.toml"  # the study as it was measured, in its folder
 
 _GIT_S = 10.0
-
-
-class Cost(NamedTuple):
-    """What attempts will take, one after the other."""
-
-    seconds: float
-    node_hours: float  # of real nodes
 
 
 class Study:
@@ -63,8 +56,8 @@ class Study:
             if attempt.order not in known and repeat in (None, attempt.repeat)
         ]
 
-    def expected(self, attempts: Iterable[Attempt], seconds_each: float | None) -> Cost | None:
-        """Return what attempts will take: each ``seconds_each``, or else as long as measured.
+    def expected_s(self, attempts: Iterable[Attempt]) -> float | None:
+        """Return what attempts will take, by others of as many ranks, or else by all others.
 
         None where nothing was measured yet.
         """
@@ -73,15 +66,9 @@ class Study:
             if record.wall_s is not None:
                 walls.setdefault(ranks_of(record.point), []).append(record.wall_s)
         every = [wall for found in walls.values() for wall in found]
-        seconds = node_seconds = 0.0
-        for attempt in attempts:
-            alike = walls.get(attempt.layout.ranks, every)
-            each = seconds_each or (fmean(alike) if alike else None)
-            if each is None:
-                return None
-            seconds += each
-            node_seconds += each * min(attempt.layout.nodes, self.config.study.hosts)
-        return Cost(seconds, node_seconds / 3600)
+        if not every:
+            return None
+        return sum(fmean(walls.get(attempt.layout.ranks, every)) for attempt in attempts)
 
     def prepare(self) -> None:
         """Write what is asked, or check that it is the same.
@@ -139,17 +126,27 @@ class Study:
 
     @contextmanager
     def _held(self, share: int | None) -> Iterator[Records]:
-        with Records(self.folder.points_file(share)) as records:
-            try:
-                fcntl.flock(records.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"one process at a time measures a study, and another one is at work in "
-                    f"{self.folder.path}; wait for it or end it, this command goes on afterwards"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+        """Open the file of the records: of all alone, or of a share beside other shares."""
+        with ExitStack() as stack:
+            whole = stack.enter_context(Records(self.folder.points_file()))
+            records = whole
+            if share is not None:
+                records = stack.enter_context(Records(self.folder.points_file(share)))
+            self._lock(whole, fcntl.LOCK_EX if share is None else fcntl.LOCK_SH)
+            if share is not None:
+                self._lock(records, fcntl.LOCK_EX)
             yield records
+
+    def _lock(self, records: Records, kind: int) -> None:
+        try:
+            fcntl.flock(records.fileno(), kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"one process at a time measures a study, or a repeat of it, and another one is "
+                f"at work in {self.folder.path}; this command goes on when it has ended"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
 
     def _keep_plan(self, attempt: Attempt) -> None:
         """Keep topology and plan of a point, where its ranks have told them."""

@@ -15,12 +15,6 @@ from hpctrain.studies.records import StudyFacts
 
 LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 
-SRUN = (
-    "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
-    "--kill-on-bad-exit=1 --cpu-bind=cores"
-)
-"""Takes the place of ``LAUNCH`` in jobs of Slurm."""
-
 _LAYOUT = ("ranks", "nodes", "ranks_per_node")
 _ATTEMPT = ("folder", "repeat")
 
@@ -159,16 +153,6 @@ class StudyConfig:
         """Return the variables of the environment."""
         return {k: _filled(_text(v), names) for k, v in self.command.environment.items()}
 
-    def on_slurm(self) -> "StudyConfig":
-        """Return this study on real nodes, started by ``srun`` unless another launcher is set."""
-        nodes = self.factors.get("nodes") or [1]
-        launcher = SRUN if self.command.launcher == LAUNCH else self.command.launcher
-        return replace(
-            self,
-            study=replace(self.study, hosts=max(self.study.hosts, *nodes)),
-            command=replace(self.command, launcher=launcher),
-        )
-
     def uses(self, name: str) -> bool:
         """Say whether a text of [command] has ``{name}``."""
         return any(name in _NAME.findall(text) for text in self._texts())
@@ -197,12 +181,11 @@ def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
     table = StudyTable(name=f"digits-{mode}", mode=mode, target={"accuracy": 0.9})
     factors = {"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]}
     if script:
-        own = {"BATCH": "{rank_batch}", "OMP_NUM_THREADS": 1}
-        return StudyConfig(
-            factors=factors,
-            study=StudyTable(name=f"script-{mode}", mode=mode),
-            command=CommandTable(run=script, environment=own),
-        )
+        own = CommandTable(run=script, environment={"OMP_NUM_THREADS": 1})
+        if "batch}" not in script:
+            own = replace(own, environment={"BATCH": "{rank_batch}", **own.environment})
+        table = StudyTable(name=f"script-{mode}", mode=mode)
+        return StudyConfig(factors=factors, study=table, command=own)
     settings = {
         "output_dir": "{folder}/run",
         "seed": "{repeat}",

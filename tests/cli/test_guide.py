@@ -74,7 +74,9 @@ def test_commands_within_sentences_exist(topic):
     for command, words in re.findall(r"`hpctrain data (\w+)([^`]*)`", prose):
         options = {option for each in data[command].params for option in each.opts}
         assert set(re.findall(r"--[\w-]+", words)) <= options | {"--help"}, (command, words)
-    every = {option for each in data.values() for one in each.params for option in one.opts}
+    found = list(get_command(app).commands.values())
+    found += [inner for each in found for inner in getattr(each, "commands", {}).values()]
+    every = {option for each in found for one in each.params for option in one.opts}
     assert set(re.findall(r"`(--[\w-]+)", prose)) <= every
 
 

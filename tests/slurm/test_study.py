@@ -1,0 +1,58 @@
+"""A scaling study on a running Slurm: a job for each repeat; another submission goes on."""
+
+import re
+
+import pytest
+
+from hpctrain.studies.records import StudyFolder
+from tests.train.starting import ROOT
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.conformance]
+
+STUDY = f"""
+factors = {{ ranks = [2, 4], ranks_per_node = [2] }}
+study = {{ name = "s", repeats = 2, warm_up = 2 }}
+[command]
+run = "python {ROOT}/examples/measured.py --steps 8"
+environment = {{ OMP_NUM_THREADS = 1, HPCTRAIN_PROBE = "off" }}
+"""
+
+
+@pytest.mark.limit(600)
+def test_an_array_measures_a_study_what_is_lost_is_measured_again_and_a_report_follows(
+    slurm, tmp_path
+):
+    (tmp_path / "study.toml").write_text(STUDY)
+
+    def submit():
+        done = slurm.run(
+            ["hpctrain", "study", "run", "study.toml", "--slurm", "--time", "10min"], cwd=tmp_path
+        )
+        numbers = re.findall(r"^job (\d+):", done.stdout, re.MULTILINE)
+        return [slurm.job(int(number)) for number in numbers]
+
+    study = StudyFolder(tmp_path / "studies/s")
+    array, report = submit()
+    for task in array.tasks():
+        assert task.wait(240) == "COMPLETED", task.output()
+    records = study.read_points()
+    assert [record.order for record in records] == [0, 1, 2, 3]
+    for record in records:
+        assert record.status == "done", record.error
+        assert record.samples == 6 * 64 * record.point["ranks"]
+        assert not record.oversubscribed
+    environment = study.read_environment()
+    assert environment.slurm_job is not None
+    assert environment.topology["ranks=4 ranks_per_node=2"]["ranks"].startswith("4 on 2 nodes")
+    report.wait(60)
+
+    # As if the job of the second repeat had never come to its last point.
+    share = study.points_file(1)
+    share.write_text(share.read_text().splitlines()[0] + "\n")
+    array, report = submit()
+    [task] = array.tasks()
+    assert task.wait(240) == "COMPLETED", task.output()
+    assert [record.order for record in study.read_points()] == [0, 1, 2, 3]
+    assert len(share.read_text().splitlines()) == 2
+    report.wait(60)
+    assert not re.search("measured|repeat", report.output())

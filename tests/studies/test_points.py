@@ -1,0 +1,95 @@
+"""Points and their order: every point once in every repeat, in an order that a seed fixes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.studies.points import Attempt, Layout, attempts_of, layout_of, points_of
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
+
+TEXT = "run {ranks} {nodes} {batch} {codec}"
+
+
+def config(factors, command=TEXT, **table) -> StudyConfig:
+    for name in ("batch", "codec"):
+        command = command if name in factors else command.replace(f"{{{name}}}", "")
+    how = CommandTable(run=command, launcher="")
+    return StudyConfig(factors=factors, study=StudyTable(**table), command=how)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "ranks": st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True),
+            "codec": st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True),
+        }
+    ),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+def test_each_repeat_is_a_permutation_of_all_points_which_the_seed_fixes(factors, repeats, seed):
+    asked = config(factors, repeats=repeats, seed=seed)
+    points, attempts = points_of(asked), attempts_of(asked)
+    assert [attempt.order for attempt in attempts] == list(range(len(points) * repeats))
+    for repeat in range(repeats):
+        block = attempts[repeat * len(points) : (repeat + 1) * len(points)]
+        assert {attempt.repeat for attempt in block} == {repeat}
+        assert sorted(map(repr, (attempt.point for attempt in block))) == sorted(map(repr, points))
+    assert attempts == attempts_of(asked)
+    more = replace(asked, study=replace(asked.study, repeats=repeats + 1))
+    assert attempts_of(more)[: len(attempts)] == attempts  # repeats may be added later
+
+
+def test_repeats_and_seeds_have_orders_of_their_own():
+    factors = {"ranks": list(range(1, 17))}
+    one, other = (attempts_of(config(factors, repeats=2, seed=seed)) for seed in (1, 2))
+    orders = [[a.point["ranks"] for a in each] for each in (one[:16], one[16:], other[:16])]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize(
+    ("point", "layout"),
+    [
+        ({"ranks": 4}, (4, 1, 4)),
+        ({"ranks": 4, "nodes": 2}, (4, 2, 2)),
+        ({"ranks": 3, "nodes": 2}, (3, 2, 2)),
+        ({"ranks": 8, "ranks_per_node": 4}, (8, 2, 4)),
+        ({"ranks": 1, "ranks_per_node": 4}, (1, 1, 1)),
+        ({"nodes": 2, "ranks_per_node": 3}, (6, 2, 3)),
+        ({"batch": 8}, (1, 1, 1)),
+        ({"ranks": 4, "nodes": 2, "ranks_per_node": 2}, (4, 2, 2)),
+        ({"ranks": 4, "nodes": 2, "ranks_per_node": 4}, None),
+        ({"ranks": 1, "nodes": 2}, None),
+    ],
+)
+def test_a_point_tells_ranks_and_nodes_or_contradicts_itself(point, layout):
+    assert layout_of(point) == (layout and Layout(*layout))
+
+
+def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_error():
+    asked = config({"ranks": [1, 2, 4], "nodes": [1, 2]})
+    assert len(points_of(asked)) == 5
+    with pytest.raises(ConfigError, match="none of these has"):
+        points_of(config({"ranks": [1], "nodes": [2]}))
+
+
+def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
+    attempt = Attempt(point={"ranks": 4, "batch": 64}, layout=Layout(4, 1, 4), repeat=0, order=0)
+    strong, weak = attempt.names("strong"), attempt.names("weak")
+    assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
+    assert (weak["global_batch"], weak["rank_batch"]) == (256, 64)
+    factors = {"ranks": [3], "batch": [64]}
+    with pytest.raises(ConfigError, match="3 ranks cannot share 64"):
+        points_of(config(factors, "run {ranks} {rank_batch}"))
+    assert points_of(config(factors, "run {ranks} {rank_batch}", mode="weak"))
+
+
+def test_more_ranks_than_cores_of_real_hosts_are_oversubscribed():
+    attempt = Attempt(point={"ranks": 8}, layout=Layout(8, 4, 2), repeat=0, order=0)
+    assert attempt.is_oversubscribed(cores=2, hosts=1)
+    assert attempt.is_oversubscribed(cores=2, hosts=3)
+    assert not attempt.is_oversubscribed(cores=2, hosts=4)
+    assert not attempt.is_oversubscribed(cores=8, hosts=1)

@@ -1,0 +1,75 @@
+"""Studies of real ranks: of ``hpctrain train``, and of a user's own script."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain.core.records import read
+from hpctrain.studies.records import StudyFolder
+from tests.train.starting import ROOT, write_config
+
+HEAD = """
+factors = { ranks = [1, 2], batch = [16] }
+study = { name = "s", repeats = 1, warm_up = 2, target = { TARGET = 0.0 } }
+[command]
+environment = { OMP_NUM_THREADS = 1, HPCTRAIN_PROBE = "off" }
+"""
+
+TRAIN = """
+run = "hpctrain train small.toml"
+set = { output_dir = "{folder}/run", "train.global_batch" = "{global_batch}" }
+"""
+
+SCRIPT = f"""
+run = "python {ROOT}/examples/measured.py --batch {{rank_batch}} --steps 12"
+"""
+
+
+def measured(folder, text):
+    (folder / "study.toml").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = StudyFolder(folder / "studies/s")
+    records = sorted(study.read_points(), key=lambda record: record.point["ranks"])
+    assert [record.point["ranks"] for record in records] == [1, 2]
+    assert not any("torch" in line for line in done.stderr.splitlines())
+    assert len(study.read_environment().plan) == 2
+    return study, records
+
+
+@pytest.mark.launches
+@pytest.mark.limit(180)
+def test_a_run_from_a_configuration_tells_the_same_in_records_and_metrics(tmp_path):
+    write_config(tmp_path, "tests.train.problem:model", epochs=3)
+    study, (_, two) = measured(tmp_path, HEAD.replace("TARGET", "test_loss") + TRAIN)
+    metrics = read(study.path / two.folder / "run/metrics.jsonl")
+    steps = [record for record in metrics if record["event"] == "step"][2:]
+    assert two.num_steps == len(steps) == 10
+    assert two.samples == 3 * 53 - 2 * 16
+    assert two.loss == pytest.approx(steps[-1]["loss"])
+    for part in ("compute_s", "input_s"):
+        assert getattr(two, part) == pytest.approx([step[part] for step in steps])
+    exposed = [sum(both) for both in zip(two.communication_s, two.idle_s, strict=True)]
+    assert exposed == pytest.approx([step["communication_s"] for step in steps])
+    mean_s = [sum(parts) for parts in zip(two.compute_s, two.input_s, exposed, strict=True)]
+    assert all(slowest >= mean for slowest, mean in zip(two.step_s, mean_s, strict=True))
+    assert two.node_bytes > 0
+    last = metrics[-1]
+    assert (two.metric_name, two.metric) == ("test_loss", last["loss"])
+    assert two.steps_to_target is None
+
+
+@pytest.mark.launches
+@pytest.mark.limit(180)
+def test_a_script_of_ones_own_is_measured_by_two_calls(tmp_path):
+    _, records = measured(tmp_path, HEAD.replace("TARGET", "accuracy") + SCRIPT)
+    for record in records:
+        assert (record.num_steps, record.samples) == (10, 160)
+        assert record.metric_name == "accuracy"
+        assert record.steps_to_target == 12
+        assert record.time_to_target_s > record.seconds

@@ -1,0 +1,207 @@
+"""A study goes on after any kill, measures nothing twice, and no failure of a point ends it."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.studies.attempt import OUTPUT, carry_out
+from hpctrain.studies.records import StudyFolder
+from hpctrain.studies.study import Study
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
+
+RANKS = [1, 2, 3]
+
+# Stands for a program of {ranks} ranks: what each would tell, and then its way to end.
+FAKE = """
+i=0
+while [ $i -lt {ranks} ]; do
+  for at in 1 2 4; do echo '{"step": '$at', "at": '$at', "samples": 8}'; done \\
+    > $HPCTRAIN_RECORDS/rank-$i.jsonl
+  i=$((i + 1))
+done
+"""
+
+
+def config(after: str = "", **table) -> StudyConfig:
+    table = {"repeats": 2, "warm_up": 1, **table}
+    text = (FAKE + after).replace("'", "'\\''")
+    return StudyConfig(
+        factors={"ranks": RANKS},
+        study=StudyTable(**table),
+        command=CommandTable(run=f"sh -c '{text}'", launcher=""),
+    )
+
+
+def points(folder: Path):
+    return [(record.point["ranks"], record.repeat) for record in StudyFolder(folder).read_points()]
+
+
+def left_over(folder: Path) -> list[int]:
+    mark = f"HPCTRAIN_RECORDS={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(w.startswith(mark) for w in (process / "environ").read_bytes().split(b"\0")):
+                found.append(int(process.name))
+        except OSError:
+            pass
+    return found
+
+
+def test_a_study_measures_every_point_in_every_repeat_once(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+    heard = []
+    study.measure(study.missing(), begun=heard.append, ended=heard.append)
+    assert sorted(points(tmp_path)) == [(ranks, r) for ranks in RANKS for r in range(2)]
+    assert [each.order for each in heard] == [order for i in range(6) for order in (i, i)]
+    assert study.missing() == []
+    [record, *_] = study.folder.read_points()
+    assert (record.step_s, record.samples) == ([1, 2], 16 * record.point["ranks"])
+    assert (tmp_path / record.folder / OUTPUT).exists()
+    assert study.folder.read_study() == study.facts
+    assert study.folder.read_environment().versions["hpctrain"]
+
+
+def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
+    for repeats in (1, 2):
+        study = Study(config(repeats=repeats), tmp_path)
+        study.prepare()
+        assert len(study.missing()) == 3
+        study.measure(study.missing())
+    assert len(points(tmp_path)) == 6
+    with pytest.raises(ConfigError, match="of other seed, warm_up; only repeats may change"):
+        Study(config(seed=3, warm_up=0), tmp_path).prepare()
+
+
+def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tmp_path):
+    study = Study(config("echo out of memory >&2\n[ {ranks} != 2 ] || exit 3"), tmp_path)
+    study.prepare()
+    study.measure(study.missing())
+    records = study.folder.read_points()
+    assert len(records) == 6
+    for record in records:
+        assert record.status == ("failed" if record.point["ranks"] == 2 else "done")
+        if record.status == "failed":
+            assert record.error == "it ended with exit code 3\n  out of memory"
+    assert study.missing() == []
+    assert [a.point["ranks"] for a in study.missing(failed=True)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("true {ranks}", r"of \d ranks 0 did"),
+        ("nowhere {ranks}", "there is no 'nowhere'"),
+        ("sh -c 'sleep 600 & sleep 600; {ranks}'", "it took longer than study.timeout = 1s"),
+    ],
+)
+def test_what_tells_nothing_is_not_there_or_hangs_has_failed_and_leaves_no_process(
+    tmp_path, command, said
+):
+    asked = StudyConfig(
+        factors={"ranks": [1]},
+        study=StudyTable(timeout="1s"),
+        command=CommandTable(run=command, launcher=""),
+    )
+    [attempt, *_] = Study(asked, tmp_path).attempts
+    record = carry_out(asked, attempt, StudyFolder(tmp_path), cores=2)
+    assert record.status == "failed"
+    assert re.search(said, record.error)
+    assert left_over(tmp_path) == []
+
+
+def test_what_was_broken_off_leaves_neither_files_nor_processes_to_the_next(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+    records = tmp_path / "attempts/0003/records"
+    records.mkdir(parents=True)
+    (records / "rank-9.jsonl").write_text('{"step": 0, "at": 1, "samples": 8}\n')
+    orphan = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "HPCTRAIN_RECORDS": str(records)}
+    )
+    study.measure(study.missing())
+    assert orphan.poll() == -signal.SIGKILL
+    assert [record.status for record in study.folder.read_points()] == ["done"] * 6
+
+
+def test_one_process_at_a_time_measures_but_shares_go_side_by_side(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+
+    def also(_attempt):
+        with pytest.raises(ConfigError, match="another one is at work"):
+            Study(config(), tmp_path).measure(study.missing(repeat=0), share=0)
+        with pytest.raises(ConfigError, match="another one is at work"):
+            Study(config(), tmp_path).measure(study.missing())
+        Study(config(), tmp_path).measure(study.missing(repeat=1), share=1)
+
+    study.measure(study.missing(repeat=0)[:1], share=0, begun=also)
+    assert sorted(record.repeat for record in study.folder.read_points()) == [0, 1, 1, 1]
+
+
+def test_what_is_left_is_expected_to_take_as_long_as_what_was_measured(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+    assert study.expected_s(study.missing()) is None
+    study.measure(study.missing()[:1])
+    wall_s = study.folder.read_points()[0].wall_s
+    assert study.expected_s(study.missing()) == pytest.approx(5 * wall_s)
+
+
+STUDY = """
+[factors]
+ranks = [1, 2, 3]
+[study]
+name = "killed"
+repeats = 4
+warm_up = 1
+[command]
+launcher = ""
+run = "sh fake.sh {ranks}"
+"""
+
+
+def start(folder: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"], cwd=folder,
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_killed_at_any_moment_it_goes_on_to_the_same_points(tmp_path, how):
+    (tmp_path / "study.toml").write_text(STUDY)
+    (tmp_path / "fake.sh").write_text(FAKE.replace("{ranks}", "$1") + "sleep 0.1\n")
+    folder, moments = tmp_path / "studies/killed", random.Random(how)
+    before = []
+    for _ in range(3):
+        process = start(tmp_path)
+        while process.poll() is None and not len(points(folder)) > len(before):
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.send_signal(how)
+        process.wait()
+        if how == signal.SIGTERM:
+            assert left_over(folder) == []
+        assert points(folder)[: len(before)] == before
+        before = points(folder)
+    process = start(tmp_path)
+    said, _ = process.communicate()
+    assert process.returncode == 0
+    assert "12 of 12 measured, 0 failed" in said
+    lines = (folder / "points.jsonl").read_text().splitlines()
+    found = Counter((line["point"]["ranks"], line["repeat"]) for line in map(json.loads, lines))
+    assert found == Counter((ranks, repeat) for ranks in RANKS for repeat in range(4))
+    assert left_over(folder) == []

@@ -1,0 +1,79 @@
+"""The file of a study: what init writes is read again, and mistakes are told."""
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import render
+from hpctrain.studies.points import attempts_of, on_slurm
+from hpctrain.studies.study_file import example, load
+
+GOOD = """
+[study]
+mode = "weak"
+[factors]
+ranks = [1, 2]
+codec = ["none", "bf16"]
+[command]
+run = "python x.py '{codec} y' ${HOME}"
+set = { a.b = "{codec}", "c.d" = true }
+environment = { RANKS = "{ranks}" }
+"""
+
+
+def read(folder: Path, text: str):
+    path = folder / "study.toml"
+    path.write_text(text)
+    return load(path)
+
+
+@pytest.mark.parametrize("mode", ["strong", "weak"])
+@pytest.mark.parametrize("script", ["", "python train.py"])
+def test_what_init_writes_is_read_again(tmp_path, mode, script):
+    made = example(mode, script)
+    text = render(made)
+    assert read(tmp_path, text) == made
+    assert max(map(len, text.splitlines())) <= 99
+    assert len(attempts_of(made)) == 4 * 5
+
+
+def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path):
+    config = read(tmp_path, GOOD)
+    launcher, run = config.line({"ranks": 2, "nodes": 1, "codec": "bf16"})
+    assert launcher == ["hpctrain", "launch", "-n", "2", "--nodes", "1", "--"]
+    settings = ["--set", "a.b=bf16", "--set", "c.d=true"]
+    assert run == ["python", "x.py", "bf16 y", "${HOME}", *settings]
+    assert config.variables({"ranks": 2}) == {"RANKS": "2"}
+    assert config.facts(4).command.startswith("RANKS={ranks} python x.py")
+    assert "nodes" not in config.facts(4).factors
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("mode", "modus", r"study.modus is not a key; did you mean study.mode"),
+        ('"weak"', '"weaker"', "study.mode is one of strong, weak"),
+        ("[1, 2]", "[1, 1]", "factors.ranks is a list of different values"),
+        ("[1, 2]", "3", "factors.ranks is a list of different values"),
+        ("[1, 2]", "[0]", "factors.ranks has whole numbers above 0"),
+        ("{codec} y", "{codek} y", "{codek} is none; did you mean codec"),
+        ("codec = [", "depth = [2]\ncodec = [", "factors.depth changes something: write {depth}"),
+        ("codec = [", "repeat = [2]\ncodec = [", "other than folder and repeat"),
+        ("[factors]", "target = { loss = '1' }\n[factors]", "study.target.loss is a number"),
+        ("run =", "#", "command.run says what to measure"),
+    ],
+)
+def test_a_mistake_is_told_with_the_way_out(tmp_path, old, new, said):
+    assert GOOD.count(old) >= 1
+    with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
+        read(tmp_path, GOOD.replace(old, new, 1))
+
+
+def test_on_slurm_the_default_launcher_becomes_srun_and_nodes_are_real(tmp_path):
+    nodes = GOOD.replace("[1, 2]", "[1, 8]\nranks_per_node = [2]")
+    config = on_slurm(read(tmp_path, nodes))
+    assert config.command.launcher.startswith("srun --nodes={nodes}")
+    assert config.study.hosts == 4
+    own = on_slurm(read(tmp_path, GOOD.replace("run =", 'launcher = "my {ranks}"\nrun =')))
+    assert own.command.launcher == "my {ranks}"
