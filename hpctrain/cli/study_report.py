@@ -41,9 +41,9 @@ def report(
     results = StudyResults.read(directory)
     if machine is not None:
         results = results.beside(Machine.read(machine))
-    page, *figures = write_report(results, out or directory)
     console = Console(highlight=False, markup=False)
     console.print(summary_of(results))
+    page, *figures = write_report(results, out or directory)
     console.print(f"wrote {page}, and {len(figures)} figures in plots beside it", soft_wrap=True)
 
 

@@ -62,7 +62,7 @@ class StudyComparison:
             ],
         )
         parts = [
-            f"<h1>{escape(self.headline)}</h1>",
+            f"<p>{escape(self.headline)}</p>",
             figures_html([figure]),
             table("points", _HEADS, self._rows()),
             f'<p class="soft">{escape(self.method)}</p>',

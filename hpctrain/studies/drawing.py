@@ -60,13 +60,16 @@ def _draw(axes: Any, figure: Figure) -> None:
     elif not figure.x_label:
         axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     if figure.scale == "log":
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5), numticks=20)
+        axes.yaxis.set_major_formatter("{x:g}")
     elif figure.scale == "linear":
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:  # of several with one name, such as repeats, the last
-        named = dict(zip(labels, handles, strict=True))
+    named: dict[str, Any] = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        named.setdefault(label, handle)  # repeats have the name of their point
+    if named:
         axes.legend(named.values(), named.keys(), frameon=False)
 
 
@@ -95,7 +98,7 @@ def _draw_bars(axes: Any, figure: Figure, number: int, x: list[float]) -> None:
 def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
     style = {"color": _colour(series)}
     if series.kind in ("solid", "dashed", "dotted"):
-        axes.plot(x, series.y, linestyle=series.kind, label=series.name, **style)
+        axes.plot(x, series.y, linestyle=series.kind, linewidth=1.2, label=series.name, **style)
     elif series.kind == "repeats":
         axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, **style)
     elif series.x:

@@ -8,6 +8,7 @@ from hashlib import sha256
 from html import escape
 from importlib import resources
 from string import Template
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,12 @@ from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.studies.checklist import MIN_REPEATS, Verdict
 from hpctrain.studies.drawing import COLOURS, missing
 from hpctrain.studies.figures import LEVELS, PARTS, Figure
-from hpctrain.studies.results import StudyResults, label_of, shown
+from hpctrain.studies.results import StudyResults, shown
 from hpctrain.studies.statistics import Estimate, PointSummary
 
 NOTHING = "\N{EN DASH}"
+
+MAX_TEXT = 400  # characters of a cell; more can be folded out
 
 Cell = str | tuple[str, float]
 """What a cell shows, and the number by which it is sorted."""
@@ -181,24 +184,15 @@ def _cards(results: StudyResults) -> list[tuple[str, str]]:
 
 
 def _setup(results: StudyResults) -> str:
-    facts, found = results.facts, results.environment
-    rows = {
-        "command": facts.command,
-        "launcher": facts.launcher,
-        "factors": "\n".join(f"{n}: {', '.join(map(str, v))}" for n, v in facts.factors.items()),
-        "repeats": f"{facts.repeats}, in an order drawn with seed {facts.seed}",
-        "warm-up": facts.warm_up,
-        "target": label_of(facts.target or {}),
-        "cores of a node": str(facts.cores),
-    }
-    nested = {}
-    if found:
-        rows |= {"host": found.host, "processor": found.cpu, "commit": found.commit or ""}
-        rows |= {"Slurm job": found.slurm_job or "", "versions": label_of(found.versions)}
-        nested = {"topology": found.topology, "plan": found.plan, "pinning": found.pinning}
+    found: dict[str, Any] = asdict(results.facts)
+    found["cores of a node"] = found.pop("cores")
+    if results.environment:
+        found |= asdict(results.environment)
+    texts = {n: v if isinstance(v, str) else json.dumps(v, indent=1) for n, v in found.items()}
+    rows = [[name, text] for name, text in texts.items() if len(text) < MAX_TEXT]
     details = [
-        f"<details><summary>{name}</summary><pre>"
-        f"{escape(json.dumps(value, indent=2))}</pre></details>"
-        for name, value in nested.items()
+        f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
+        for name, text in texts.items()
+        if len(text) >= MAX_TEXT
     ]
-    return "\n".join([table("setup", ("what", "value"), map(list, rows.items())), *details])
+    return "\n".join([table("setup", ("what", "value"), rows), *details])
