@@ -28,6 +28,17 @@ def test_a_study_is_like_itself():
     assert found.slower == []
 
 
+def test_noise_is_no_difference():
+    records = [
+        replace(generated.record(each.point, each.repeat, each.order + 999), order=each.order)
+        for each in generated.records()
+    ]
+    found = StudyComparison(generated.complete(), generated.complete(records=records), 0.01)
+    assert any(each.ratio.value > 1 for each in found.points)
+    assert not any(each.is_different for each in found.points)
+    assert found.slower == []
+
+
 def test_what_is_slower_is_found_with_its_ratio():
     found = StudyComparison(generated.complete(), changed(1.1, only=4), 0.05)
     assert {each.point["ranks"] for each in found.slower} == {4}

@@ -22,7 +22,7 @@ from hpctrain.studies.results import StudyResults
 from hpctrain.studies.statistics import step_time_s
 from tests.studies import generated
 
-HOSTILE = "[red]</script><script>alert(1)</script><img src=x onerror=alert()>$\\frac{ &amp; \ud800"
+HOSTILE = "[red]\x1b[2J$\\frac{$</script><script>alert(1)</script><img onerror=alert()>&amp;\ud800"
 
 
 class Page(HTMLParser):
@@ -170,7 +170,8 @@ def test_hostile_names_are_text_everywhere(tmp_path):
     [failed] = parsed.rows("failed")
     assert "<script>alert(1)</script>" in failed[3][0]
     assert "alert(1)" in drawn(text)["time"]["series"][0]["name"] + shown(results)
-    assert "[red]" in shown(results)
+    assert "repeat 0: [red]" in shown(results, width=400)
+    assert "\x1b" not in shown(results)
     assert all(path.stat().st_size > 1000 for path in figures)
 
 
