@@ -3,8 +3,6 @@
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +11,7 @@ import typer
 from rich.progress import BarColumn, TextColumn
 from typer import Option
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.cli.train import write_new
 from hpctrain.train.console import Bar, make_console
 
 if TYPE_CHECKING:
@@ -58,13 +56,7 @@ def init(
     from hpctrain.core.keys import render  # noqa: PLC0415
     from hpctrain.studies.study_file import example  # noqa: PLC0415
 
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(render(example(mode, command)))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    write_new(path, render(example(mode, command)))
     typer.echo(f"{path} has every key; `hpctrain study run {path} --dry-run` lists its points")
 
 
@@ -136,8 +128,9 @@ def run(  # noqa: PLR0913 - a command's options
         settings = {"partition": partition, "account": account, "extra": tuple(extra or ())}
         _submit(study, attempts, time, settings)
         return
-    with _signals():
-        _measure(study, attempts, repeat)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)  # by an exception, which leaves no rank behind
+    _measure(study, attempts, repeat)
     failed = [record for record in study.folder.read_points() if record.status == "failed"]
     left = len(study.missing())
     typer.echo(
@@ -151,7 +144,6 @@ def run(  # noqa: PLR0913 - a command's options
 def _describe(study: "Study", attempts: "list[Attempt]", seconds_per_point: float | None) -> None:
     """List the points that are left, a command line, and the cost."""
     from hpctrain.core.units import format_seconds  # noqa: PLC0415
-    from hpctrain.studies.attempt import words_of  # noqa: PLC0415
 
     points: dict[str, list[Attempt]] = {}
     for attempt in sorted(attempts, key=lambda each: each.layout):
@@ -163,7 +155,8 @@ def _describe(study: "Study", attempts: "list[Attempt]", seconds_per_point: floa
         typer.echo(f"{text}  x {len(repeats)}{note}")
     if attempts:
         place = study.folder.attempts / attempts[0].name
-        launcher, command = words_of(study.config, attempts[0], place)
+        names = attempts[0].names(study.config.study.mode, place)
+        launcher, command, _ = study.config.filled(names)
         typer.echo(f"the first: {shlex.join([*launcher, *command])}")
     if seconds_per_point is None:
         cost_s = study.expected_s(attempts)
@@ -180,8 +173,9 @@ def _submit(
     study: "Study", attempts: "list[Attempt]", time: str | None, settings: dict[str, Any]
 ) -> None:
     """Submit a job for each repeat that is left, and behind them one that reports."""
+    from hpctrain.cli.submit import check  # noqa: PLC0415
     from hpctrain.launch.slurm.batch_script import BatchSettings, script  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import sbatch_time, submit, try_out  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import sbatch_time, submit  # noqa: PLC0415
     from hpctrain.studies.study import FILE  # noqa: PLC0415
 
     if not attempts:
@@ -205,7 +199,7 @@ def _submit(
         array=",".join(map(str, repeats)),
     )
     text = script("study", array)
-    typer.echo(f"Slurm: {try_out(text)}", err=True)
+    check(text, where)
     path = where / "job.sbatch"
     path.write_text(text, encoding="utf-8")
     number = submit(path)
@@ -222,19 +216,8 @@ def _submit(
     typer.echo(f"job {number}: repeats {array.array} in {where}\njob {submit(path)}: the report")
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Let requests to end leave no process behind."""
-
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _measure(study: "Study", attempts: "list[Attempt]", share: int | None) -> None:
@@ -242,21 +225,20 @@ def _measure(study: "Study", attempts: "list[Attempt]", share: int | None) -> No
     from hpctrain.core.units import format_seconds  # noqa: PLC0415
     from hpctrain.studies.statistics import step_time_s  # noqa: PLC0415
 
-    left = list(attempts)
+    left = {attempt.order: attempt for attempt in attempts}
     with _StudyBar(len(attempts)) as bar:
 
         def begun(attempt: "Attempt") -> None:
-            left_s = study.expected_s(left)
+            left_s = study.expected_s(left.values())
             time_left = f"  {format_seconds(left_s)} left" if left_s else ""
             bar.show(len(attempts) - len(left), f"{attempt.text}{time_left}")
 
         def ended(record: "PointRecord") -> None:
-            attempt = left.pop(0)
             said = f"failed: {record.error}"
             if record.status == "done":
                 step = format_seconds(step_time_s(record))
                 said = f"{step} a step, {record.samples_per_s:.0f} samples/s"
-            bar.tell(f"{attempt.text}  repeat {attempt.repeat}: {said}")
+            bar.tell(f"{left.pop(record.order).text}  repeat {record.repeat}: {said}")
 
         study.measure(attempts, share=share, begun=begun, ended=ended)
 

@@ -252,7 +252,7 @@ def submit(  # noqa: PLR0913 - a command's options
     if print_only:
         return
     job.check_free(after or "")
-    _check(script, job.folder)
+    check(script, job.folder)
     if not dry_run:
         number = job.submit(script)
         typer.echo(job.how_to_watch(number, settings.output or ""))
@@ -299,7 +299,7 @@ def _default_template(settings: "BatchSettings") -> str:
     return "single_node" if settings.nodes == 1 else "multi_node"
 
 
-def _check(script: str, made: Path) -> None:
+def check(script: str, made: Path) -> None:
     """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
     from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
     from hpctrain.launch.slurm.scheduler import try_out  # noqa: PLC0415

@@ -127,14 +127,19 @@ def _init(path: Path | None) -> None:
         raise ConfigError(
             "--init writes a file, so it needs its name: hpctrain train my.toml --init"
         )
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(render(toy_problem.config()))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    write_new(path, render(toy_problem.config()))
     typer.echo(
         f"{path} has every key; as it is, it trains a small made-up problem: "
         f"hpctrain train {path}; then put your own model.target and data.target in"
     )
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet. Raises ``ConfigError``: it is, or it cannot be."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

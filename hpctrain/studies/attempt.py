@@ -69,16 +69,10 @@ def clear(folder: StudyFolder, attempt: Attempt) -> Path:
     return place
 
 
-def words_of(config: StudyConfig, attempt: Attempt, place: Path) -> tuple[list[str], list[str]]:
-    """Return the words of the launcher, and those of the command behind them."""
-    return config.line({**attempt.names(config.study.mode), "folder": place})
-
-
 def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
     """Start the ranks and wait for them. Raises ``HpctrainError``: they fail."""
-    launcher, command = words_of(config, attempt, place)
+    launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
-    variables = config.variables({**attempt.names(config.study.mode), "folder": place})
     records = str((place / RECORDS).absolute())
     environ = {**os.environ, **variables, _VARIABLE: records}
     code = _wait(words, environ, place / OUTPUT, config.timeout_s)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.core.errors import ConfigError
@@ -43,9 +44,9 @@ class Attempt:
         """The point in one line, for people and as a key."""
         return " ".join(f"{name}={value}" for name, value in self.point.items())
 
-    def names(self, mode: str) -> dict[str, Any]:
-        """Return what names in braces stand for, but its folder."""
-        found: dict[str, Any] = {**self.point, **self.layout._asdict(), "repeat": self.repeat}
+    def names(self, mode: str, folder: Path) -> dict[str, Any]:
+        """Return what names in braces stand for."""
+        found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
         if "batch" in found:
             batch, ranks = found["batch"], self.layout.ranks
             found["global_batch"] = batch * ranks if mode == "weak" else batch

@@ -7,7 +7,8 @@ Scientific Benchmarking of Parallel Computing Systems, SC15; Efron, The Annals o
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ class PointSummary:
     num_done: int
     num_failed: int
     errors: list[str]  # of those that failed
-    step_s: Estimate | None  # time of a step: median over repeats of the medians of their steps
+    step_s: Estimate | None  # time of a step: median over repeats of the means of their steps
     samples_per_s: Estimate | None  # harmonic mean over repeats
     efficiency: Estimate | None  # None where oversubscribed, and without a base
     base: Point | None  # what the efficiency is measured against
     breakdown_s: dict[str, float]
-    """Of compute, communication, input and idle the median over repeats, where they were told."""
+    """Of compute, communication, input and idle the same, where they were told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +85,11 @@ def harmonic_mean(rates: Sequence[float], *, confidence: float = 0.95, seed: int
 
 
 def step_time_s(record: PointRecord) -> float:
-    """Return the time of a step of one repeat: the median of its steps."""
-    return float(np.median(record.step_s))
+    """Return the time of a step of one repeat: the mean of its steps.
+
+    A median would leave out what comes every few steps, such as the averaging of local SGD.
+    """
+    return fmean(record.step_s)
 
 
 def efficiency(
@@ -204,6 +208,8 @@ def _summary(
     if base is not None and times and not oversubscribed:
         growth = ranks / ranks_of(base[0].point)
         found = efficiency(_times(base), times, growth=growth, mode=facts.mode, **how)
+        if repeats is base:  # by definition, not by measurement
+            found = replace(found, low=1.0, high=1.0)
     rates = [each.samples_per_s for each in done if each.samples and each.seconds]
     return PointSummary(
         point=repeats[0].point,
@@ -225,7 +231,7 @@ def _breakdown(done: Sequence[PointRecord]) -> dict[str, float]:
     for part in ("compute", "communication", "input", "idle"):
         told = [steps for each in done if (steps := getattr(each, f"{part}_s"))]
         if told:
-            found[part] = float(np.median([np.median(steps) for steps in told]))
+            found[part] = float(np.median([fmean(steps) for steps in told]))
     return found
 
 

@@ -17,6 +17,7 @@ from hpctrain.cluster.resources import affinity, num_granted
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
+from hpctrain.core.logs import logger
 from hpctrain.core.provenance import processor, versions
 from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
@@ -99,12 +100,13 @@ class Study:
         the folder cannot be written.
         """
         with _explained(self.folder.path), self._held(share) as records:
-            attempts = list(attempts)
-            if not self.folder.environment.exists():
-                self.folder.write(self.folder.environment, _environment())
-            for attempt in attempts:
+            # Another process may have measured some since they were found missing.
+            done = {each.order for each in self.folder.read_points() if each.status == "done"}
+            left = [attempt for attempt in attempts if attempt.order not in done]
+            self._keep_environment()
+            for attempt in left:
                 clear(self.folder, attempt)
-            for attempt in attempts:
+            for attempt in left:
                 begun(attempt)
                 record = carry_out(self.config, attempt, self.folder, cores=self.facts.cores)
                 records.append(record.as_dict())
@@ -123,6 +125,21 @@ class Study:
                 f"{self.folder.path} holds a study of other {', '.join(changed)}; only repeats "
                 f"may change: measure into another folder by --out"
             )
+
+    def _keep_environment(self) -> None:
+        """Write where the study runs; a warning tells what is not as it was before."""
+        now = _environment()
+        if not self.folder.environment.exists():
+            self.folder.write(self.folder.environment, now)
+            return
+        before = self.folder.read_environment()
+        for name in ("versions", "cpu", "cores", "commit"):
+            if getattr(before, name) != getattr(now, name):
+                logger.warning(
+                    f"{self.folder.path} was begun with {name} {getattr(before, name)} and goes "
+                    f"on with {getattr(now, name)}: its points may not be comparable; measure "
+                    f"into another folder by --out, unless that makes no difference"
+                )
 
     @contextmanager
     def _held(self, share: int | None) -> Iterator[Records]:

@@ -142,16 +142,17 @@ class StudyConfig:
             cores=self.study.cores or cores,
         )
 
-    def line(self, names: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the words of the launcher and of the command, where ``{...}`` are ``names``."""
+    def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
+        """Return the words of the launcher and of the command, and the variables.
+
+        What ``{...}`` stand for is in ``names``.
+        """
         run = [_filled(word, names) for word in shlex.split(self.command.run)]
         for key, value in flat(self.command.set).items():
             run += ["--set", f"{key}={_filled(_text(value), names)}"]
-        return [_filled(word, names) for word in shlex.split(self.command.launcher)], run
-
-    def variables(self, names: Mapping[str, Any]) -> dict[str, str]:
-        """Return the variables of the environment."""
-        return {k: _filled(_text(v), names) for k, v in self.command.environment.items()}
+        launcher = [_filled(word, names) for word in shlex.split(self.command.launcher)]
+        variables = self.command.environment.items()
+        return launcher, run, {name: _filled(_text(value), names) for name, value in variables}
 
     def uses(self, name: str) -> bool:
         """Say whether a text of [command] has ``{name}``."""

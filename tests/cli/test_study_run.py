@@ -86,6 +86,7 @@ def test_on_slurm_each_repeat_is_a_job_of_an_array_and_a_report_waits_for_all(
     (tmp_path / "bin/sbatch").write_text(SBATCH)
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.delenv("MPI_TYPE", raising=False)
     said = run("run", "study.toml", "--slurm", "--time", "90min", "-p", "low", "--option=--qos=q")
     assert "job 1: repeats 0,1,2 in studies/s\njob 2: the report\n" in said.stdout
     job, report = (Path(f"studies/s/{name}.sbatch").read_text() for name in ("job", "report"))

@@ -1,6 +1,7 @@
 """Points and their order: every point once in every repeat, in an order that a seed fixes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,7 @@ def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_e
 
 def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
     attempt = Attempt(point={"ranks": 4, "batch": 64}, layout=Layout(4, 1, 4), repeat=0, order=0)
-    strong, weak = attempt.names("strong"), attempt.names("weak")
+    strong, weak = (attempt.names(mode, Path("f")) for mode in ("strong", "weak"))
     assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
     assert (weak["global_batch"], weak["rank_batch"]) == (256, 64)
     factors = {"ranks": [3], "batch": [64]}

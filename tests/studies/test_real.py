@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from hpctrain.core.keys import render
 from hpctrain.core.records import read
 from hpctrain.studies.records import StudyFolder
+from hpctrain.studies.study_file import example
 from tests.train.starting import ROOT, write_config
 
 HEAD = """
@@ -27,7 +30,7 @@ run = "python {ROOT}/examples/measured.py --batch {{rank_batch}} --steps 12"
 """
 
 
-def measured(folder, text):
+def measured(folder, text, num_points=2):
     (folder / "study.toml").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"], cwd=folder,
@@ -36,9 +39,9 @@ def measured(folder, text):
     assert done.returncode == 0, done.stdout + done.stderr
     study = StudyFolder(folder / "studies/s")
     records = sorted(study.read_points(), key=lambda record: record.point["ranks"])
-    assert [record.point["ranks"] for record in records] == [1, 2]
+    assert len(records) == num_points
     assert not any("torch" in line for line in done.stderr.splitlines())
-    assert len(study.read_environment().plan) == 2
+    assert len(study.read_environment().plan) == num_points
     return study, records
 
 
@@ -73,3 +76,28 @@ def test_a_script_of_ones_own_is_measured_by_two_calls(tmp_path):
         assert record.metric_name == "accuracy"
         assert record.steps_to_target == 12
         assert record.time_to_target_s > record.seconds
+
+
+@pytest.mark.launches
+@pytest.mark.conformance
+@pytest.mark.requires("cluster")
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("mode", ["strong", "weak"])
+def test_the_digits_are_measured_on_virtual_hosts(tmp_path, mode):
+    made = example(mode)
+    study = replace(made.study, name="s", repeats=1, hosts=4, cores=1)
+    settings = {**made.command.set, "train.epochs": 2, "data.args.folder": f"{tmp_path}/data"}
+    command = replace(
+        made.command,
+        run=f"hpctrain train {ROOT}/examples/digits.toml",
+        launcher="python -m tests.studies.on_cluster {nodes} {ranks} --",
+        set=settings,
+    )
+    factors = {"ranks": [1, 2, 4, 8], "nodes": [1, 2, 4], "batch": made.factors["batch"]}
+    config = replace(made, factors=factors, study=study, command=command)
+    _, records = measured(tmp_path, render(config), num_points=9)
+    for record in records:
+        ranks, nodes = record.point["ranks"], record.point["nodes"]
+        assert record.oversubscribed == (ranks > nodes)
+        assert (record.rail_bytes > 0) == (nodes > 1)
+        assert record.samples > 1437

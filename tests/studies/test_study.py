@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,18 @@ def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
     assert len(points(tmp_path)) == 6
     with pytest.raises(ConfigError, match="of other seed, warm_up; only repeats may change"):
         Study(config(seed=3, warm_up=0), tmp_path).prepare()
+
+
+def test_a_study_that_goes_on_elsewhere_says_what_is_not_as_before(tmp_path, caplog):
+    study = Study(config(), tmp_path)
+    study.prepare()
+    study.measure(study.missing()[:1])
+    environment = study.folder.read_environment()
+    study.folder.write(study.folder.environment, replace(environment, cores=999))
+    study.measure(study.missing()[:1])
+    [message] = caplog.messages
+    assert "was begun with cores 999" in message
+    assert len(points(tmp_path)) == 2
 
 
 def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tmp_path):

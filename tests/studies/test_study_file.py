@@ -40,11 +40,11 @@ def test_what_init_writes_is_read_again(tmp_path, mode, script):
 
 def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path):
     config = read(tmp_path, GOOD)
-    launcher, run = config.line({"ranks": 2, "nodes": 1, "codec": "bf16"})
+    launcher, run, variables = config.filled({"ranks": 2, "nodes": 1, "codec": "bf16"})
     assert launcher == ["hpctrain", "launch", "-n", "2", "--nodes", "1", "--"]
     settings = ["--set", "a.b=bf16", "--set", "c.d=true"]
     assert run == ["python", "x.py", "bf16 y", "${HOME}", *settings]
-    assert config.variables({"ranks": 2}) == {"RANKS": "2"}
+    assert variables == {"RANKS": "2"}
     assert config.facts(4).command.startswith("RANKS={ranks} python x.py")
     assert "nodes" not in config.facts(4).factors
 

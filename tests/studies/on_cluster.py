@@ -1,0 +1,31 @@
+"""Launcher of a study on virtual hosts: ``python -m tests.studies.on_cluster NODES RANKS -- ...``.
+
+It makes a cluster of so many nodes, runs the command on so many ranks of it, and ends both.
+"""
+
+import os
+import sys
+
+from tests.cluster.vcluster import VirtualCluster
+
+LIMIT_S = 600.0
+
+
+def main(nodes: int, ranks: int, command: list[str]) -> int:
+    """Return the exit code of the command."""
+    each, more = divmod(ranks, nodes)
+    ranks_per_node = [each + (node < more) for node in range(nodes)]
+    ours = ("HPCTRAIN_", "OMP_", "PYTHON")
+    variables = {name: text for name, text in os.environ.items() if name.startswith(ours)}
+    with VirtualCluster(nodes=nodes) as cluster:
+        done = cluster.run(
+            command, ranks_per_node=ranks_per_node, env=variables, timeout_s=LIMIT_S
+        )
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--")
+    sys.exit(main(*map(int, sys.argv[1:at]), sys.argv[at + 1 :]))
