@@ -5,6 +5,8 @@ from typing import Annotated
 
 from typer import Argument, Exit, Option
 
+from hpctrain.core.errors import ConfigError
+
 SLOWER = 1  # exit code of compare --fail-slower
 
 
@@ -86,5 +88,9 @@ def compare(
     Console(highlight=False, markup=False).print(found.summary())
     if html is not None:
         write_page(html, found.page())
+    if fail_slower and all(verdict.startswith("too few") for _, verdict in found.verdicts):
+        raise ConfigError(
+            "--fail-slower needs more repeats, or a larger --alpha, to find anything"
+        )
     if fail_slower and found.slower:
         raise Exit(SLOWER)

@@ -36,7 +36,7 @@ POINT_HEADS = (
 _KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
 
 _METHOD = (
-    "A step lasts as long as on its slowest rank. Of each repeat counts the median of its steps "
+    "A step lasts as long as on its slowest rank. Of each repeat counts the mean of its steps "
     "after warm-up, of a point the median over repeats. Rates are harmonic means over repeats. "
     "Intervals are 95 % percentiles of a bootstrap over repeats. Efficiency is the ratio of "
     "medians to the smallest point of the curve that has a core for each rank. 95 % of all steps "

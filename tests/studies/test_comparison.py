@@ -2,13 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
-from hpctrain.core.errors import DataError
-from hpctrain.studies.comparison import StudyComparison
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.studies.comparison import StudyComparison, rank_test
 from tests.studies import generated
+
+SIX = generated.facts(repeats=6)  # five repeats cannot tell eight points apart
+
+
+def study(records=None):
+    return generated.complete(facts=SIX, records=records or generated.records(SIX))
 
 
 def changed(factor, only=None):
@@ -17,39 +24,63 @@ def changed(factor, only=None):
         replace(each, step_s=[factor * seconds for seconds in each.step_s])
         if only in (None, each.point["ranks"])
         else each
-        for each in generated.records()
+        for each in generated.records(SIX)
     ]
-    return generated.complete(records=records, facts=generated.facts(name="after"))
+    return study(records)
 
 
 def test_a_study_is_like_itself():
-    found = StudyComparison(generated.complete(), generated.complete(), 0.05)
-    assert [each.ratio.value for each in found.points] == [1.0] * 8
+    found = StudyComparison(study(), study(), 0.05)
+    assert [each.ratio.value for each, _ in found.verdicts] == [1.0] * 8
     assert found.slower == []
 
 
-def test_noise_is_no_difference():
-    records = [
-        replace(generated.record(each.point, each.repeat, each.order + 999), order=each.order)
-        for each in generated.records()
+def test_equal_studies_differ_as_seldom_as_alpha_says():
+    generator = np.random.default_rng(0)
+    noise = generator.lognormal(0, 0.02, (200, 2, 5))
+    alone = sum(rank_test(*pair.tolist()) <= 0.05 for pair in noise)
+    assert 2 <= alone <= 10  # 8 of 252 orders of ten are as extreme: 6 of 200
+    assert sum(different(generator) for _ in range(12)) <= 1
+
+
+def different(generator):
+    """Whether any of eight equal points is called different."""
+    studies = [
+        study(
+            [
+                replace(each, step_s=[float(generator.lognormal(0, 0.02))])
+                for each in generated.records(SIX)
+            ]
+        )
+        for _ in range(2)
     ]
-    found = StudyComparison(generated.complete(), generated.complete(records=records), 0.01)
-    assert any(each.ratio.value > 1 for each in found.points)
-    assert not any(each.is_different for each in found.points)
-    assert found.slower == []
+    return any(
+        verdict in ("slower", "faster") for _, verdict in StudyComparison(*studies, 0.05).verdicts
+    )
+
+
+def test_too_few_repeats_say_how_many_are_needed(tmp_path):
+    fast, slow = generated.complete(), generated.records()
+    slow = generated.complete(records=[replace(e, step_s=[2 * s for s in e.step_s]) for e in slow])
+    found = StudyComparison(fast, slow, 0.05)
+    assert {verdict for _, verdict in found.verdicts} == {"too few repeats to tell, 6 are needed"}
+    assert len(StudyComparison(fast, slow, 0.1).slower) == 8
+    folders = [str(generated.write(each, tmp_path / str(id(each)))) for each in (fast, slow)]
+    done = CliRunner().invoke(app, ["study", "compare", *folders, "--fail-slower"])
+    assert isinstance(done.exception, ConfigError)
 
 
 def test_what_is_slower_is_found_with_its_ratio():
-    found = StudyComparison(generated.complete(), changed(1.1, only=4), 0.05)
+    found = StudyComparison(study(), changed(1.1, only=4), 0.05)
     assert {each.point["ranks"] for each in found.slower} == {4}
     assert [each.ratio.value for each in found.slower] == [pytest.approx(1.1)] * 2
-    assert StudyComparison(generated.complete(), changed(0.9), 0.05).slower == []
+    assert StudyComparison(study(), changed(0.9), 0.05).slower == []
 
 
 def test_points_of_one_study_alone_are_named():
     records = [each for each in generated.records() if each.point["ranks"] != 2]
     found = StudyComparison(generated.complete(), generated.complete(records=records), 0.05)
-    assert len(found.points) == 6
+    assert len(found.verdicts) == 6
     assert "not in both: ranks 2, codec none; ranks 2, codec bf16." in found.method.replace(
         "ranks 2, codec bf16; ranks 2, codec none", "ranks 2, codec none; ranks 2, codec bf16"
     )
@@ -59,13 +90,13 @@ def test_points_of_one_study_alone_are_named():
 
 @pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (0.8, 0)])
 def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, code):
-    first = generated.write(generated.complete(), tmp_path / "a")
+    first = generated.write(study(), tmp_path / "a")
     second = generated.write(changed(factor), tmp_path / "b")
-    words = ["study", "compare", str(first), str(second), "--alpha", "0.1"]
+    words = ["study", "compare", str(first), str(second), "--alpha", "0.02"]
     page = tmp_path / "ratio.html"
     done = CliRunner().invoke(app, [*words, "--fail-slower", "--html", str(page)])
     assert done.exit_code == code, done.output
-    assert "alpha 0.1 over all of them together" in done.output
+    assert "alpha 0.02 over all of them together" in done.output
     assert f"{factor:.3f}" in done.output
     verdict = {1.2: "slower", 1.0: "no difference beyond noise", 0.8: "faster"}[factor]
     assert done.output.count(verdict) == 8
