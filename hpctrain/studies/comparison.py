@@ -33,6 +33,8 @@ class StudyComparison:
         """
         self._studies = first, second
         points = compare(first.done, second.done, alpha=alpha, seed=first.facts.seed)
+        order = [summary.point for summary in first.summaries]
+        points.sort(key=lambda each: order.index(each.point))
         self.verdicts = [(each, self._verdict(each)) for each in points]
         """Each point, and ``slower``, ``faster``, or why neither."""
         self.headline = (

@@ -51,7 +51,7 @@ def study_page(results: StudyResults, verdicts: list[Verdict], figures: list[Fig
     kept = sum(not verdict.fault for verdict in verdicts)
     cards = [*_cards(results), (f"{kept} of {len(verdicts)}", "rules of the checklist are kept")]
     checks: list[list[Cell]] = [
-        [_MISSING if each.fault else _KEPT, each.rule, each.source, each.advice]
+        [_MISSING if each.fault else _KEPT, each.rule, each.advice, each.source]
         for each in verdicts
     ]
     failures: list[list[Cell]] = [
@@ -70,7 +70,7 @@ def study_page(results: StudyResults, verdicts: list[Verdict], figures: list[Fig
         "<h2>Points that failed</h2>" if failures else "",
         table("failed", ("point", "repeat", "folder", "error"), failures) if failures else "",
         "<h2>Checklist</h2>",
-        table("checklist", ("state", "rule", "source", "what is missing, and what to do"), checks),
+        table("checklist", ("state", "rule", "what is missing, and what to do", "source"), checks),
         "<h2>What was run, and how</h2>",
         _setup(results),
     ]
@@ -188,10 +188,11 @@ def _setup(results: StudyResults) -> str:
     found["cores of a node"] = found.pop("cores")
     if results.environment:
         found |= asdict(results.environment)
-    texts = {n: v if isinstance(v, str) else json.dumps(v, indent=1) for n, v in found.items()}
+    texts = {n: v if isinstance(v, str) else json.dumps(v) for n, v in found.items()}
     rows = [[name, text] for name, text in texts.items() if len(text) < MAX_TEXT]
     details = [
-        f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
+        f"<details><summary>{name}</summary><pre>"
+        f"{escape(json.dumps(found[name], indent=2))}</pre></details>"
         for name, text in texts.items()
         if len(text) >= MAX_TEXT
     ]

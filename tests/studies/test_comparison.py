@@ -73,6 +73,7 @@ def test_too_few_repeats_say_how_many_are_needed(tmp_path):
 def test_what_is_slower_is_found_with_its_ratio():
     found = StudyComparison(study(), changed(1.1, only=4), 0.05)
     assert {each.point["ranks"] for each in found.slower} == {4}
+    assert [each.point["ranks"] for each, _ in found.verdicts] == [1, 2, 4, 8] * 2
     assert [each.ratio.value for each in found.slower] == [pytest.approx(1.1)] * 2
     assert StudyComparison(study(), changed(0.9), 0.05).slower == []
 
@@ -104,3 +105,10 @@ def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, co
     assert text.count(f">{verdict}</td>") == 8
     assert '"name": "ratio"' in text
     assert CliRunner().invoke(app, words).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_each_command_has_help_with_examples(command):
+    done = CliRunner().invoke(app, ["study", command, "--help"])
+    assert done.exit_code == 0
+    assert done.output.count(f"hpctrain study {command} studies/") == 2

@@ -127,7 +127,7 @@ def test_a_page_needs_no_network_and_runs_its_own_scripts_alone(results):
 def test_the_checklist_of_the_page_names_what_is_missing():
     _, page = page_of(generated.complete(bound=None))
     missing = [row for row in page.rows("checklist") if row[0][1] == "0"]
-    [(_, _, _, (advice, _))] = missing
+    [(_, _, (advice, _), _)] = missing
     assert advice.startswith("no model of the machine; give a file of the machine: hpctrain study")
     assert len(page.rows("checklist")) == 15
 
