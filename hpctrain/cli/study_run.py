@@ -176,7 +176,6 @@ def _submit(
     from hpctrain.cli.submit import check  # noqa: PLC0415
     from hpctrain.launch.slurm.batch_script import BatchSettings, script  # noqa: PLC0415
     from hpctrain.launch.slurm.scheduler import sbatch_time, submit  # noqa: PLC0415
-    from hpctrain.studies.study import FILE  # noqa: PLC0415
 
     if not attempts:
         typer.echo("everything is measured")
@@ -184,7 +183,7 @@ def _submit(
     where = study.folder.path
     common = BatchSettings(
         job_name=study.config.study.name,
-        config=str(where / FILE),
+        config=str(study.folder.file),
         directory=str(where),
         **settings,
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,6 +119,7 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.file = path / "STUDY.toml"  # as it was measured
         self.study = path / "study.json"
         self.environment = path / "environment.json"
         self.attempts = path / "attempts"  # a folder for each, with all output
@@ -146,11 +148,12 @@ class StudyFolder:
                 found[record.order] = record
         return [found[order] for order in sorted(found)]
 
-    def write(self, path: Path, value: _Json) -> None:
-        """Write what is asked, or where it ran, at once or not at all."""
+    def write(self, path: Path, value: _Json | str) -> None:
+        """Write a file of the study at once or not at all."""
+        text = value if isinstance(value, str) else json.dumps(value.as_dict(), indent=2) + "\n"
         # Jobs of an array may write at the same time.
-        with publishing(path, f"{path.name}.{os.getpid()}") as part:
-            part.write_text(json.dumps(value.as_dict(), indent=2) + "\n", encoding="utf-8")
+        with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
+            part.write_text(text, encoding="utf-8")
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
-from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
@@ -26,8 +25,6 @@ from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.points import Attempt, attempts_of
 from hpctrain.studies.records import Environment, PointRecord, StudyFolder, ranks_of
 from hpctrain.studies.study_file import StudyConfig
-
-FILE = "STUDY.toml"  # the study as it was measured, in its folder
 
 _GIT_S = 10.0
 
@@ -81,8 +78,7 @@ class Study:
             make_folder(folder.attempts)
             if folder.study.exists():
                 self._check_same()
-            with publishing(folder.path / FILE, f"{FILE}.{os.getpid()}") as part:
-                part.write_text(render(self.config), encoding="utf-8")
+            folder.write(folder.file, render(self.config))
             folder.write(folder.study, self.facts)
 
     def measure(
