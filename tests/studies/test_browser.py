@@ -24,7 +24,7 @@ def opened(page, folder, *options):
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
     )
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -67,6 +67,8 @@ def test_a_page_opens_without_a_word_on_the_console(
     assert all(each < width for each in widths)
     ink = {LIGHT: "rgb(28, 32, 36)", DARK: "rgb(230, 233, 237)"}[light]
     assert not num_figures or f"fill: {ink}" in document
+    legend = re.findall(r'class="legendtext"[^>]*>([^<]*)<', document)
+    assert name != "hostile" or any("$\\frac{$&lt;/script&gt;" in text for text in legend)
     assert "alert(1)" not in re.findall(r"<script>([^<]*)</script>", document)
 
 

@@ -5,11 +5,9 @@ const { colours, figures } = JSON.parse(document.getElementById("figures").textC
 // Ticks of logarithmic axes: 1, 2 and 5 in each decade.
 const DIGITS = Array.from({ length: 60 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Math.floor(n / 3) - 9));
 
-// Plotly reads tags in names; it shows their characters where they are escaped.
+// Plotly reads tags and formulas in names; it shows their characters where they are escaped.
 const plain = (text) =>
-  typeof text === "string"
-    ? text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;")
-    : text;
+  typeof text === "string" ? text.replace(/[&<>$]/g, (c) => `&#${c.charCodeAt(0)};`) : text;
 
 function trace(series, place, all) {
   const color = colours[series.colour % colours.length];
