@@ -67,6 +67,7 @@ class StudyComparison:
             title="Time of a step, second study by first",
             y_label="ratio",
             note="Above 1 the second study is slower.",
+            scale="zoom",
             series=[
                 Series.of_estimates(ratios, name="", kind="points", colour=0),
                 Series.of([(name, 1) for name, _ in ratios], name="", kind="dashed", colour=7),
