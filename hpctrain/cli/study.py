@@ -2,6 +2,7 @@
 
 import typer
 
+from hpctrain.cli.study_report import compare, report
 from hpctrain.cli.study_run import init, run
 
 study = typer.Typer(
@@ -12,3 +13,5 @@ study = typer.Typer(
 )
 study.command()(init)
 study.command()(run)
+study.command()(report)
+study.command()(compare)

@@ -99,6 +99,7 @@ def _compiler() -> str:
 
 FEATURES: dict[str, Callable[[], str]] = {
     "c-compiler": _program("cc", "gcc"),
+    "chromium": _program("chromium"),
     "cluster": _cluster,
     "compiler": _compiler,
     "debian-openmpi": _debian_openmpi,

@@ -1,0 +1,1 @@
+"""Models of time: what a collective, a step or a run takes on a machine. Pure arithmetic."""

@@ -1,0 +1,159 @@
+"""Checklist of what a report on performance must contain, computed from the data of a study.
+
+Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15 (twelve
+rules, numbered as there); Bailey, Twelve Ways to Fool the Masses, 1991; rules of MLPerf HPC.
+"""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from itertools import pairwise, product
+
+from hpctrain.studies.points import Layout, layout_of
+from hpctrain.studies.records import PointRecord, ranks_of
+from hpctrain.studies.results import StudyResults
+
+MIN_REPEATS = 5
+
+_Fault = Callable[[StudyResults], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a study keeps one rule."""
+
+    name: str
+    source: str
+    rule: str
+    remedy: str
+    fault: str  # why it is not kept; empty where it is
+
+    @property
+    def advice(self) -> str:
+        """What is missing, and what to do about it; empty where nothing is."""
+        return f"{self.fault}; {self.remedy}" if self.fault else ""
+
+
+def verdicts(results: StudyResults) -> list[Verdict]:
+    """Judge a study by every rule of ``templates/checklist.toml``."""
+    path = resources.files("hpctrain.studies") / "templates" / "checklist.toml"
+    rules = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Verdict(name, **rule, fault=_FAULTS[name](results)) for name, rule in rules.items()]
+
+
+def _base(results: StudyResults) -> str:
+    sizes = [each.ranks for each in results.summaries if each.step_s and not each.oversubscribed]
+    if not sizes:
+        return "nothing was measured that could be it"
+    return "" if min(sizes) == 1 else f"the smallest point has {min(sizes)} ranks"
+
+
+def _complete(results: StudyResults) -> str:
+    factors = results.facts.factors
+    points = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    planned = results.facts.repeats * sum(layout_of(point) is not None for point in points)
+    if planned > len(results.records):
+        missing = planned - len(results.records)
+        return f"{missing} of {planned} repeats have neither a result nor a failure"
+    return _named(results, [each for each in results.failed if not each.error], "no reason")
+
+
+def _batch(results: StudyResults) -> str:
+    mode = results.facts.mode
+    batches: dict[str, set[float]] = {}
+    for record in results.done:
+        share = 1 if mode == "strong" else ranks_of(record.point)
+        batch = record.samples / len(record.step_s) / share
+        batches.setdefault(results.curve(record.point), set()).add(round(batch, 6))
+    for found in batches.values():
+        if max(found) > 1.05 * min(found):  # a last batch may be short
+            whose = "all ranks" if mode == "strong" else "a rank"
+            return f"{whose} took {min(found):g} samples in a step, and {max(found):g}"
+    return _nothing(results)
+
+
+def _repeats(results: StudyResults) -> str:
+    few = [each for each in results.summaries if each.num_done < MIN_REPEATS]
+    return f"{few[0].num_done} at {results.label(few[0].point)}" if few else ""
+
+
+def _interleaved(results: StudyResults) -> str:
+    points = [record.point for record in results.records]  # in the order of the study
+    changes = sum(one != other for one, other in pairwise(points))
+    kinds = len(results.summaries)
+    is_in_a_row = 1 < kinds < len(points) and changes < kinds
+    return "all repeats of a point were measured in a row" if is_in_a_row else ""
+
+
+def _setup(results: StudyResults) -> str:
+    if (found := results.environment) is None:
+        return "there is no environment.json"
+    names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning", "commit")
+    missing = [name for name in names if not getattr(found, name)]
+    missing += ["command"] * (not results.facts.command)
+    missing += ["changes beyond the commit"] * (found.commit or "").endswith("+")
+    return f"not recorded: {', '.join(missing)}" if missing else ""
+
+
+def _cores(results: StudyResults) -> str:
+    for record in results.done:
+        layout = layout_of(record.point) or Layout(1, 1, 1)
+        cores = layout.nodes * results.facts.cores
+        if layout.ranks > cores and not record.oversubscribed:
+            return f"{results.label(record.point)} has {cores} cores, and is not marked"
+    fit = {each.ranks for each in results.summaries if each.efficiency}
+    return "" if len(fit) > 1 else f"{len(fit)} sizes have a core for each rank"
+
+
+def _target(results: StudyResults) -> str:
+    if not results.facts.target:
+        return "no target is stated"
+    return _lacking(lambda record: record.time_to_target_s is None, "not reached")(results)
+
+
+def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
+    """Make a fault of a condition that no measured repeat may meet."""
+
+    def fault(results: StudyResults) -> str:
+        return _named(results, list(filter(is_bare, results.done)), what) or _nothing(results)
+
+    return fault
+
+
+def _unknown(*names: str) -> _Fault:
+    """Make a fault of fields that every measured repeat must have."""
+    return _lacking(
+        lambda record: any(getattr(record, name) is None for name in names),
+        f"no {', '.join(names)}",
+    )
+
+
+def _named(results: StudyResults, records: list[PointRecord], what: str) -> str:
+    if not records:
+        return ""
+    where = f"{what}: repeat {records[0].repeat} of {results.label(records[0].point)}"
+    return where if len(records) == 1 else f"{where}, and {len(records) - 1} more"
+
+
+def _nothing(results: StudyResults) -> str:
+    return "" if results.done else "nothing was measured"
+
+
+_FAULTS: dict[str, _Fault] = {
+    "base": _base,
+    "complete": _complete,
+    "batch": _batch,
+    "rates": _lacking(lambda each: not (each.samples and each.seconds), "no samples or seconds"),
+    "repeats": _repeats,
+    "interleaved": _interleaved,
+    "steps": _lacking(lambda each: len(each.step_s) != each.num_steps, "not each step"),
+    "setup": _setup,
+    "bytes": _unknown("node_bytes", "rail_bytes"),
+    "warm_up": _lacking(lambda each: not each.warm_up_steps, "no step dropped"),
+    "bound": lambda results: "" if results.bound else "no model of the machine",
+    "parts": _unknown("compute_s", "communication_s", "idle_s"),
+    "cores": _cores,
+    "target": _target,
+    "input": _unknown("input_s"),
+}

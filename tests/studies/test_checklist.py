@@ -1,0 +1,132 @@
+"""A complete study keeps every rule; whatever is taken away, the rule that needs it says so."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.studies.checklist import verdicts
+from tests.studies import generated
+
+
+def broken(results):
+    """The names of the rules that are not kept."""
+    return {verdict.name for verdict in verdicts(results) if verdict.fault}
+
+
+def with_records(**changes):
+    return generated.complete(records=generated.records(**changes))
+
+
+def with_one(place=0, **changes):
+    """A study of which one record is another."""
+    records = generated.records()
+    records[place] = replace(records[place], **changes)
+    return generated.complete(records=records)
+
+
+def with_facts(**changes):
+    return generated.complete(facts=generated.facts(**changes))
+
+
+def with_environment(**changes):
+    return generated.complete(environment=generated.environment(**changes))
+
+
+def of_points(keep):
+    """A study of the points that ``keep`` takes, planned as such."""
+    records = [each for each in generated.records() if keep(each.point)]
+    ranks = sorted({each.point["ranks"] for each in records})
+    factors = {"ranks": ranks, "codec": ["none", "bf16"]}
+    return generated.complete(facts=generated.facts(factors=factors), records=records)
+
+
+def in_a_row():
+    records = sorted(generated.records(), key=lambda each: (str(each.point), each.repeat))
+    return generated.complete(
+        records=[replace(each, order=order) for order, each in enumerate(records)]
+    )
+
+
+def with_growing_batch():
+    records = [
+        replace(each, samples=each.samples * each.point["ranks"]) for each in generated.records()
+    ]
+    return generated.complete(records=records)
+
+
+def test_a_complete_study_keeps_every_rule():
+    results = generated.complete()
+    assert broken(results) == set()
+    assert len(verdicts(results)) == 15
+    assert not any(verdict.advice for verdict in verdicts(results))
+
+
+FAILED = {"status": "failed", "step_s": [], "num_steps": 0}
+
+REMOVED = {
+    "base": (lambda: of_points(lambda point: point["ranks"] > 1), "smallest point has 2 ranks"),
+    "complete": (
+        lambda: with_facts(repeats=6),
+        "8 of 48 repeats have neither",
+    ),
+    "batch": (with_growing_batch, "all ranks took 64 samples in a step, and 512"),
+    "rates": (lambda: with_one(samples=0), "no samples or seconds: repeat"),
+    "repeats": (
+        lambda: with_one(place=3, **FAILED, error="exit code 1"),
+        "4 at ranks",
+    ),
+    "interleaved": (in_a_row, "in a row"),
+    "steps": (lambda: with_one(step_s=[0.1]), "not each step: repeat"),
+    "setup": (lambda: with_environment(plan=None), "not recorded: plan"),
+    "bytes": (lambda: with_records(rail_bytes=None), "no node_bytes, rail_bytes: repeat"),
+    "warm_up": (lambda: with_records(warm_up_steps=0), "and 39 more"),
+    "bound": (lambda: generated.complete(bound=None), "no model of the machine"),
+    "parts": (lambda: with_records(idle_s=None), "idle_s: repeat"),
+    "cores": (lambda: with_records(oversubscribed=False), "has 4 cores, and is not marked"),
+    "target": (lambda: with_facts(target=None), "no target is stated"),
+    "input": (lambda: with_records(input_s=None), "no input_s"),
+}
+
+
+@pytest.mark.parametrize("name", [verdict.name for verdict in verdicts(generated.complete())])
+def test_what_is_removed_breaks_its_rule_with_reason_and_remedy(name):
+    remove, reason = REMOVED[name]
+    results = remove()
+    [verdict] = [each for each in verdicts(results) if each.name == name]
+    assert reason in verdict.fault
+    assert verdict.advice.endswith(f"; {verdict.remedy}")
+    # What one record lacks may break another rule of the same records, and nothing else.
+    also = {"batch": {"rates"}, "rates": {"batch"}, "steps": {"batch"}}.get(name, set())
+    assert broken(results) - also == {name}
+
+
+@pytest.mark.parametrize(
+    ("results", "name", "reason"),
+    [
+        (with_one(**FAILED, error=None), "complete", "no reason: repeat"),
+        (generated.complete(environment=None), "setup", "no environment.json"),
+        (with_environment(commit="1a2d1ae+"), "setup", "changes beyond the commit"),
+        (with_environment(commit=None, versions={}), "setup", "not recorded: versions, commit"),
+        (with_records(time_to_target_s=None), "target", "not reached: repeat"),
+        (of_points(lambda point: point["ranks"] in (1, 8)), "cores", "1 sizes have a core"),
+    ],
+)
+def test_each_other_way_to_break_a_rule_is_told(results, name, reason):
+    [verdict] = [each for each in verdicts(results) if each.name == name]
+    assert reason in verdict.fault
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank():
+    records = [
+        replace(each, samples=each.samples * each.point["ranks"]) for each in generated.records()
+    ]
+    results = generated.complete(facts=generated.facts(mode="weak"), records=records)
+    assert broken(results) == set()
+    assert broken(generated.complete(facts=generated.facts(mode="weak"))) == {"batch"}
+
+
+def test_of_a_study_that_only_failed_nothing_is_kept_that_needs_a_measurement():
+    results = with_records(**FAILED, error="exit code 1")
+    assert broken(results) == REMOVED.keys() - {"complete", "interleaved", "setup", "bound"}
+    assert "steps" in broken(generated.complete(records=[]))
+    assert "complete" in broken(generated.complete(records=[]))

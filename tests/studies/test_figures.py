@@ -1,0 +1,107 @@
+"""Figures show what was measured and nothing else."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.cost.machine import Link, Machine
+from hpctrain.studies.figures import figures_of
+from tests.studies import generated
+
+
+def figures(results):
+    return {figure.name: figure for figure in figures_of(results)}
+
+
+def series(figure, *kinds):
+    return [each for each in figure.series if each.kind in kinds and each.x]
+
+
+def test_a_complete_study_has_every_figure():
+    names = list(figures(generated.complete()))
+    assert names == [
+        *("time", "throughput", "efficiency", "breakdown", "bytes", "time-to-target", "learning"),
+    ]
+
+
+def test_points_with_more_ranks_than_cores_are_hollow_and_have_no_efficiency():
+    found = figures(generated.complete())
+    assert [each.x for each in series(found["time"], "points")] == [[1, 2, 4]] * 2
+    assert [each.x for each in series(found["time"], "hollow")] == [[8]] * 2
+    assert [each.x for each in series(found["efficiency"], "points", "hollow")] == [[1, 2, 4]] * 2
+    assert "Hollow" in found["time"].note
+    assert "Hollow" not in found["efficiency"].note
+
+
+def test_no_line_goes_where_nothing_was_measured():
+    records = [each for each in generated.records() if each.point["ranks"] != 4]
+    failed = [
+        replace(each, status="failed", step_s=[]) for each in records if each.point["ranks"] == 8
+    ]
+    kept = [each for each in records if each.point["ranks"] < 4]
+    found = figures(generated.complete(records=kept + failed))
+    for name in ("time", "throughput", "efficiency"):
+        for each in series(found[name], "dashed", "dotted", "points", "repeats"):
+            assert set(each.x) == {1, 2}
+
+
+@pytest.mark.parametrize(("mode", "growth"), [("strong", 1), ("weak", 0)])
+def test_the_ideal_goes_through_the_base(mode, growth):
+    results = generated.complete(facts=generated.facts(mode=mode))
+    ideal = series(figures(results)["time"], "dashed")[0]
+    base = results.summaries[0].step_s.value
+    assert ideal.y == [pytest.approx(base / ranks**growth) for ranks in (1, 2, 4, 8)]
+    assert series(figures(results)["efficiency"], "dashed")[0].y == pytest.approx([1] * 4)
+
+
+def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
+    results = generated.complete(bound=None)
+    ideal = [results.ideal_s(each) for each in results.summaries]
+    fast = results.beside(Machine(nodes=8))
+    assert [fast.bound(each.point) for each in results.summaries] == ideal
+    slow = results.beside(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))
+    bound = [slow.bound(each.point) for each in results.summaries][:4]
+    # 4e6 bytes a rank but the first, through its memory; 4e6 bytes by the card of one node.
+    assert bound == pytest.approx([ideal[0], ideal[1], 12e6 / 4 / 70e6, 4e6 / 8e6])
+    [dotted, _] = series(figures(slow)["time"], "dotted")
+    assert dotted.y == bound
+    share = series(figures(slow)["efficiency"], "dotted")[0]
+    assert share.y[-1] == pytest.approx(ideal[3] / 0.5)
+
+
+def test_points_of_one_size_stand_side_by_side():
+    facts = generated.facts(factors={"ranks": [4], "codec": ["none", "bf16"]})
+    results = generated.complete(facts=facts, records=generated.records(facts))
+    figure = figures(results)["time"]
+    assert figure.x_label == ""
+    assert [each.x for each in series(figure, "points")] == [["codec none", "codec bf16"]]
+    assert series(figure, "dashed", "dotted") == []
+
+
+def test_a_time_to_target_that_not_every_repeat_reached_is_not_shown():
+    records = generated.records()
+    records[0] = replace(records[0], time_to_target_s=None)
+    reached = {
+        (each.name, x)
+        for each in series(
+            figures(generated.complete(records=records))["time-to-target"], "points", "hollow"
+        )
+        for x in each.x
+    }
+    assert len(reached) == 7
+
+
+def test_learning_is_shown_as_ranks_told_it(tmp_path):
+    results = generated.complete(directory=tmp_path)
+    ends = series(figures(results)["learning"], "points")
+    assert sum(len(each.x) for each in ends) == len(results.done)
+    folder = tmp_path / results.done[0].folder / "records"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text(json.dumps({"step": 0, "at": 7, "samples": 1}) + "\n")
+    lines = [{"step": step, "at": 7.0 + step, "accuracy": 0.1 * step} for step in range(5)]
+    lines.append({"step": 5, "at": 12.5, "accuracy": float("nan")})
+    (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [curve] = series(figures(results)["learning"], "solid")
+    assert curve.x == [0, 1, 2, 3, 4]
+    assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
