@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.rail.algorithms import fold
 from hpctrain.comm.tensor_arguments import check_tensor, name_of
 from hpctrain.core.errors import CommError
+from hpctrain.cost.schedules import NOBODY, Fold, fold
 
 _TAG = 23258
 _CHUNK = 1 << 16  # elements that are calculated on at a time, in float64: they stay in the cache
@@ -93,26 +93,26 @@ class _Combining:
     def run(self) -> None:
         """Combine with all other ranks."""
         comm, flat = self._comm, self._flat
-        ranks, place, other = fold(comm.rank, comm.size)
+        folded = fold(comm.rank, comm.size)
+        place, other = folded.place, folded.other
         whole = _Span(0, flat.numel())
-        if other is not None:
+        if other != NOBODY:
             kept, given = self._combine_half(whole, _Partner(other, 0.5, (other,)))
-            if place is None:
+            if place == NOBODY:
                 comm.send(self._of(kept), other, _TAG)
                 comm.recv_(flat, other, _TAG)
                 return
             comm.recv_(self._of(given), other, _TAG)
-        assert place is not None
-        num_pairs = comm.size - len(ranks)
         way_back = []
         distance, span = 1, whole
-        while distance < len(ranks):
-            kept, given = self._combine_half(span, _partner(ranks, place, distance, num_pairs))
-            way_back.append((kept, given, ranks[place ^ distance]))
+        while distance < folded.power:
+            partner = _partner(folded, distance)
+            kept, given = self._combine_half(span, partner)
+            way_back.append((kept, given, partner.rank))
             span, distance = kept, 2 * distance
-        for kept, given, partner in reversed(way_back):
-            self._exchange(self._of(kept), self._of(given), partner)
-        if other is not None:
+        for kept, given, rank in reversed(way_back):
+            self._exchange(self._of(kept), self._of(given), rank)
+        if other != NOBODY:
             comm.send(flat, other, _TAG)
 
     def _combine_half(self, span: _Span, partner: _Partner) -> tuple[_Span, _Span]:
@@ -180,16 +180,17 @@ class _Combining:
             self._comm.send(outgoing, partner, _TAG)
 
 
-def _partner(ranks: Sequence[int], place: int, distance: int, num_pairs: int) -> _Partner:
-    """Return with whom the rank at ``place`` combines; the first ``num_pairs`` stand for two."""
+def _partner(folded: Fold, distance: int) -> _Partner:
+    """Return with whom a rank combines; the first ``num_pairs`` stand for two."""
+    place, num_pairs = folded.place, folded.num_pairs
 
     def weight(block: int) -> int:
         first = block * distance
         return distance + max(0, min(num_pairs - first, distance))
 
     mine, other = weight(place // distance), weight((place ^ distance) // distance)
-    group = [ranks[place ^ (1 << level)] for level in range(distance.bit_length())]
-    return _Partner(ranks[place ^ distance], mine / (mine + other), tuple(group))
+    group = [folded.rank_at(place ^ (1 << level)) for level in range(distance.bit_length())]
+    return _Partner(folded.rank_at(place ^ distance), mine / (mine + other), tuple(group))
 
 
 def _factor(product: float, norm: float, weight: float) -> float:

@@ -110,7 +110,7 @@ def _made(kind: Any, values: Any) -> Any:
     what = kind.__name__.lower()
     if not isinstance(values, Mapping):
         raise ConfigError(f"a {what} is a table with keys, got {values!r}")
-    types = {field.name: field.type for field in fields(kind)}
+    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}
     if unknown := sorted(values.keys() - types.keys()):
         raise ConfigError(f"a {what} has the keys {', '.join(types)}; got {', '.join(unknown)}")
     needed = ("nodes",) if kind is Machine else tuple(types)

@@ -2,40 +2,33 @@
 
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.rail import algorithms, trees
-from hpctrain.comm.rail.algorithms import doubling_allreduce_, halving_allreduce_, ring_allreduce_
+from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.rail import MpiWire
-from hpctrain.comm.rail.trees import double_tree_allreduce_, tree_allreduce_, two_trees
+from hpctrain.cost.schedules import SCHEDULES
 from tests.comm.fuzz_values import FLOATS, FUNCTIONS, ops_of
 from tests.comm.simulated import run_ranks
 
-ALGORITHMS = {
-    "ring": ring_allreduce_,
-    "halving": halving_allreduce_,
-    "doubling": doubling_allreduce_,
-    "tree": tree_allreduce_,
-    "double tree": double_tree_allreduce_,
-}
 SIZES = (0, 1, 5, 1003)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MANY = (2, 3, 5, 6, 7, 8, 13, 16, 17)
 
 
-@pytest.fixture(params=ALGORITHMS)
+@pytest.fixture(params=SCHEDULES)
 def allreduce_(request):
     return ALGORITHMS[request.param]
 
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    monkeypatch.setattr(algorithms, "SEGMENT_BYTES", 256)
-    monkeypatch.setattr(trees, "SEGMENT_BYTES", 256)
+    for name in ("ring", "double_tree"):
+        monkeypatch.setitem(SCHEDULES, name, replace(SCHEDULES[name], segment_bytes=256))
 
 
 def whole_numbers(rank, numel, dtype):
@@ -132,7 +125,7 @@ def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
         "halving": 1.03 * 2 * (power - 1) / power * message + folding,
         "doubling": (math.log2(power) + (size != power)) * message,
         "tree": math.ceil(math.log2(size)) * message,
-        "double tree": 2 * message + 8,
+        "double_tree": 2 * message + 8,
     }
     for name, bound in most.items():
         assert max(bytes_of_each_rank(ALGORITHMS[name], size, numel)) <= bound, name
@@ -141,24 +134,8 @@ def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_doubling_takes_a_message_of_each_rank_for_each_power_of_two(size):
     def work(wire):
-        doubling_allreduce_(wire, torch.ones(3), combination(torch.float32, Op.SUM))
+        ALGORITHMS["doubling"](wire, torch.ones(3), combination(torch.float32, Op.SUM))
         return wire.num_messages
 
     counts, _ = run_ranks(size, work, eager=False)
     assert counts == [math.log2(size)] * size
-
-
-@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000])
-def test_two_trees_span_all_ranks_and_share_no_inner_one(size):
-    places = two_trees(size)
-    assert all(not (first.children and second.children) for first, second in places)
-    for tree in range(2):
-        parents = [both[tree].parent for both in places]
-        assert parents.count(None) == 1
-        assert max(len(both[tree].children) for both in places) <= 2
-        for rank, both in enumerate(places):
-            assert all(parents[child] == rank for child in both[tree].children)
-            above, height = parents[rank], 0
-            while above is not None:
-                above, height = parents[above], height + 1
-            assert height <= math.ceil(math.log2(size + 1))

@@ -50,19 +50,6 @@ class Arrival(NamedTuple):
     tag: int = 0
 
 
-def cut(tensor: Tensor, num_pieces: int) -> list[Tensor]:
-    """Cut a flat ``tensor`` into views that differ by one element at most; some may be empty."""
-    numel = tensor.numel()
-    return [
-        tensor[i * numel // num_pieces : (i + 1) * numel // num_pieces] for i in range(num_pieces)
-    ]
-
-
-def num_segments(num_bytes: int, segment_bytes: int) -> int:
-    """Return into how many segments of at most about ``segment_bytes`` a part is cut."""
-    return max(1, -(-num_bytes // segment_bytes))
-
-
 def received(wire: Wire, expected: Iterable[Arrival], ahead: int) -> Iterator[Tensor]:
     """Yield the tensors of ``expected`` in order, each when it has come.
 
