@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import KIB
 from hpctrain.cost.machine import Machine
+from hpctrain.cost.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _tree(size: int, num_bytes: float) -> list[_Round]:
     return [*(part._replace(combines=True) for part in down), *down]
 
 
-SEGMENT_BYTES = 256 * KIB  # of the two trees, as in ``comm/rail/trees``
+SEGMENT_BYTES = SCHEDULES["double_tree"].segment_bytes
 
 
 def _double_tree(size: int, num_bytes: float) -> list[_Round]:
