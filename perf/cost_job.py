@@ -2,7 +2,8 @@
 
 import argparse
 import statistics
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ from measure import interleave, machine
 from mpi4py import MPI
 
 import hpctrain as hvd
+from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.compress.half import HalfCodec
 from hpctrain.core.units import MIB
+from hpctrain.cost.collectives import Way
 from hpctrain.cost.fitting import Point, write_points
 from hpctrain.runtime.world import current
 
@@ -36,25 +39,31 @@ def table(name: str) -> SizeTable:
 def measure(num_bytes: int, rounds: int) -> list[Point]:
     """Time all ways for one message size. Collective."""
     comm, world = current().comm, MPI.COMM_WORLD
+    assert isinstance(comm, HierarchicalCommunicator)
     topology, plan = current().topology, current().plan
     bucket = comm.new_bucket(num_bytes // 4, torch.float32)
     codec, plain = HalfCodec(torch.bfloat16), torch.ones(num_bytes // 4)
     codec.prepare(bucket, (), comm)
 
-    def two_level(name: str, codec: HalfCodec | None) -> None:
-        comm.use(replace(plan, rail=table(name)))
-        if codec is None:
+    def two_level(way: Way) -> None:
+        comm.use(replace(plan, rail=table(way.algorithm)))
+        if way.codec == "none":
             comm.allreduce_(bucket).wait()
         else:
             codec.allreduce_(bucket, comm, scale=None).wait()
 
     flat = {name: Rail(world.Dup(), table=table(name)) for name in ALGORITHMS}
-    rails = comm.num_rails
-    variants = {}
-    for name in ALGORITHMS:
-        variants[name, rails, "none"] = lambda name=name: two_level(name, None)
-        variants[name, rails, "bf16"] = lambda name=name: two_level(name, codec)
-        variants[name, 0, "none"] = lambda name=name: flat[name].allreduce_(plain).wait()
+
+    def work(way: Way) -> Callable[[], object]:
+        if way.rails:
+            return lambda: two_level(way)
+        return lambda: flat[way.algorithm].allreduce_(plain).wait()
+
+    ways = [
+        Way(name, *how)
+        for name in ALGORITHMS
+        for how in ((comm.num_rails, "none"), (comm.num_rails, "bf16"), (0, "none"))
+    ]
 
     def write() -> None:
         bucket.flat.fill_(1)
@@ -62,7 +71,7 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
 
     is_long = num_bytes >= LONG_BYTES
     seconds = interleave(
-        variants,
+        {str(way): work(way) for way in ways},
         rounds=rounds if is_long else SHORT_ROUNDS * rounds,
         prepare=write,
         warm_up=int(not is_long),
@@ -73,13 +82,11 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
         Point(
             nodes=topology.num_nodes,
             ranks_per_node=topology.size // topology.num_nodes,
-            algorithm=name,
-            rails=rails,
-            codec=codec,
+            **asdict(way),
             num_bytes=num_bytes,
-            seconds=undisturbed(times),
+            seconds=undisturbed(seconds[str(way)]),
         )
-        for (name, rails, codec), times in seconds.items()
+        for way in ways
     ]
 
 
