@@ -119,29 +119,32 @@ def plan(  # noqa: PLR0913 - a command's options
     from hpctrain.cost.planner import Goal, advise  # noqa: PLC0415
     from hpctrain.cost.step import Model  # noqa: PLC0415
 
-    known = {} if run is None else _facts(run, target_loss)
-    known |= {
-        name: value
-        for name, value in (
-            ("parameters", parameters),
-            ("samples_per_s", samples_per_s),
-            ("rank_batch", rank_batch),
-            ("batch", batch),
-            ("samples", samples),
-        )
-        if value is not None
+    if target_loss is not None and run is None:
+        raise ConfigError("--target-loss is read from a run: give its directory, or --samples")
+    given = {
+        "--parameters": parameters,
+        "--samples-per-s": samples_per_s,
+        "--rank-batch": rank_batch,
+        "--batch": batch,
+        "--samples": samples,
     }
-    _require(known, run, target_loss)
+    known = {"--rank-batch": 32} if run is None else _facts(run, target_loss)
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := given.keys() - known:
+        raise ConfigError(
+            f"a plan needs the model and the goal, and lacks {', '.join(sorted(missing))}; give "
+            f"them, or the directory of a run"
+        )
     if gradient_norms is not None:
         noise_scale = estimated(*gradient_norms)
     model = Model(
-        parameters=known["parameters"],
-        samples_per_s=known["samples_per_s"],
-        rank_batch=int(known.get("rank_batch", 32)),
+        parameters=known["--parameters"],
+        samples_per_s=known["--samples-per-s"],
+        rank_batch=int(known["--rank-batch"]),
     )
     goal = Goal(
-        samples=known["samples"],
-        batch=int(known["batch"]),
+        samples=known["--samples"],
+        batch=int(known["--batch"]),
         noise_scale=math.inf if noise_scale is None else noise_scale,
         deadline_s=math.inf if deadline is None else parse_seconds(deadline),
         max_local_steps=max_local_steps,
@@ -155,18 +158,6 @@ def plan(  # noqa: PLR0913 - a command's options
         _show(advice, model)
 
 
-def _require(known: dict[str, float], run: Path | None, target_loss: float | None) -> None:
-    """Refuse a question that lacks something."""
-    if target_loss is not None and run is None:
-        raise ConfigError("--target-loss is read from a run: give its directory, or --samples")
-    needed = ("parameters", "samples_per_s", "batch", "samples")
-    if missing := [f"--{name.replace('_', '-')}" for name in needed if name not in known]:
-        raise ConfigError(
-            f"a plan needs the model and the goal, and lacks {', '.join(missing)}; give them, or "
-            f"the directory of a run"
-        )
-
-
 def _facts(run: Path, target_loss: float | None) -> dict[str, float]:
     """Read what a run of ``hpctrain train`` says about its model and its way to a loss."""
     from hpctrain.train.metrics import read  # noqa: PLC0415
@@ -176,7 +167,7 @@ def _facts(run: Path, target_loss: float | None) -> dict[str, float]:
         raise ConfigError(f"{run} is no run directory: it has no {file.name}; give one that does")
     records = read(file)
     begun = [record for record in records if record["event"] in ("started", "resumed")]
-    steps = [record for record in records if record["event"] == "step"]
+    steps = [r for r in records if r["event"] == "step" and r["loss"] is not None]
     if not begun or not steps:
         raise ConfigError(f"{file} has no record of a step; let the run go on for a while first")
     ranks = begun[-1]["world_size"]
@@ -184,24 +175,25 @@ def _facts(run: Path, target_loss: float | None) -> dict[str, float]:
     batch = statistics.median(r["samples_per_s"] * sum(r[t] for t in times) for r in steps)
     share = batch / ranks
     return {
-        "parameters": begun[-1]["parameters"],
-        "samples_per_s": share / statistics.median(r["compute_s"] for r in steps),
-        "rank_batch": math.ceil(share),
-        "batch": round(batch),
-        "samples": _steps_to(target_loss, records, steps, run) * batch,
+        "--parameters": begun[-1]["parameters"],
+        "--samples-per-s": share / statistics.median(r["compute_s"] for r in steps),
+        "--rank-batch": math.ceil(share),
+        "--batch": round(batch),
+        "--samples": _steps_to(target_loss, records, run) * batch,
     }
 
 
-def _steps_to(
-    target: float | None, records: list[dict[str, Any]], steps: list[dict[str, Any]], run: Path
-) -> float:
+def _steps_to(target: float | None, records: list[dict[str, Any]], run: Path) -> float:
     """Return after how many steps a run has reached a loss, in its tests if it has any."""
+    steps, tests = (
+        [r for r in records if r["event"] == event and r["loss"] is not None]
+        for event in ("step", "test")
+    )
     if target is None:
         return float(steps[-1]["step"])
-    seen = [r for r in records if r["event"] == "test" and r["loss"] is not None] or steps
-    reached = [record["step"] for record in seen if record["loss"] <= target]
+    reached = [record["step"] for record in tests or steps if record["loss"] <= target]
     if not reached:
-        least = min(record["loss"] for record in seen)
+        least = min(record["loss"] for record in tests or steps)
         raise ConfigError(
             f"{run} has not reached a loss of {target:g}, its least is {least:.4g}; give a loss "
             f"that it has reached, or --samples"

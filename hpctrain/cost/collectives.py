@@ -26,9 +26,6 @@ class Load:
     def __add__(self, other: "Load") -> "Load":
         return Load(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
-    def __mul__(self, times: float) -> "Load":
-        return Load(*(times * value for value in astuple(self)))
-
     def seconds(self, machine: Machine) -> float:
         """Return the time on a machine."""
         node, network = machine.node, machine.network

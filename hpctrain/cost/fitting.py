@@ -1,11 +1,11 @@
 """A machine's figures from measured sums: a non-negative fit in which no outlier counts much."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,31 +38,22 @@ class Point:
 
     def __post_init__(self) -> None:
         """Refuse what cannot have been measured, by ``ConfigError``."""
-        numbers = (self.nodes, self.ranks_per_node, self.nics, self.num_bytes, self.seconds)
-        if min(numbers) <= 0 or self.rails < 0:
+        if min(self.nodes, self.ranks_per_node, self.nics, self.num_bytes, self.seconds) <= 0:
             raise ConfigError(f"numbers of a point are above 0, got {asdict(self)}")
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Self:
-        """Return the point of these values; ``ConfigError`` if one is missing or unknown."""
-        names = {each.name for each in fields(cls)}
-        given = set(values) if isinstance(values, Mapping) else set()
-        if not names - {"nics", "codec"} <= given <= names:
-            raise ConfigError(f"a point has {', '.join(sorted(names))}; got {values}")
-        try:
-            return cls(**values)
-        except TypeError:  # a text where a number belongs
-            raise ConfigError(f"numbers of a point are numbers, got {values}") from None
 
     @property
     def way(self) -> Way:
         """How the ranks summed; ``ConfigError`` if no model knows it."""
         return Way(self.algorithm, self.rails, self.codec)
 
+    @property
+    def shape(self) -> Machine:
+        """The machine that it was measured on, of default links."""
+        return Machine(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nics=self.nics)
+
     def load(self) -> Load:
         """Return what the models say that it asked of links and processors."""
-        shape = Machine(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nics=self.nics)
-        return allreduce(shape, self.num_bytes, self.way)
+        return allreduce(self.shape, self.num_bytes, self.way)
 
 
 def read_points(path: Path) -> list[Point]:
@@ -72,7 +63,7 @@ def read_points(path: Path) -> list[Point]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["points"]
-        return [Point.from_dict(values) for values in found]
+        return [Point(**values) for values in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} holds no points to fit to: {error!r}; write some with hpctrain bench "
@@ -94,7 +85,7 @@ class Fit:
     points: tuple[Point, ...]
     per_unit_s: tuple[float, ...]
     """Seconds for one of each field of a ``Load``."""
-    held_out: float = field(default=float("nan"))
+    held_out: float
     """Median relative error on the half of the points that the fit did not see, of both halves."""
 
     @property
@@ -114,27 +105,17 @@ class Fit:
     def machine(self) -> Machine:
         """Return the largest machine of the points with the figures that were fitted.
 
-        A figure that fits as well at no cost at all is infinitely fast; one that no point has
-        needed keeps the machine's default.
+        A figure that fits as well at no cost at all is infinitely fast; links that no point has
+        used keep the machine's defaults.
         """
-        loads = np.array([astuple(point.load()) for point in self.points])
-        seen = loads.max(axis=0) > 0
         largest = max(self.points, key=lambda point: (point.nodes, point.ranks_per_node))
-        found = Machine(
-            nodes=largest.nodes, ranks_per_node=largest.ranks_per_node, nics=largest.nics
-        )
-        node, network = (
-            Link(
-                latency if seen[place] else old.latency_s,
-                _rate(byte) if seen[place + 1] else old.bytes_per_s,
-            )
-            for place, (latency, byte), old in (
-                (0, self.per_unit_s[:2], found.node),
-                (2, self.per_unit_s[2:4], found.network),
-            )
-        )
+        found, figures = largest.shape, self.per_unit_s
+        node, network = (Link(figures[k], _rate(figures[k + 1])) for k in (0, 2))
         return replace(
-            found, node=node, network=network, reduce_bytes_per_s=_rate(self.per_unit_s[4])
+            found,
+            node=node if any(p.ranks_per_node > 1 for p in self.points) else found.node,
+            network=network if found.nodes > 1 else found.network,
+            reduce_bytes_per_s=_rate(figures[4]),
         )
 
 
@@ -210,16 +191,10 @@ def non_negative(matrix: Vector, target: Vector) -> Vector:
 
 
 def machine_text(machine: Machine) -> str:
-    """Write a machine as the TOML that ``Machine.read`` takes."""
-    plain = [each.name for each in fields(Machine) if each.name not in ("node", "network")]
-    default = Machine(nodes=machine.nodes)
-    values = {name: getattr(machine, name) for name in plain}
-    lines = [
-        f"{name} = {value!r}"
-        for name, value in values.items()
-        if name in ("nodes", "ranks_per_node") or value != getattr(default, name)
-    ]
-    for name in ("node", "network"):
-        link: Link = getattr(machine, name)
-        lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in asdict(link).items())]
+    """Write a machine as the TOML that ``Machine.read`` takes, every key of it."""
+    values = asdict(machine)
+    links = {name: values.pop(name) for name in ("node", "network")}
+    lines = [f"{key} = {value!r}" for key, value in values.items()]
+    for name, link in links.items():
+        lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in link.items())]
     return "\n".join(lines) + "\n"

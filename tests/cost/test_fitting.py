@@ -140,8 +140,10 @@ def test_points_and_machines_survive_their_files(tmp_path):
     [
         ("", "holds no points"),
         ("[]", "holds no points"),
-        ('{"points": [3]}', "a point has algorithm"),
-        ('{"points": [{"nodes": 1}]}', "a point has algorithm"),
+        ('{"points": [3]}', "must be a mapping"),
+        ('{"points": [{"nodes": 1}]}', "missing .* 'ranks_per_node'"),
+        (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "not supported between"),
+        (json.dumps({"points": [asdict(made()[0]) | {"nodes": 0}]}), "numbers of a point"),
     ],
 )
 def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
@@ -154,9 +156,9 @@ def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
 
 def test_numbers_of_a_point_are_above_zero_and_a_fit_takes_several():
     values = asdict(made()[0])
-    for wrong in ({"seconds": 0}, {"nodes": -1}, {"num_bytes": "1"}):
+    for wrong in ({"seconds": 0}, {"nodes": -1}):
         with pytest.raises(ConfigError, match="numbers of a point"):
-            Point.from_dict(values | wrong)
+            Point(**values | wrong)
     with pytest.raises(ConfigError, match="4 points or more, got 3"):
         fit(made()[:3])
 
