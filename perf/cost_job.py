@@ -1,7 +1,7 @@
 """One job of ``bench_cost.py``, on the ranks of a cluster: the ways of a model, in turn."""
 
 import argparse
-import statistics
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,11 +24,6 @@ ALGORITHMS = ("ring", "halving")
 LONG_BYTES = 16 * MIB
 """From here on calls need no warm-up, and fewer of them say as much."""
 SHORT_ROUNDS = 3  # as many rounds of the others for one of the long ones
-
-
-def undisturbed(seconds: list[float]) -> float:
-    """Return the lower quartile: others who use this machine only make a call slower."""
-    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def table(name: str) -> SizeTable:
@@ -83,8 +78,9 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
             nodes=topology.num_nodes,
             ranks_per_node=topology.size // topology.num_nodes,
             **asdict(way),
+            ranks_per_core=topology.size / (os.cpu_count() or 1),  # of all nodes: one machine
             num_bytes=num_bytes,
-            seconds=undisturbed(seconds[str(way)]),
+            seconds=min(seconds[str(way)]),  # others who use this machine only add
         )
         for way in ways
     ]

@@ -33,6 +33,8 @@ class Point:
     ranks where there is no rail."""
     rails: int  # 0 where the algorithm runs flat over all ranks
     codec: str = "none"
+    ranks_per_core: float = 1.0
+    """How many ranks take turns on a core: what a processor does takes as many times as long."""
     num_bytes: int  # of the message, before the codec
     seconds: float  # of the slowest rank
 
@@ -52,8 +54,11 @@ class Point:
         return Machine(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nics=self.nics)
 
     def load(self) -> Load:
-        """Return what the models say that it asked of links and processors."""
-        return allreduce(self.shape, self.num_bytes, self.way)
+        """Return what the models say that it asked of links, and of processors that are shared."""
+        load = allreduce(self.shape, self.num_bytes, self.way)
+        times = max(self.ranks_per_core, 1.0)
+        slowed = Load(*(times * value for value in astuple(load)))
+        return replace(slowed, network_bytes=load.network_bytes)
 
 
 def read_points(path: Path) -> list[Point]:

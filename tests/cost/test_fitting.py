@@ -85,6 +85,21 @@ def test_a_tenth_of_wild_points_hardly_counts():
     assert found.network.latency_s == pytest.approx(TRUE.network.latency_s, rel=0.25)
 
 
+def test_ranks_that_share_cores_are_slower_and_the_network_is_not():
+    points = made()
+    shared = [
+        replace(p, ranks_per_core=2.0, seconds=p.seconds + seconds_of_processors(p))
+        for p in points[::3]
+    ]
+    found = fit([*points, *shared]).machine()
+    assert figures(found) == pytest.approx(figures(TRUE), rel=1e-6)
+
+
+def seconds_of_processors(point):
+    load = point.load()
+    return load.seconds(TRUE) - load.network_bytes / TRUE.network.bytes_per_s
+
+
 def test_what_is_not_measured_keeps_the_default_of_a_machine():
     on_a_node = [point for point in made() if point.nodes == 1 and point.way.rails]
     machine = fit(on_a_node).machine()

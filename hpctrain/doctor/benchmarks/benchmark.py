@@ -188,6 +188,7 @@ def _points(rows: list[Row], request: BenchmarkRequest, here: World) -> Iterator
                 nics=topology.cards,
                 algorithm=way,
                 rails=plan.num_rails or 1,
+                ranks_per_core=len(topology.core_peers) / topology.num_peer_cores,
                 num_bytes=row.num_bytes,
                 seconds=row.max_us / 1e6,
             )
