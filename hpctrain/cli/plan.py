@@ -172,13 +172,14 @@ def _facts(run: Path, target_loss: float | None) -> dict[str, float]:
         raise ConfigError(f"{file} has no record of a step; let the run go on for a while first")
     ranks = begun[-1]["world_size"]
     times = ("compute_s", "communication_s", "input_s")
-    batch = statistics.median(r["samples_per_s"] * sum(r[t] for t in times) for r in steps)
+    # The mean over the steps of a record; the last step of an epoch may be short.
+    batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
     share = batch / ranks
     return {
         "--parameters": begun[-1]["parameters"],
         "--samples-per-s": share / statistics.median(r["compute_s"] for r in steps),
         "--rank-batch": math.ceil(share),
-        "--batch": round(batch),
+        "--batch": batch,
         "--samples": _steps_to(target_loss, records, run) * batch,
     }
 
@@ -261,8 +262,6 @@ def _show(advice: "Advice", model: "Model") -> None:
 def _table(title: str, rows: "Sequence[Candidate]", best: "Candidate") -> "Table":
     from rich.table import Table  # noqa: PLC0415
 
-    from hpctrain.core.units import format_seconds  # noqa: PLC0415
-
     table = Table(title=title, title_justify="left")
     for head in ("", "nodes", "batch", "codec", "H", "step", "efficiency"):
         table.add_column(head, justify="right")
@@ -272,11 +271,13 @@ def _table(title: str, rows: "Sequence[Candidate]", best: "Candidate") -> "Table
         table.add_row(
             "*" if one == best else "",
             *(str(one.nodes), str(one.batch), one.way.codec, str(one.local_steps)),
-            *(format_seconds(one.step.total_s), f"{one.step.efficiency:.0%}"),
-            *(f"{one.goodput:.1%}", _hours(one.seconds), f"{one.node_hours:.4g}"),
+            *(_time(one.step.total_s), f"{one.step.efficiency:.0%}"),
+            *(f"{one.goodput:.1%}", _time(one.seconds), f"{one.node_hours:.4g}"),
         )
     return table
 
 
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds / 60:.3g} min"
+def _time(seconds: float) -> str:
+    from hpctrain.core.units import format_seconds  # noqa: PLC0415
+
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else format_seconds(seconds)
