@@ -1,8 +1,9 @@
 """Closed forms of sums over all ranks: what each asks of links and processors, and the least."""
 
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.core.errors import ConfigError
@@ -10,8 +11,7 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.schedules import SCHEDULES
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a sum asks of the rank or link that is busy longest, one after the other.
 
     Its time is linear in the figures of a machine, so these are fitted to measured times.
@@ -23,8 +23,8 @@ class Load:
     network_bytes: float = 0.0  # through one network card, in one direction
     combined_bytes: float = 0.0  # of one of two tensors, by one rank
 
-    def __add__(self, other: "Load") -> "Load":
-        return Load(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "Load") -> "Load":  # type: ignore[override] # not a longer tuple
+        return Load(*map(operator.add, self, other))
 
     def seconds(self, machine: Machine) -> float:
         """Return the time on a machine."""

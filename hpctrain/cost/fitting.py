@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Point:
         """Return what the models say that it asked of links, and of processors that are shared."""
         load = allreduce(self.shape, self.num_bytes, self.way)
         times = max(self.ranks_per_core, 1.0)
-        slowed = Load(*(times * value for value in astuple(load)))
-        return replace(slowed, network_bytes=load.network_bytes)
+        slowed = Load(*(times * value for value in load))
+        return slowed._replace(network_bytes=load.network_bytes)
 
 
 def read_points(path: Path) -> list[Point]:
@@ -105,7 +105,7 @@ class Fit:
 
     def seconds(self, point: Point) -> float:
         """Return the time that the models predict for what a point measured."""
-        return float(np.dot(astuple(point.load()), self.per_unit_s))
+        return float(np.dot(point.load(), self.per_unit_s))
 
     def machine(self) -> Machine:
         """Return the largest machine of the points with the figures that were fitted.
@@ -144,7 +144,7 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
             f"a fit takes {LEAST_POINTS} points or more, got {len(points)}; measure other sizes, "
             f"ways or numbers of nodes too"
         )
-    loads = np.array([astuple(point.load()) for point in points], dtype=float)
+    loads = np.array([point.load() for point in points], dtype=float)
     seconds = np.array([point.seconds for point in points])
     order = np.random.default_rng(seed).permutation(len(points))
     halves = order[::2], order[1::2]

@@ -117,6 +117,8 @@ def test_what_was_measured_is_written_as_points_that_a_fit_reads(comm, tmp_path)
     wrong = BenchmarkRequest(operation="allreduce", dtype="float64")
     with pytest.raises(ConfigError, match="got allreduce of float64"):
         benchmark.run(wrong, make_console, file)
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere"):
+        benchmark.run(request, make_console, tmp_path / "nowhere/points.json")
 
 
 @pytest.mark.ranks(3)

@@ -148,7 +148,7 @@ def run(
 
         on_root(comm, lambda: require_type(request.torch_dtype))
     if json is not None:
-        _check_modelled(request, here)
+        on_root(comm, lambda: _check_modelled(request, here, json.parent))
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
     rows = _measure_all(comm, request, console)
@@ -163,7 +163,9 @@ def run(
     return num_wrong == 0
 
 
-def _check_modelled(request: BenchmarkRequest, here: World) -> None:
+def _check_modelled(request: BenchmarkRequest, here: World, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"--json names a file in a folder that exists, there is no {folder}")
     sizes = {len(ranks) for ranks in here.topology.nodes}
     if request.operation != "allreduce" or request.dtype != "float32" or len(sizes) > 1:
         raise ConfigError(
