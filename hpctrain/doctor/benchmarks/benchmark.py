@@ -148,7 +148,7 @@ def run(
 
         on_root(comm, lambda: require_type(request.torch_dtype))
     if json is not None:
-        on_root(comm, lambda: _check_modelled(request, here, json.parent))
+        on_root(comm, lambda: _check_modelled(request, here, json.parent), ConfigError)
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
     rows = _measure_all(comm, request, console)
