@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hpctrain.cost import Link, Machine, Model, Way, step_time
 
-SERVER = Machine(nodes=1, ranks_per_node=8, node=Link(5e-6, 20e9), network=Link(20e-6, 50e9 / 8))
+SERVER = Machine(nodes=1, ranks_per_node=8, network=Link(20e-6, 50e9 / 8), reduce_bytes_per_s=20e9)
 BATCH = 32
 IMAGES = 90 * 1_281_167
 PUBLISHED = {8: (1.0, 29.0), 256: (0.90, 1.0)}  # efficiency and hours

@@ -189,7 +189,8 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
     """Return the load of a sum over all ranks of a machine; its links do not matter.
 
     Ranks are numbered node by node. Inside a node every rank sums a slice of the message, or all
-    of it if ``direct``, out of memory that all of them read.
+    of it if ``direct``, out of memory that all of them read: no message passes there but by flat
+    algorithms.
 
     Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
     operations in MPICH"; Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -215,10 +216,8 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
 def _on_node(local: int, num_bytes: float, *, direct: bool) -> Load:
     depth, others = (local - 1).bit_length(), (local - 1) * num_bytes
     if direct:
-        return Load(node_rounds=depth, node_bytes=others, combined_bytes=others)
-    return Load(
-        node_rounds=3 * depth, node_bytes=2 * others / local, combined_bytes=others / local
-    )
+        return Load(node_rounds=depth, combined_bytes=others)
+    return Load(node_rounds=3 * depth, combined_bytes=2 * others / local)  # and copied
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
