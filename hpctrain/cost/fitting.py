@@ -131,7 +131,7 @@ def _rate(per_byte_s: float) -> float:
 def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
     """Fit the figures of a machine to points.
 
-    Relative errors count, and those of points far off the others as if they were nearer (Huber's
+    Errors by factor count, and those of points far off the others as if they were nearer (Huber's
     weights). To say how far the figures can be trusted, they are fitted to either half of the
     points too, drawn by ``seed``, and compared with the other half.
 
@@ -159,15 +159,21 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
 TURNS = 20
 NEAR = 1.345  # in spreads of the errors, 95 % as good as least squares where none is off
 LEAST_SPREAD = 0.01  # relative; below it all points count alike
+FARTHEST = 100.0  # a point that is predicted as shorter by more is taken for so much
 
 
 def robust(loads: Vector, seconds: Vector) -> Vector:
-    """Return non-negative figures ``x`` so that ``loads @ x`` is near ``seconds``, relatively."""
-    weights = np.ones(len(seconds))
+    """Return non-negative figures ``x`` so that ``loads @ x`` is near ``seconds``, by factor.
+
+    Too long and too short count alike: an error is relative to the geometric mean of both.
+    """
+    weights, scale = np.ones(len(seconds)), seconds
     found = np.zeros(loads.shape[1])
     for _ in range(TURNS):
-        found = non_negative(loads * (weights / seconds)[:, None], weights)
-        errors = np.abs(loads @ found / seconds - 1)
+        found = non_negative(loads * (weights / scale)[:, None], weights * seconds / scale)
+        predicted = loads @ found
+        scale = np.sqrt(seconds * np.maximum(predicted, seconds / FARTHEST))
+        errors = np.abs(predicted - seconds) / scale
         near = NEAR * max(1.4826 * float(np.median(errors)), LEAST_SPREAD)
         weights = np.sqrt(near / np.maximum(errors, near))
     return found
