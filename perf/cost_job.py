@@ -24,6 +24,7 @@ ALGORITHMS = ("ring", "halving")
 LONG_BYTES = 16 * MIB
 """From here on calls need no warm-up, and fewer of them say as much."""
 SHORT_ROUNDS = 3  # as many rounds of the others for one of the long ones
+FULL_BYTES = 4 * MIB  # of shorter messages as many calls follow each other
 
 
 def table(name: str) -> SizeTable:
@@ -68,6 +69,7 @@ def measure(num_bytes: int, rounds: int) -> list[Point]:
     seconds = interleave(
         {str(way): work(way) for way in ways},
         rounds=rounds if is_long else SHORT_ROUNDS * rounds,
+        repetitions=max(1, FULL_BYTES // num_bytes),
         prepare=write,
         warm_up=int(not is_long),
     )

@@ -89,11 +89,9 @@ class _Round(NamedTuple):
     def leaving(self, block: int) -> int:
         """Count the messages that leave a block of so many consecutive ranks, in a direction."""
         if self.kind == "folded":
-            near, far = (
-                self._replace(kind="pairs"),
-                self._replace(kind="pairs", reach=2 * self.reach),
-            )
-            return max(near.leaving(block), -(-far.leaving(block) // 2))
+            near = self._replace(kind="pairs")
+            far = near._replace(reach=2 * self.reach)
+            return max(near.leaving(block), math.ceil(far.leaving(block) / 2))
         if self.kind != "shift" and block % (2 * self.reach) == 0:
             return 0
         return 1 if self.kind == "tree" else min(self.reach, block)
