@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 # --- set-up -------------------------------------------------------------------------------------
 
@@ -142,11 +142,17 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 
 SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch slurm/*.sh slurm/sites/*.sh)
 
+# Of benchmarks it counts that what they call is there, with these arguments.
+CALLS_ONLY := --config-file= --ignore-missing-imports --explicit-package-bases \
+  $(addprefix --disable-error-code=,misc assignment arg-type call-overload index \
+  list-item operator return-value func-returns-value type-abstract union-attr)
+
 .PHONY: check
 check: .venv/stamp ## lint, types, layers, spelling, size of files
 	ruff check .
 	ruff format --check .
 	mypy
+	MYPYPATH=perf mypy $(CALLS_ONLY) perf/*.py
 	lint-imports --no-logo
 	codespell
 	shellcheck $(SHELL_FILES)
@@ -160,8 +166,47 @@ soak: .venv/stamp ## kill writers, let jobs overlap, run 500 training scripts dr
 	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)
 
+# Each benchmark ends within its limit, all of them within 15 minutes.
+# $(call bench,SECONDS,NAME,COMMAND): what has no result in time is told, and the rest goes on.
+BENCH := build/bench
+define bench
+@echo "== $(2)"
+@timeout -k 5 $(1) $(3) --json $(BENCH)/$(2).json || echo "$(2): no result in $(1) s" >&2
+
+endef
+
 .PHONY: bench
-bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results
+bench: .venv/stamp ## run a part of every benchmark and print their table; results: build/bench
+	@rm -rf $(BENCH); mkdir -p $(BENCH)
+	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
+	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
+	$(call bench,60,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
+	$(call bench,90,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
+	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3)
+	$(foreach ranks,2 4,$(call bench,75,named-$(ranks),python perf/bench_named.py --rounds 2 \
+	  --idle-pairs 20 --ranks $(ranks) $(HOROVOD_PYTHON:%=--horovod %)))
+	$(call bench,40,start-4,python perf/bench_start.py --rounds 2)
+	$(call bench,40,checkpoint-2,hpctrain launch -n 2 -- python perf/bench_checkpoint.py \
+	  --rounds 2 --mib 256)
+	$(call bench,60,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
+	  --rounds 2 --steps 2)
+	$(call bench,20,order,python perf/bench_order.py --samples 100000)
+	test ! -e .venv/horovod-stamp || \
+	  timeout -k 5 100 python perf/bench_engines.py --worlds 2 --rounds 2 \
+	  --sizes 8 65536 1048576 --json $(BENCH)/engines.json || echo "engines: no result" >&2
+	$(call bench,70,data-quick,python perf/bench_data.py --quick)
+	@if python -m tests.cluster.vcluster; then for name in batching local_sgd network; do \
+	  timeout -k 5 60 python perf/bench_$$name.py --quick \
+	    --json $(BENCH)/$${name/_/-}.json || echo "$$name: no result" >&2; done; fi
+	@python perf/table.py $(BENCH)
+
+.PHONY: bench-compare
+OLD ?= perf/results
+bench-compare: .venv/stamp ## fail if build/bench has worse ratios than OLD=DIR, beyond noise
+	@python perf/table.py $(BENCH) --against $(OLD)
+
+.PHONY: bench-full
+bench-full: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results
 	@mkdir -p perf/results
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
@@ -188,6 +233,7 @@ bench: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: 
 	    --plot perf/results/network-openmpi.png; \
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
+	@python perf/table.py
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it

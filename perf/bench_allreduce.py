@@ -19,6 +19,7 @@ import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
 from peers import Peer, library, start_gloo, start_horovod, stop_gloo
+from table import spread
 
 import hpctrain as hvd
 from hpctrain.core.units import KIB, MIB, format_bytes
@@ -27,8 +28,13 @@ from hpctrain.runtime.world import current
 SIZES = (8, KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 100 * MIB)
 
 
-def measure_size(num_bytes: int, rounds: int, peers: dict[str, Peer]) -> dict[str, object]:
-    """Time all ways for one message size and check our sums."""
+Spreads = dict[str, tuple[float, float]]
+
+
+def measure_size(
+    num_bytes: int, rounds: int, peers: dict[str, Peer], spreads: Spreads
+) -> dict[str, object]:
+    """Time all ways for one message size and check our sums; note the spread of each ratio."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
     bucket, tensor, plain = (
@@ -49,8 +55,11 @@ def measure_size(num_bytes: int, rounds: int, peers: dict[str, Peer]) -> dict[st
     seconds = interleave(variants, rounds=rounds, repetitions=repetitions, prepare=write)
     check(write, comm, bucket, tensor)
     middle = {name: median(times) for name, times in seconds.items()}
+    size = format_bytes(num_bytes)
+    for name in peers:
+        spreads[f"{name} / bucket, {size}"] = spread(seconds[name], seconds["bucket"], rounds)
     return {
-        "size": format_bytes(num_bytes),
+        "size": size,
         **{f"{name} ms": second * 1e3 for name, second in middle.items()},
         "bucket GB/s": num_bytes / middle["bucket"] / 1e9,
         **{f"{name} / bucket": middle[name] / middle["bucket"] for name in peers},
@@ -76,9 +85,10 @@ def main() -> None:
     peers = {"MPI": library(MPI.COMM_WORLD), "gloo": start_gloo()}
     if horovod := start_horovod():
         peers["Horovod"] = horovod
-    rows = [measure_size(size, options.rounds, peers) for size in SIZES]
+    spreads: Spreads = {}
+    rows = [measure_size(size, options.rounds, peers, spreads) for size in SIZES]
     ratios = {f"MPI / bucket, {row['size']}": row["MPI / bucket"] for row in rows}
-    report(f"All-reduce, {hvd.size()} ranks on one node", rows, ratios, options.json)
+    report(f"All-reduce, {hvd.size()} ranks on one node", rows, ratios, options.json, spreads)
     stop_gloo()
 
 

@@ -183,6 +183,8 @@ def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
                 "MB/s": round(median(turn.rate for turn in done)) if done else NOT_MEASURED,
                 "MB/cpu-s": round(median(t.cpu_rate for t in done)) if done else NOT_MEASURED,
                 "ours / way": median(pairs) if pairs else NOT_MEASURED,
+                "least": min(pairs, default=NOT_MEASURED),
+                "most": max(pairs, default=NOT_MEASURED),
                 "peak MiB": "",
             }
         )
@@ -191,7 +193,8 @@ def rows_of(key: Row, turns: Turns, ours: str, rate: str) -> list[Row]:
 
 def missing_rows(key: Row, missing: Sequence[type[Way]]) -> list[Row]:
     """Make the rows of peers that are not installed."""
-    empty = dict.fromkeys(("part", "MB/s", "MB/cpu-s", "ours / way", "peak MiB"), "")
+    columns = ("part", "MB/s", "MB/cpu-s", "ours / way", "least", "most", "peak MiB")
+    empty = dict.fromkeys(columns, "")
     return [key | {"way": way.name} | empty | {"part": "not installed"} for way in missing]
 
 

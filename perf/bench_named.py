@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import arguments, median, report
+from table import spread
 
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import find_mpirun
@@ -100,6 +101,18 @@ def rows_of(found: dict[str, Found]) -> list[dict[str, Any]]:
     return rows
 
 
+def spreads_of(found: dict[str, Found], rounds: int) -> dict[str, tuple[float, float]]:
+    """Return the least and the most of each ratio in the rounds."""
+    spreads = {}
+    for what, ours in found["hpctrain"].items():
+        peers = {"MPI": ours["MPI"]}
+        if "Horovod" in found:
+            peers["Horovod"] = found["Horovod"][what]["named"]
+        for peer, seconds in peers.items():
+            spreads[f"{peer} / hpctrain, {what}"] = spread(seconds, ours["named"], rounds)
+    return spreads
+
+
 def main() -> None:
     """Let all jobs take their turns, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
@@ -118,7 +131,13 @@ def main() -> None:
     if options.ranks <= mpiexec.num_cores():
         idle = launch(options.ranks, None, "--idle-pairs", str(options.idle_pairs))["idle"]
         ratios |= slow_down(idle)
-    report(f"Named operations, {options.ranks} ranks on one node", rows, ratios, options.json)
+    report(
+        f"Named operations, {options.ranks} ranks on one node",
+        rows,
+        ratios,
+        options.json,
+        spreads_of(found, options.rounds),
+    )
 
 
 if __name__ == "__main__":

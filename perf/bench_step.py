@@ -20,6 +20,7 @@ import torch
 from measure import arguments, interleave, median, report
 from mpi4py import MPI
 from peers import start_gloo, stop_gloo
+from table import spread
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +138,10 @@ def main() -> None:
         "hpctrain / fastest without communication": middle["hpctrain"] / silent,
         "ddp gloo / hpctrain": middle["ddp gloo"] / middle["hpctrain"],
     }
-    report(f"Training step, plan: {current().plan.overlap}", rows, ratios, options.json)
+    pair = seconds["ddp gloo"], seconds["hpctrain"]
+    spreads = {"ddp gloo / hpctrain": spread(*pair, options.rounds)}
+    title = f"Training step, plan: {current().plan.overlap}"
+    report(title, rows, ratios, options.json, spreads)
     stop_gloo()
 
 

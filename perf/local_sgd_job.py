@@ -54,7 +54,7 @@ def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
     with torch.no_grad():
-        for block in model[:-1]:
+        for block in list(model)[:-1]:
             block.layers[2].weight.mul_(BLOCKS**-0.5)  # the sum of all blocks stays in bounds
     return model
 

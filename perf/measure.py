@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def median(seconds: Seconds) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Describe where the figures come from."""
+    """Describe where the figures come from, and when they were measured."""
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu(),
         "cores of the machine": os.cpu_count(),
         "ranks": MPI.COMM_WORLD.size,
@@ -98,8 +100,12 @@ def report(
     rows: Sequence[Mapping[str, Any]],
     ratios: Mapping[str, float],
     json_file: Path | None,
+    spreads: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Print a table of ``rows``, then the ratios; rank 0 only."""
+    """Print a table of ``rows``, then the ratios; rank 0 only.
+
+    The file has ``spreads`` too: the least and the most of a ratio in the rounds, by its name.
+    """
     if MPI.COMM_WORLD.rank != 0:
         return
     facts = machine()
@@ -115,7 +121,8 @@ def report(
     for name, ratio in ratios.items():
         console.print(f"{name}: {ratio:.2f}")
     if json_file:
-        text = json.dumps({"machine": facts, "ratios": dict(ratios), "rows": list(rows)}, indent=1)
+        found = {"machine": facts, "ratios": dict(ratios), "rows": list(rows)}
+        text = json.dumps(found | ({"spreads": dict(spreads)} if spreads else {}), indent=1)
         json_file.write_text(text + "\n")
 
 

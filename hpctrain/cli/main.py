@@ -20,6 +20,7 @@ from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
 from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
 from hpctrain.cli.submit import SubmitCommand, submit
+from hpctrain.cli.top import top
 from hpctrain.cli.train import train
 from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
 
@@ -44,6 +45,8 @@ For instance:
   hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
+
+  hpctrain top runs/digits             a job at work, rank by rank
 
   hpctrain doctor                      what is wrong with this machine or job
 
@@ -70,6 +73,7 @@ app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
+app.command()(top)
 app.add_typer(bench)
 app.command()(plan)
 app.add_typer(data)

@@ -15,7 +15,8 @@ from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.negotiation.controller import Controller
-from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result
+from hpctrain.negotiation.pending_table import NUM_SLOTS
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result, Signature
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 from hpctrain.runtime.world import current
 
@@ -72,7 +73,8 @@ def check_tensor(tensor: Tensor) -> None:
             f"operations take tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
-    check_on_cpu(tensor)
+    if not tensor.is_cpu:
+        check_on_cpu(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"operations take dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
@@ -102,8 +104,7 @@ def check_rows(tensor: Tensor, function: str) -> None:
 def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
     """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype."""
     check_tensor(tensor)
-    is_scaled = prescale != 1.0 or postscale != 1.0
-    if refusal := _refusal(tensor.dtype, op, is_scaled=is_scaled):
+    if refusal := _refusal(tensor.dtype, op, prescale != 1.0 or postscale != 1.0):
         raise ConfigError(refusal)
 
 
@@ -130,6 +131,11 @@ def reduction(  # noqa: PLR0913 - what users give
     in_place: bool = False,
 ) -> Request:
     """Return the request for a reduction of some tensors; see ``check_reduction``."""
+    if len(tensors) == 1:  # as a rule, and there may be thousands, again and again
+        check_tensor(tensors[0])
+        what = tensors[0].dtype, tensors[0].shape, op, float(prescale), float(postscale)
+        full_name, signature = _of_one(kind, name, *what)
+        return Request(kind, full_name, tensors, in_place=in_place, signature=signature)
     for tensor in tensors:
         check_reduction(tensor, op, prescale, postscale)
     return Request(
@@ -141,6 +147,23 @@ def reduction(  # noqa: PLR0913 - what users give
         prescale=float(prescale),
         postscale=float(postscale),
     )
+
+
+@lru_cache(maxsize=NUM_SLOTS)
+def _of_one(  # noqa: PLR0913, PLR0917 - what users give
+    kind: Kind,
+    name: str | None,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> tuple[str | None, Signature]:
+    """Return the whole name, and the signature of a reduction of one tensor on the CPU."""
+    if refusal := _refusal(dtype, op, prescale != 1.0 or postscale != 1.0):
+        raise ConfigError(refusal)
+    what = kind, (dtype,), (shape,), op, prescale, postscale, None, ("cpu",)
+    return named(kind, name), Signature(*what)
 
 
 def compressed(
@@ -226,7 +249,7 @@ def _checked(handle: Handle) -> Handle:
 
 
 @lru_cache(maxsize=256)
-def _refusal(dtype: torch.dtype, op: ReduceOp, *, is_scaled: bool) -> str | None:
+def _refusal(dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> str | None:  # noqa: FBT001
     """Return why there is no such reduction; None if there is."""
     name = name_of(dtype)
     if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):

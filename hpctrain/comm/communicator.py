@@ -257,7 +257,7 @@ class Owner:
 
     def check(self) -> None:
         """Raise ``CommError`` in a forked child: its messages would be taken for its parent's."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise CommError(
                 f"ranks communicate by the process that has called init(), here {self._pid}, this "
                 f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "

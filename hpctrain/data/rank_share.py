@@ -91,16 +91,24 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
 
 
 def _compare(identities: Sequence[Mapping[str, str]]) -> None:
-    """Refuse data sets that hold other samples, or the same in another order."""
+    """Refuse data sets that hold other samples, or the same in another order.
+
+    Where their floating point numbers differ, which processors may round differently, warn.
+    """
     for name in identities[0]:
-        of_ranks = [one.get(name) for one in identities]
-        if len(set(of_ranks)) > 1:
-            raise MismatchError(
-                f"shard() divides the same data set on every rank, got {name} with the checksums "
-                f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
-                "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
-                "that holds a part for each rank needs no shard()"
-            )
+        of_ranks = [one.get(name, "") for one in identities]
+        if len(set(of_ranks)) == 1:
+            continue
+        text = (
+            f"shard() divides the same data set on every rank, got {name} with the checksums "
+            f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
+            "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
+            "that holds a part for each rank needs no shard()"
+        )
+        if not of_ranks[0].startswith(_OF_FLOATS):
+            raise MismatchError(text)
+        if current().topology.rank == 0:
+            logger.warning(text)
 
 
 def _refusal(data: object, optimizer: object) -> str | None:
@@ -131,10 +139,11 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
         return f"{kind} iterates in a way of its own; divide its data set: shard(loader.dataset)"
-    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+    if loader.batch_size is None and loader.batch_sampler is None:
         return (
             "a DataLoader with batch_size=None gives batches that only its data set can divide; "
-            "give it a batch_size or a batch_sampler, or divide inside the data set"
+            "give it samples and a batch_size, or let each rank take whole batches in turn, "
+            "size() of them in a step: DataLoader(shard(dataset), batch_size=None)"
         )
     return None
 
@@ -258,39 +267,23 @@ class _Shares(Sampler[list[Any]]):
 
 
 class StreamLoader(DataLoader[Any]):
-    """The batches of a loader whose data set is iterated, each divided among the ranks.
-
-    Without a batch size the data set makes the batches, which are dealt in turn.
-    """
+    """The batches of a loader whose data set is iterated, each divided among the ranks."""
 
     def __init__(
         self, loader: "DataLoader[Any]", rank: int, size: int, tell: "_Teller", name: str
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
         self._is_compared = False
-        collate: Callable[..., Any] = loader.collate_fn
-        if loader.batch_size is not None:
-            collate = _CollateShare(collate, rank, size)
+        collate = _CollateShare(loader.collate_fn, rank, size)
         vars(self).update(vars(loader), _iterator=None, collate_fn=collate)
         self._tell = tell
 
-    def __len__(self) -> int:
-        """Return the number of steps, where the data set has a length."""
-        batches = super().__len__()
-        return batches if self.batch_size is not None else batches // self._size
-
     def __iter__(self) -> Any:
         """Begin an epoch. Collective, and so is every step of it."""
-        is_training = torch.is_grad_enabled()
-        batches = super().__iter__()
-        if self.batch_size is None:
-            rounds = (list(islice(batches, self._size)) for _ in count())
-            return (batch[self._rank] for batch in self._together(rounds, self._size))
-        return self._shares(batches, is_training=is_training)
+        return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
-        pieces = (list(islice(batches, 1)) for _ in count())
-        for ((batch, mine, total, identity),) in self._together(pieces, 1):
+        for batch, mine, total, identity in self._together(batches):
             if not self._is_compared:
                 self._compare(identity)
             if is_training:
@@ -311,13 +304,14 @@ class StreamLoader(DataLoader[Any]):
                 by_rank(heard),
             )
 
-    def _together(self, found: Iterable[list[Any]], wanted: int) -> Iterator[list[Any]]:
-        """Yield until some rank has fewer batches than are wanted in a step."""
-        for batches in found:
-            is_full = torch.tensor([float(len(batches) == wanted)])
-            if not allreduce(is_full, op=Min, name=self._name).item():
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield until some rank has no batch."""
+        while True:
+            batch = next(batches, None)
+            has_one = torch.tensor([float(batch is not None)])
+            if not allreduce(has_one, op=Min, name=self._name).item():
                 return
-            yield batches
+            yield batch
 
 
 class _CollateShare:
@@ -367,14 +361,15 @@ class _Teller:
 _MOST_NUMBERS = 1 << 16
 """How many numbers of an array are looked at; another split or order differs in the first ones."""
 _MOST_DEPTH = 4
+_OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 
 
 def identity_of(data: object) -> dict[str, str]:
-    """Return checksums of the integers that a data set holds, by attribute. Not collective.
+    """Return checksums of the numbers that a data set holds, by attribute. Not collective.
 
-    Indices of a ``Subset``, labels, tables of positions: a random split or order with another seed
-    differs in them. Floating point numbers may round differently from node to node, and samples
-    that are read may be augmented at random: they are left out.
+    Indices of a ``Subset``, labels, tables of positions, arrays of samples: a random split or
+    order with another seed differs in them. Samples that are read may be augmented at random: they
+    are left out.
     """
     return dict(_checksums(data, type(data).__name__, _MOST_DEPTH))
 
@@ -397,6 +392,8 @@ def _checksums(value: object, name: str, depth: int) -> Iterator[tuple[str, str]
     numbers = _integers(value)
     if numbers is not None:
         yield name, f"{crc32(numbers[:_MOST_NUMBERS].tobytes(), len(numbers)):08x}"
+    elif (floats := _floats(value)) is not None:
+        yield name, f"{_OF_FLOATS}{crc32(floats.tobytes()):08x}"
     elif depth and _holds_samples(value):
         for key, held in sorted(_parts(value)):
             yield from _checksums(held, f"{name}.{key}", depth - 1)
@@ -437,4 +434,14 @@ def _integers(value: object) -> np.ndarray | None:
             return None
     if isinstance(value, np.ndarray) and value.dtype.kind in "iub":
         return value.reshape(-1)
+    return None
+
+
+def _floats(value: object) -> np.ndarray | None:
+    """Return the first ones of an array of floating point numbers, if that is what it is."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
+        dense = value.layout == torch.strided and value.is_cpu
+        value = value.detach().numpy() if dense else None
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return value.flat[:_MOST_NUMBERS]  # of a view that has gaps not all is copied
     return None

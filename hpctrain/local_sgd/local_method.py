@@ -122,7 +122,8 @@ class LocalMethod(StateFields):
         """Let this rank's replica count in averagings from now on, or sit out.
 
         A rank that sits out makes the same calls and takes over the mean of the others, to which
-        it adds nothing. If all sit out, a round changes nothing. Not collective.
+        it adds nothing. If all sit out, a round changes nothing, but for the last one, in which
+        then all count alike. Not collective.
         """
         self.rounds.takes_part = takes_part
 
@@ -175,10 +176,17 @@ class LocalMethod(StateFields):
             self.replica.average_buffers()  # of synchronous steps
         else:
             self._end_round()
-            if not self.rounds.agrees:  # nobody has counted samples since the replicas parted
-                for samples in self._samples:
-                    samples.add(1.0, 1.0)
-                self._end_round()
+            if not self.rounds.agrees:  # nobody has samples since the replicas parted, or sits in
+                self._end_round_alike()
+
+    def _end_round_alike(self) -> None:
+        """Average with all replicas counting alike."""
+        takes_part, self.rounds.takes_part = self.rounds.takes_part, True
+        for samples in self._samples:
+            if samples.is_counted:
+                samples.add(1.0, 1.0)
+        self._end_round()
+        self.rounds.takes_part = takes_part
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

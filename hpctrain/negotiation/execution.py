@@ -109,13 +109,13 @@ class FusionBuffer:
     def _lay_out(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Layout:
         numels = [tensor.numel() for tensor in tensors]
         bucket = self._enough(sum(numels) * dtype.itemsize).part(sum(numels), dtype)
-        parts = zip(bucket.flat.split(numels), tensors, strict=True)
-        return Layout(
-            bucket if bucket.flat.nbytes >= BUCKET_BYTES else bucket.flat,
-            bucket.flat,
-            [part.view(tensor.shape) for part, tensor in parts],
-            all(tensor.dim() == 1 for tensor in tensors),
-        )
+        views = list(bucket.flat.split(numels))
+        is_flat = all(tensor.dim() == 1 for tensor in tensors)
+        if not is_flat:
+            pairs = zip(views, tensors, strict=True)
+            views = [part.view(tensor.shape) for part, tensor in pairs]
+        whole = bucket if bucket.flat.nbytes >= BUCKET_BYTES else bucket.flat
+        return Layout(whole, bucket.flat, views, is_flat)
 
     def _enough(self, num_bytes: int) -> Bucket:
         """Return a bucket that has at least so many bytes."""

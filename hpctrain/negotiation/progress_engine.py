@@ -191,32 +191,28 @@ class ProgressEngine:
             if not handle.is_done:
                 handle.fail(error)
 
-    def _announce(self, handle: Handle) -> bool:
-        """Tell the others; say whether that was possible."""
-        if handle.name is JOIN:
-            self._joining.append(handle)
-            self._negotiator.join()
-            return True
-        if (timeline := self._timeline()) is not None:
-            timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
-            timeline.rank_ready(handle.name, self._comm.rank)
-        try:
-            self._negotiator.announce(handle.name, handle.request.signature)
-        except CommError as error:  # this rank has joined
-            self._under_way.pop(handle.name, None)
-            self._let_go_some()
-            handle.fail(error)
-            return False
-        return True
-
     def _announce_news(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
         if not self.news:
             return False
-        has_failed = False
+        has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
         while self.news:
-            has_failed |= not self._announce(self.news.popleft())
-        if (timeline := self._timeline()) is not None:
+            handle = self.news.popleft()
+            if handle.name is JOIN:
+                self._joining.append(handle)
+                self._negotiator.join()
+                continue
+            if timeline is not None:
+                timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
+                timeline.rank_ready(handle.name, self._comm.rank)
+            try:
+                announce(handle.name, handle.request.signature)
+            except CommError as error:  # this rank has joined
+                self._under_way.pop(handle.name, None)
+                self._let_go_some()
+                handle.fail(error)
+                has_failed = True
+        if timeline is not None:
             timeline.flush()  # it may wait for ever
         return has_failed
 

@@ -46,9 +46,6 @@ _FREE_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL)
 """Here the first dimension may differ from rank to rank."""
 
 
-_CPU = ("cpu",)
-
-
 class Signature(NamedTuple):
     """What must be equal on all ranks of an operation of one name; picklable and small."""
 
@@ -100,27 +97,24 @@ class Request:
         postscale: float = 1.0,
         root: int | None = None,
         splits: Sequence[int] | None = None,
+        signature: Signature | None = None,
     ) -> None:
         """Take what the caller gave; arguments were checked before.
 
         A ``name`` of None means the next number of a kind. Tensors, dense and on the CPU, belong
         to the operation until it is done, which replaces them if it is ``in_place``. The ``root``
         is numbered in the process set; ``splits`` are the rows of an all-to-all for each rank.
+        A ``signature`` that is known already is taken as it is.
         """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
         self.tensors = tensors = tuple(tensors)
+        if signature is not None:
+            self.signature = signature
+            return
         start = 1 if kind in _FREE_ROWS else 0
-        if len(tensors) == 1:  # as a rule, and there may be thousands
-            tensor = tensors[0]
-            dtypes: tuple[torch.dtype, ...] = (tensor.dtype,)
-            shapes: tuple[tuple[int, ...], ...] = (
-                tensor.shape[start:] if start else tensor.shape,
-            )
-            devices: tuple[str, ...] = _CPU if tensor.is_cpu else (tensor.device.type,)
-        else:
-            dtypes = tuple([tensor.dtype for tensor in tensors])
-            shapes = tuple([tensor.shape[start:] for tensor in tensors])
-            devices = tuple([tensor.device.type for tensor in tensors])
+        dtypes = tuple([tensor.dtype for tensor in tensors])
+        shapes = tuple([tensor.shape[start:] for tensor in tensors])
+        devices = tuple([tensor.device.type for tensor in tensors])
         self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
 
 

@@ -120,7 +120,9 @@ class RunInDirectory:
         part = on_root(comm, begin)
         with self._metrics() as metrics:
             facts = self._facts()
-            self._tell_beginning(metrics, {**asdict(part), **facts})
+            hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
+            about = {"num_steps": self._task.num_steps, "hosts": hosts}
+            self._tell_beginning(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid
             boundary = Boundary(comm, requests, manager, metrics, facts, self._lease)

@@ -162,6 +162,7 @@ class TrainingLoop:
             **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
             **rounds,
         )
+        self._metrics.write_ranks(state.step, interval.of_ranks)
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
             self._progress.tell(left_out(interval.num_skipped))

@@ -1,17 +1,22 @@
-"""Records of a run, one JSON object per line."""
+"""Records of a run, one JSON object per line; beside them the last times of each rank."""
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.core.atomic import publishing, sync
+from hpctrain.core.atomic import PART, publishing, sync
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 
 SHOWN = 5  # damaged lines that a warning names
+RANKS = "ranks.json"  # the last times of each rank, beside the records
+RANKS_EVERY_S = 1.0
+"""At most so often they are written: a thousand ranks fill 60 kB."""
 
 
 class Metrics:
@@ -33,6 +38,9 @@ class Metrics:
             sync(path.parent)
         self.num_records = 0 if path is None else len(read(path))
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
+        self._ranks = None if path is None else path.with_name(RANKS)
+        self._of_ranks: dict[str, Any] = {}
+        self._ranks_at = -math.inf
 
     def write(self, event: str, **values: Any) -> None:
         """Append one record; a number that is not finite becomes null, as JSON has none.
@@ -52,6 +60,25 @@ class Metrics:
             ) from error
         self.num_records += 1
 
+    def write_ranks(self, step: int, times: Mapping[str, list[float]]) -> None:
+        """Replace the times of each rank, for who watches the run; all of them are lists by rank.
+
+        At most every ``RANKS_EVERY_S``, and when the file is closed. Whether a disk takes them
+        decides nothing: it is the records that a run needs.
+        """
+        self._of_ranks = {"step": step, **times}
+        if time.monotonic() - self._ranks_at >= RANKS_EVERY_S:
+            self._flush_ranks()
+
+    def _flush_ranks(self) -> None:
+        if self._ranks is None or not self._of_ranks or not self._may_write():
+            return
+        part = self._ranks.with_name(self._ranks.name + PART)
+        with suppress(OSError):  # at once, but not on disk: nobody goes on from it
+            part.write_text(json.dumps(self._of_ranks) + "\n")
+            part.replace(self._ranks)
+        self._of_ranks, self._ranks_at = {}, time.monotonic()
+
     def sync(self) -> None:
         """Return when all records are on disk."""
         if self._file is not None:
@@ -60,6 +87,7 @@ class Metrics:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
+            self._flush_ranks()
             self._file.close()
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ from hpctrain import __version__
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.train.lease import Holder
-from hpctrain.train.metrics import cut
+from hpctrain.train.metrics import RANKS, cut
 
 _SHOWN = ("torch", "numpy", "mpi4py", "h5py")
 
@@ -29,6 +29,7 @@ class RunDirectory:
         self.environment = path / "env.json"  # versions, machine, command line
         self.plan = path / "plan.json"  # topology and plan of the communication
         self.metrics = path / "metrics.jsonl"  # one JSON record per line
+        self.ranks = path / RANKS  # the last times of each rank
         self.logs = path / "log"  # the folder of ``rank-N.log``
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"  # the folder of figures
@@ -86,6 +87,7 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             cut(self.metrics, num_records, step)
+            self.ranks.unlink(missing_ok=True)
             _publish({self.config: config, self.plan: _json(plan)})
             self.stop.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """Status of a run by its last record: finished, stopped and waiting to go on, or neither."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +48,11 @@ def _by_records(path: Path) -> Status:
         return Status("missing", f"{path} holds no run that has begun to train")
     except (OSError, ValueError) as error:
         return Status("unfinished", f"{directory.metrics} cannot be read: {error}")
+    return by_record(path, record)
+
+
+def by_record(path: Path, record: Mapping[str, Any]) -> Status:
+    """Judge the run in a directory by its last record."""
     event = record.get("event")
     if event == "finished":
         return Status("finished", f"{path} is finished: {result(record)}")

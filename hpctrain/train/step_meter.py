@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -11,6 +11,8 @@ import torch
 from hpctrain.comm.communicator import Communicator
 
 T = TypeVar("T")
+
+_TIMES = ("compute_s", "communication_s", "input_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,8 @@ class Interval:
     input_s: float
     num_skipped: int = 0
     """Steps that were left out; where ranks take steps of their own, of all ranks."""
+    of_ranks: Mapping[str, list[float]] = field(default_factory=dict)
+    """The three times by rank, as means over the steps."""
 
     @property
     def step_s(self) -> float:
@@ -51,7 +55,7 @@ class Interval:
         learnt = sum(each.loss * each.num_samples for each in both if each.num_samples)
         times = {
             name: sum(getattr(each, name) * each.num_steps for each in both) / num_steps
-            for name in ("compute_s", "communication_s", "input_s")
+            for name in _TIMES
         }
         return Interval(
             num_steps=num_steps,
@@ -135,19 +139,19 @@ class StepMeter:
 
     def take(self, comm: Communicator) -> Interval:
         """Return what was added on all ranks since the last call; collective."""
-        comm.allreduce_(self._sums).wait()
-        loss, num_samples, *times, num_skipped = self._sums.tolist()
-        compute_s, communication_s, input_s = (
-            seconds / (self._num_steps * comm.size) for seconds in times
-        )
+        # A row for each rank in one small sum: as many messages as the sums of all would take.
+        rows = torch.zeros(comm.size, len(self._sums), dtype=torch.float64)
+        rows[comm.rank] = self._sums
+        comm.allreduce_(rows).wait()
+        loss, num_samples, *_, num_skipped = rows.sum(dim=0).tolist()
+        times = dict(zip(_TIMES, (rows[:, 2:5].T / self._num_steps).tolist(), strict=True))
         interval = Interval(
             num_steps=self._num_steps,
             num_samples=int(num_samples),
             loss=loss / num_samples if num_samples else math.nan,
-            compute_s=compute_s,
-            communication_s=communication_s,
-            input_s=input_s,
+            **{name: sum(of_ranks) / comm.size for name, of_ranks in times.items()},
             num_skipped=int(num_skipped),
+            of_ranks=times,
         )
         self._sums.zero_()
         self._num_steps = 0

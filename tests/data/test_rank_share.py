@@ -193,12 +193,21 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together(world):
-    seen = world.allgather(list(hpctrain.shard(DataLoader(Counting(11), batch_size=None))))
+    part = hpctrain.shard(Counting(11))
+    seen = world.allgather(list(DataLoader(part, batch_size=None)))
     steps = 11 // world.size
     assert [len(numbers) for numbers in seen] == [steps] * world.size
     assert sorted(joined(seen)) == list(range(steps * world.size))
     loader = hpctrain.shard(DataLoader(Counting(40 - 10 * world.rank), batch_size=12), Notes())
     assert len(list(loader)) == -(-(40 - 10 * (world.size - 1)) // 12)
+
+
+@pytest.mark.ranks(2, 3)
+def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
+    for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
+        samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
+        hpctrain.shard(TensorDataset(samples.T[::2]))
+        assert caplog.text.count("TensorDataset.tensors.0 with the checksums") == is_told
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -228,6 +237,7 @@ REFUSED = {
     "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
     "way of its own": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
+    "whole batches in turn": lambda: DataLoader(Counting(9), batch_size=None),
     "shard\\(\\) takes": lambda: 3,
 }
 

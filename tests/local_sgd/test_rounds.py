@@ -103,6 +103,20 @@ def test_replicas_count_alike_or_by_their_samples_or_not_at_all(world, hvd_nodes
 
 
 @MANY
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("name", ["LocalSGD", "HierarchicalLocalSGD", "DiLoCo"])
+def test_where_all_sit_out_of_the_last_round_all_count_alike(world, hvd_nodes, name, counts):
+    run = Run(hvd_nodes, name, 4)
+    run.method.take_part(takes_part=False)
+    if counts:
+        run.method.set_num_samples(1 + world.rank)
+    assert run.to(2).num_kinds(world) == world.size
+    run.method.finish()
+    assert run.num_kinds(world) == 1
+    run.method.close()
+
+
+@MANY
 def test_samples_are_counted_by_all_or_by_none(world, hvd_nodes):
     samples = 1 if world.rank else None
     with pytest.raises(MismatchError, match=f"{world.size - 1} of {world.size}"):

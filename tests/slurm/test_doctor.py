@@ -14,44 +14,36 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def told(_cluster):
-    """Exit code and findings of each step; they run side by side."""
-
-    def run(options):
-        line = ["srun", "--quiet", *options.split(), "hpctrain", "doctor", "--json"]
-        done = _cluster.run(line, timeout_s=200, check=False)
-        assert done.stdout.startswith("["), done.stdout + done.stderr
-        return done.returncode, json.loads(done.stdout)
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(STEPS, pool.map(run, STEPS.values()), strict=True))
-
-
 def wrong(findings):
     return {f["check"]: f["what"] for f in findings if f["level"] in ("warning", "error")}
 
 
-def test_a_healthy_job_is_one_world_and_well(told):
-    code, findings = told["healthy"]
-    assert wrong(findings) == {}
-    assert code == 0
-    (world,) = (f["what"] for f in findings if f["check"] == "world")
+def test_a_healthy_job_is_well_and_planted_faults_are_named(slurm):
+    """The steps run side by side."""
+
+    def run(options):
+        line = ["srun", "--quiet", *options.split(), "hpctrain", "doctor", "--json"]
+        done = slurm.run(line, timeout_s=200, check=False)
+        assert done.stdout.startswith("["), done.stdout + done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    with ThreadPoolExecutor() as pool:
+        told = dict(zip(STEPS, pool.map(run, STEPS.values()), strict=True))
+    assert {step: code for step, (code, _) in told.items()} == dict.fromkeys(STEPS, 1) | {
+        "healthy": 0
+    }
+
+    healthy = told["healthy"][1]
+    assert wrong(healthy) == {}
+    (world,) = (f["what"] for f in healthy if f["check"] == "world")
     assert world.startswith("one world of 4 ranks on 2 nodes, started by srun --mpi=pmix")
 
-
-def test_a_gpu_and_a_core_for_two_ranks_are_named(told):
-    code, findings = told["one GPU, one core"]
-    faults = wrong(findings)
-    assert code == 1
+    faults = wrong(told["one GPU, one core"][1])
     assert faults["GPUs"].startswith("ranks 0-1 on n")
     assert "take the same GPU 0" in faults["GPUs"]
     assert "take turns on 1 core (mask 0)" in faults["cores"]
 
-
-def test_ranks_that_would_all_be_alone_are_told_with_the_way_out(told):
-    code, findings = told["another interface"]
-    assert code == 1
-    (world,) = (f for f in findings if f["check"] in ("world", "launcher") and f["do"])
+    alone = told["another interface"][1]
+    (world,) = (f for f in alone if f["check"] in ("world", "launcher") and f["do"])
     assert "srun --mpi=pmi2 started 2 ranks" in world["what"]
     assert "srun --mpi=pmix" in world["do"]

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,23 @@ class Parting(nn.Module):
             with torch.no_grad():
                 self.network[4].weight[0, 0] += 1e-9
         return self.network(x)
+
+
+class Late(nn.Module):
+    """A network that takes longer on the last rank, whenever it is trained."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.network, self.seconds = model(), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and hpctrain.rank() == hpctrain.size() - 1:
+            time.sleep(self.seconds)
+        return self.network(x)
+
+
+def late_model(seconds: float = 0.02) -> nn.Module:
+    return Late(seconds)
 
 
 class Stopping(nn.Sequential):

@@ -32,6 +32,20 @@ def test_the_loss_is_the_mean_over_all_samples_of_all_ranks(world):
     assert interval.samples_per_s == pytest.approx(total / 6.0)
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_the_times_of_a_rank_are_its_own_and_their_mean_is_that_of_all(world):
+    tally = StepMeter()
+    for step in (1, 2):
+        tally.add(loss=1.0, num_samples=1, work_s=step * (world.rank + 2.0), communication_s=step)
+    interval = tally.take(MpiCommunicator(world))
+    assert interval.of_ranks == {
+        "compute_s": [1.5 * (rank + 1) for rank in range(world.size)],
+        "communication_s": [1.5] * world.size,
+        "input_s": [0.0] * world.size,
+    }
+    assert interval.compute_s == pytest.approx(1.5 * (world.size + 1) / 2)
+
+
 def test_each_interval_begins_empty(world):
     tally = StepMeter()
     for loss in (1.0, 2.0):

@@ -1,0 +1,151 @@
+"""``hpctrain top``: a live table of a job at work, from the files of its run directory."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpctrain.core.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from hpctrain.train.watch import RunView
+
+SLOW = 1.2  # times as long as the median rank: others wait for such a one
+
+
+def top(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)
+    ],
+    *,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks at the files.")
+    ] = 2.0,
+    ranks: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Rows of ranks, the slowest first.")
+    ] = 16,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and stop, as where there is no terminal.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line a look.")] = False,
+) -> None:
+    """Show how a running job does: steps, loss, speed, slow ranks, time left, whether it lives.
+
+    It reads the files of the run directory and asks the job nothing, so it runs on a login
+    node, over ssh, as long as the folder is mounted there. It ends when the run has ended, or
+    by Ctrl-C, which the job does not notice. For scripts: hpctrain status.
+
+    The times of a rank are means over the last steps: what it computed, how long it waited for
+    others and their messages, and for its input. The slowest computes and reads longest.
+
+    For instance:
+
+      hpctrain top runs/digits
+
+      ssh login hpctrain top --once /scratch/me/runs/digits
+
+      hpctrain top runs/digits --json --interval 60 >> watched.jsonl
+    """
+    from rich.console import Console  # noqa: PLC0415 - loaded where a run is watched
+    from rich.live import Live  # noqa: PLC0415
+
+    from hpctrain.train.watch import RunWatch  # noqa: PLC0415
+
+    watch, console = RunWatch(directory), Console(highlight=False, markup=False)
+    is_live = console.is_terminal and not (as_json or once)
+    live = Live(console=console, auto_refresh=False) if is_live else None
+    with suppress(KeyboardInterrupt), live or nullcontext():
+        while True:
+            view = watch.look()
+            if as_json:
+                typer.echo(json.dumps(asdict(view) | _derived(view)))
+            elif live is not None:
+                live.update(_table(view, ranks), refresh=True)
+            else:
+                console.print(_table(view, ranks))
+            if view.has_ended or once or not (as_json or live):
+                return
+            time.sleep(interval)
+
+
+def _derived(view: "RunView") -> dict[str, Any]:
+    slowest = None if view.slowest is None else view.slowest.rank
+    return {"left_s": view.left_s, "slowest_rank": slowest, "has_ended": view.has_ended}
+
+
+def _table(view: "RunView", num_rows: int) -> "Group":
+    from rich.console import Group  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    summary = Table.grid(padding=(0, 2))
+    summary.add_column()
+    summary.add_column(overflow="fold")
+    for name, text in _summary(view):
+        summary.add_row(name, text)
+    rows = sorted(view.ranks, key=lambda rank: -rank.work_s)[:num_rows]
+    if not rows:
+        return Group(summary)
+    title = "of a step, in ms"
+    if len(rows) < len(view.ranks):
+        title += f"; the slowest {len(rows)} of {len(view.ranks)} ranks"
+    table = Table(title=title, title_justify="left", title_style="")
+    for column in ("rank", "host", "compute", "wait", "input", "to the median"):
+        table.add_column(column, justify="left" if column == "host" else "right")
+    for rank in rows:
+        times = (rank.compute_s, rank.communication_s, rank.input_s)
+        ratio = rank.work_s / view.median_work_s
+        table.add_row(
+            str(rank.rank),
+            rank.host,
+            *(f"{seconds * 1e3:.2f}" for seconds in times),
+            f"{ratio:.2f}",
+            style="bold" if ratio >= SLOW else None,
+        )
+    return Group(summary, table)
+
+
+def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
+    """Name and text of each line above the table."""
+    last, num_steps = view.last, view.begun.get("num_steps")
+    yield "run", _life(view)
+    if last:
+        of = f" of {num_steps} ({view.step / num_steps:.0%})" if num_steps else ""
+        ago = f", recorded {format_seconds(view.record_age_s)} ago" if view.record_age_s else ""
+        yield "step", f"{view.step}{of}, epoch {last['epoch']}{ago}"
+        yield "loss", f"{_number(last['loss'])} in training, learning rate {last['lr']:g}"
+        yield "speed", f"{last['samples_per_s']:.0f} samples/s over all ranks"
+    if view.test:
+        metric, loss = _number(view.test["metric"]), _number(view.test["loss"])
+        yield "test", f"metric {metric}, loss {loss} after step {view.test['step']}"
+    if view.left_s and not view.has_ended:
+        yield "time left", f"{format_seconds(view.left_s)}, without tests and checkpoints"
+    if view.checkpoints:
+        yield "checkpoints", f"{len(view.checkpoints)}, the last after step {view.checkpoints[-1]}"
+    slowest = view.slowest
+    if slowest is not None and len(view.ranks) > 1:
+        where = f" on {slowest.host}" if slowest.host else ""
+        ratio = slowest.work_s / view.median_work_s
+        yield "slowest", f"rank {slowest.rank}{where}, {ratio:.2f} times the median rank's work"
+
+
+def _life(view: "RunView") -> str:
+    """Tell how it stands with the run, and whether its job lives."""
+    age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
+    if view.status.state == "finished" or view.life == "none":
+        return view.status.what
+    if view.life == "dead":
+        return f"{view.status.what}; {view.holder} held it, and that is dead"
+    if view.life == "silent":
+        return f"{view.holder} has given no sign of life{age}: it is stopped, or its node is lost"
+    return f"at work: {view.holder}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,228 @@
+"""Watch over a run by its directory: how far it is, how fast each rank is, whether it lives."""
+
+import json
+import os
+import re
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.train.lease import BEAT, TIMES, Holder
+from hpctrain.train.metrics import record_of
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.status import Status, by_record
+
+RECENT = 10  # records by which the time left is judged
+
+_CHECKPOINT = re.compile(r"step-(\d+)")
+_TIMES = ("compute_s", "communication_s", "input_s")
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """Where the time of a step went on one rank: means over the last steps, in seconds."""
+
+    rank: int
+    host: str
+    compute_s: float
+    communication_s: float  # what computing did not hide: above all the wait for slower ranks
+    input_s: float
+
+    @property
+    def work_s(self) -> float:
+        """What the others wait for."""
+        return self.compute_s + self.input_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A run as its files show it at one instant."""
+
+    status: Status
+    life: Literal["alive", "silent", "dead", "none"]
+    """Of the job: ``silent`` gives no sign of life for too long; ``none`` is at work."""
+    holder: str  # who is at work, for people; empty where nobody is
+    heartbeat_age_s: float | None
+    record_age_s: float | None
+    begun: Record  # the record with which this part of the run began; empty before
+    last: Record  # the last record of steps; empty before
+    test: Record  # the record of the last test; empty before
+    step: int
+    step_s: float | None  # mean of the last records
+    checkpoints: list[int]  # their steps, oldest first
+    ranks: list[RankTimes]  # by rank; empty where no file has them
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the steps which are left take, without tests and checkpoints."""
+        if self.step_s is None or "num_steps" not in self.begun:
+            return None
+        return float((self.begun["num_steps"] - self.step) * self.step_s)
+
+    @property
+    def slowest(self) -> RankTimes | None:
+        """The rank that the others wait for."""
+        return max(self.ranks, key=lambda rank: rank.work_s, default=None)
+
+    @property
+    def median_work_s(self) -> float:
+        """How long the median rank works in a step; there are ranks."""
+        return statistics.median_low(rank.work_s for rank in self.ranks)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody is at work any more."""
+        return self.status.state == "finished" or self.life in ("none", "dead")
+
+
+class _Age:
+    """Seconds since a file has changed: by this machine's clock as soon as that was seen."""
+
+    def __init__(self) -> None:
+        self._mark: tuple[int, ...] = ()
+        self._seen_at = self._before_s = 0.0
+
+    def look(self, path: Path) -> float | None:
+        """Return the age; None where the file cannot be read."""
+        try:
+            with path.open("rb") as file:  # opening makes a network file system ask its server
+                found = os.fstat(file.fileno())
+        except OSError:
+            return None
+        mark, now = (found.st_ino, found.st_size, found.st_mtime_ns), time.monotonic()
+        if mark != self._mark:
+            self._before_s = 0.0 if self._mark else max(0.0, time.time() - found.st_mtime)
+            self._mark, self._seen_at = mark, now
+        return self._before_s + now - self._seen_at
+
+
+class RunWatch:
+    """Reads what is new in the files of a run at each look; needs neither MPI nor torch."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the run directory."""
+        self._directory = RunDirectory(path)
+        self._heartbeat, self._record_age = _Age(), _Age()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inode, self._offset = -1, 0
+        self._begun: Record = {}
+        self._last: dict[str, Record] = {}  # by event, and under "" the last of all
+        self._steps: deque[Record] = deque(maxlen=RECENT + 1)
+
+    def look(self) -> RunView:
+        """Read what is new. Raises ``ConfigError``: a file is missing or damaged."""
+        self._read_records()
+        path = self._directory.path
+        life, holder, age_s = self._life()
+        if "" not in self._last and life in ("none", "dead"):
+            raise ConfigError(
+                f"{path} holds no run that has begun to train, and no job is at work there; give "
+                f"the output_dir of a run, by default runs/NAME; what a job that failed early "
+                f"has said is in {self._directory.logs}"
+            )
+        return RunView(
+            status=by_record(path, self._last.get("", {})),
+            life=life,
+            holder=holder,
+            heartbeat_age_s=age_s,
+            record_age_s=self._record_age.look(self._directory.metrics),
+            begun=self._begun,
+            last=self._last.get("step", {}),
+            test=self._last.get("test", {}),
+            step=self._last.get("", {}).get("step", 0),
+            step_s=self._step_s(),
+            checkpoints=self._checkpoints(),
+            ranks=self._ranks(),
+        )
+
+    def _read_records(self) -> None:
+        path = self._directory.metrics
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                # A run that goes on from a checkpoint has cut its records: another file.
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._forget()
+                    self._inode = found.st_ino
+                file.seek(self._offset)
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"the records of the run cannot be read: {error}") from None
+        self._offset += sum(len(line) + 1 for line in lines)
+        for record in filter(None, map(record_of, lines)):
+            self._take(record)
+        if lines and not self._last:
+            raise ConfigError(
+                f"records of a run are JSON objects with an event, and {path} begins with "
+                f"{lines[0][:40]!r}; --resume cuts off what is none, and goes on"
+            )
+
+    def _take(self, record: Record) -> None:
+        event = record["event"]
+        self._last[event] = record
+        self._last[""] = {"step": self._last.get("", {}).get("step", 0)} | record
+        if event in ("started", "resumed"):
+            self._begun = record
+            self._steps.clear()
+            self._steps.append(self._last[""])
+        elif event == "step":
+            self._steps.append(record)
+
+    def _life(self) -> tuple[Literal["alive", "silent", "dead", "none"], str, float | None]:
+        """Judge the holder of the lease; return who it is and how old its last heartbeat."""
+        holder = Holder.read(self._directory.path)
+        if holder is None:
+            return "none", "", None
+        age_s = self._heartbeat.look(self._directory.path / f"lease-{holder.token}{BEAT}")
+        if holder.is_gone(Holder.here()):
+            return "dead", holder.describe(), age_s
+        is_silent = age_s is None or age_s > TIMES.stale_s
+        return "silent" if is_silent else "alive", holder.describe(), age_s
+
+    def _step_s(self) -> float | None:
+        """Mean time of the last steps; None before the first record of some."""
+        if len(self._steps) <= 1:
+            return None
+        steps = [record["step"] for record in self._steps]
+        seconds = sum(
+            (step - before) * sum(record[name] for name in _TIMES)
+            for before, step, record in zip(steps, steps[1:], list(self._steps)[1:], strict=False)
+        )
+        return float(seconds / (steps[-1] - steps[0]))
+
+    def _checkpoints(self) -> list[int]:
+        paths = self._directory.checkpoints.glob("step-*")
+        found = (_CHECKPOINT.fullmatch(path.name) for path in paths)
+        return sorted(int(match[1]) for match in found if match)
+
+    def _ranks(self) -> list[RankTimes]:
+        """Return the times of each rank; none where they are not of this part of the run."""
+        path = self._directory.ranks
+        try:
+            found = json.loads(path.read_bytes())
+            columns = [list(map(float, found[name])) for name in _TIMES]
+            rows = list(zip(*columns, strict=True))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"the times of the ranks are lists of one length, and {path} has none: {error!r}; "
+                f"remove the file, a job that is at work writes it again"
+            ) from None
+        if len(rows) != self._begun.get("world_size"):
+            return []
+        hosts = {r: host for host, ranks in self._begun.get("hosts", {}).items() for r in ranks}
+        return [
+            RankTimes(rank=rank, host=hosts.get(rank, ""), **dict(zip(_TIMES, row, strict=True)))
+            for rank, row in enumerate(rows)
+        ]

@@ -1,0 +1,193 @@
+"""``hpctrain top`` tells from the files of a run alone how its job does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from typer.testing import CliRunner
+
+from hpctrain.cli.main import app
+from hpctrain.core.errors import ConfigError
+from hpctrain.launch import mpiexec
+from hpctrain.train.lease import BEAT, NAME, TIMES, Holder
+from hpctrain.train.watch import RunWatch
+from tests.harness import preload
+from tests.train.starting import ROOT, write_config
+
+STEP = {"epoch": 1, "lr": 0.1, "loss": 0.5, "samples_per_s": 160.0}
+STARTED = {"event": "started", "world_size": 2, "num_steps": 40, "hosts": {"a": [0], "b": [1]}}
+
+
+def top(*words):
+    return CliRunner().invoke(app, ["top", *map(str, words)])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory of a job that is at work, as its first records leave it."""
+    write(tmp_path, STARTED, step(10, 0.1), step(20, 0.3))
+    hold(tmp_path)
+    times = {"compute_s": [0.1, 0.3], "communication_s": [0.2, 0.0], "input_s": [0.0, 0.0]}
+    (tmp_path / "ranks.json").write_text(json.dumps({"step": 20, **times}))
+    for name in ("step-00000010", "step-00000020", "step-00000020.aside"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    return tmp_path
+
+
+def step(number, step_s):
+    times = {"compute_s": step_s, "communication_s": 0.0, "input_s": 0.0}
+    return {"event": "step", "step": number, **STEP, **times}
+
+
+def write(folder, *records, mode="w"):
+    with (folder / "metrics.jsonl").open(mode) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def hold(folder, **changes):
+    """Let this process hold the lease, or another one that differs."""
+    holder = replace(Holder.here(), **changes)
+    (folder / NAME).write_text(json.dumps(asdict(holder)))
+    beat = folder / f"lease-{holder.token}{BEAT}"
+    beat.write_text("0\n")
+    return beat
+
+
+@pytest.mark.launches
+def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(tmp_path):
+    write_config(tmp_path, "tests.train.problem:late_model", epochs=15, every=4)
+    run = tmp_path / "runs/small"
+    words = [*preload.python(), "-m", "hpctrain", "train", str(tmp_path / "small.toml")]
+    environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        mpiexec.command(words, num_ranks=2), cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL
+    ) as job:
+        while not (run / "ranks.json").exists():
+            assert job.poll() is None
+            time.sleep(0.05)
+        watch = RunWatch(run)
+        view = watch.look()
+        assert (view.life, view.has_ended, view.slowest.rank) == ("alive", False, 1)
+        assert view.begun["num_steps"] == 60
+        assert 0 < view.left_s < 60
+        told = top(run, "--json", "--interval", 0.3).output.splitlines()  # until the end
+        assert job.wait() == 0
+    first, last = json.loads(told[0]), json.loads(told[-1])
+    assert not first["has_ended"]
+    assert last["has_ended"]
+    later = watch.look()
+    assert (later.status.state, later.step, later.life) == ("finished", 60, "none")
+    late, early = later.ranks[1], later.ranks[0]
+    assert late.compute_s > 0.02 > early.compute_s
+    assert early.communication_s > late.communication_s
+    told = top(run).output
+    assert "is finished: test accuracy" in " ".join(told.split())
+    assert f"rank 1 on {late.host}, " in told
+    assert json.loads((run / "ranks.json").read_text())["step"] == 60
+
+
+def test_what_is_left_is_told_by_the_last_steps(run):
+    view = RunWatch(run).look()
+    assert view.left_s == pytest.approx(20 * 0.2)
+    assert (view.slowest.rank, view.slowest.host) == (1, "b")
+    told = top(run, "--once").output
+    assert "20 of 40 (50%), epoch 1" in told
+    assert "2, the last after step 20" in told
+    assert "1 on b, 3.00 times" in told
+    assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
+
+
+def test_only_what_is_new_is_read_and_records_that_were_cut_are_forgotten(run):
+    watch = RunWatch(run)
+    watch.look()
+    with (run / "metrics.jsonl").open("r+") as file:
+        file.write("[")  # in what was read before
+    write(run, step(30, 0.3), mode="a")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st')  # the rest of the line is not there yet
+    view = watch.look()
+    assert (view.step, view.begun) == (30, STARTED)
+    assert view.step_s == pytest.approx(0.7 / 3)
+    (run / "metrics.jsonl").unlink()
+    write(run, STARTED, step(10, 0.1), {**STARTED, "event": "resumed", "step": 10, "part": 2})
+    view = watch.look()
+    assert (view.step, view.step_s) == (10, None)
+
+
+def test_a_job_lives_as_long_as_its_heartbeat_changes(run, monkeypatch):
+    watch, now = RunWatch(run), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert watch.look().life == "alive"
+    now += TIMES.stale_s + 1
+    assert watch.look().life == "silent"
+    hold(run, token=Holder.read(run).token).write_text("17\n")
+    assert watch.look().life == "alive"
+
+
+def test_one_look_goes_by_the_time_of_the_heartbeat(run):
+    long_ago = time.time() - 100
+    os.utime(hold(run), (long_ago, long_ago))
+    assert "has given no sign of life for 1 min 40 s" in " ".join(top(run).output.split())
+
+
+def test_the_dead_and_those_who_have_left_are_not_waited_for(run):
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        hold(run, pid=dead.pid)
+    assert "and that is dead" in " ".join(top(run).output.split())
+    (run / NAME).unlink()
+    told = " ".join(top(run, "--interval", 100).output.split())
+    assert "was ended without a word after step 20" in told
+
+
+def test_on_a_terminal_the_table_is_drawn_until_somebody_has_seen_enough(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    looks = iter([step(30, 0.1), step(40, 0.1)])
+
+    def sleep(_):
+        record = next(looks, None)
+        if record is None:
+            raise KeyboardInterrupt
+        write(run, record, mode="a")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = top(run)
+    assert found.exit_code == 0
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", found.output)
+    assert re.findall(r"step +(\d+) of 40", shown)[:3] == ["20", "30", "40"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("metrics.jsonl", "\0\0\0\n", "records of a run are JSON objects"),
+        ("ranks.json", "{", "remove the file"),
+        ("ranks.json", '{"compute_s": [1], "communication_s": [], "input_s": []}', "one length"),
+        ("ranks.json", "[]", "one length"),
+    ],
+)
+def test_a_damaged_file_is_an_error_with_a_way_out(run, name, text, told):
+    (run / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        RunWatch(run).look()
+
+
+def test_where_no_run_is_there_is_an_error_that_says_what_to_give(tmp_path):
+    with pytest.raises(ConfigError, match="give the output_dir of a run"):
+        RunWatch(tmp_path / "nothing").look()
+    hold(tmp_path)  # a job that is about to begin
+    assert RunWatch(tmp_path).look().life == "alive"
+    assert "at work" in top(tmp_path).output
+
+
+def test_a_run_is_watched_without_torch_and_mpi(run):
+    code = (
+        "import sys; from typer.testing import CliRunner; from hpctrain.cli.main import app; "
+        f"assert CliRunner().invoke(app, ['top', {str(run)!r}]).exit_code == 0; "
+        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,96 @@
+"""The table of ratios is that of the stored results; what is worse beyond noise is told."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "perf/table.py"
+RESULTS = ROOT / "perf/results"
+
+
+@pytest.fixture(scope="module")
+def table():
+    spec = importlib.util.spec_from_file_location("bench_table", SCRIPT)
+    module = sys.modules["bench_table"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_table"]
+
+
+def run(*words):
+    line = [sys.executable, str(SCRIPT), *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def changed(folder, factor, *, spread):
+    """Copy the results of one benchmark, with all its ratios times a factor."""
+    folder.mkdir()
+    found = json.loads((RESULTS / "engines.json").read_text())
+    for world in found["summary"]:
+        world["ratios"] = {
+            peer: [value * factor for value in (middle, middle / spread, middle * spread)]
+            for peer, (middle, *_) in world["ratios"].items()
+        }
+    (folder / "engines.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_the_readme_quotes_the_stored_results(table):
+    ratios, machines = table.read(RESULTS)
+    assert table.markdown(ratios) in (ROOT / "README.md").read_text()
+    assert set(machines.values()) == {"2 cores of AMD EPYC"}  # as README says
+
+
+def test_every_ratio_lies_within_its_spread_and_has_a_date(table):
+    ratios, _ = table.read(RESULTS)
+    assert len({ratio.key for ratio in ratios}) == len(ratios) > 100
+    for ratio in ratios:
+        least, most = ratio.bounds
+        assert 0 < least <= ratio.value <= most, ratio
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", ratio.date)
+
+
+def test_a_spread_is_that_of_the_medians_of_the_rounds(table):
+    peer, ours = [2.0, 2.0, 9.0, 6.0, 6.0, 0.1], [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    assert table.spread(peer, ours, rounds=2) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "spread", "num_worse"),
+    [(0.5, 1.1, 3), (0.5, 2.0, 0), (0.95, 1.1, 0), (2.0, 1.1, 0)],
+    ids=["worse", "worse within noise", "a little worse", "better"],
+)
+def test_only_what_is_worse_beyond_both_spreads_counts(table, tmp_path, factor, spread, num_worse):
+    old, _ = table.read(changed(tmp_path / "old", 1.0, spread=1.1))
+    new, _ = table.read(changed(tmp_path / "new", factor, spread=spread))
+    assert len(table.worse(new, old)) == num_worse
+
+
+def test_the_command_fails_where_a_ratio_is_worse_and_names_it(tmp_path):
+    old = changed(tmp_path / "old", 1.0, spread=1.1)
+    new = changed(tmp_path / "new", 0.5, spread=1.1)
+    done = run(new, "--against", old)
+    assert done.returncode == 1
+    assert "worse: training step, 2 ranks on one node, against Horovod, defaults:" in done.stdout
+    assert "3 ratios compared, 3 worse beyond noise" in done.stdout
+    assert run(old, "--against", RESULTS).returncode == 0
+    shutil.rmtree(old)
+    assert "no results of benchmarks in" in run(new, "--against", old).stderr
+
+
+def test_all_benchmarks_of_make_bench_together_are_ended_within_15_minutes():
+    text = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\n.PHONY")[0]
+    limits = re.findall(r"call bench,(\d+),([\w-]+)", text)
+    seconds = sum(int(limit) * (2 if name == "named-" else 1) for limit, name in limits)
+    direct = re.findall(r"timeout -k 5 (\d+) python perf/bench_(\S+)", text)
+    loop = re.search(r"for name in ([\w ]+); do", text)[1].split()
+    seconds += sum(int(limit) * (len(loop) if "$" in name else 1) for limit, name in direct)
+    assert len(limits) + len(direct) >= 11
+    assert seconds <= 900
