@@ -1,11 +1,11 @@
 """Schedule of checkpoints: after steps, after a time, or by what they cost."""
 
-import math
 import statistics
 from collections import deque
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import parse_seconds
+from hpctrain.cost.failures import daly
 
 _COSTS_KEPT = 5
 """Of so many checkpoints the median counts: one slow write does not move the interval."""
@@ -90,22 +90,3 @@ class Schedule:
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s
-
-
-def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of computing between two checkpoints, to higher order.
-
-    A cost of two mean times between failures and more gives the mean time: hardly anything can be
-    done then.
-
-    Where a checkpoint is written in the background, its cost is the time that the training
-    stands still, not the time until it is on disk: Vaidya 1997, "Impact of checkpoint latency on
-    overhead ratio of a checkpointing scheme".
-
-    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
-        dumps", equation 37.
-    """
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s

@@ -1,8 +1,15 @@
-"""``hpctrain bench``: how fast the operations of this world are, and whether they are right."""
+"""``hpctrain bench``: how fast operations are, whether they are right, and what models say."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from hpctrain.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hpctrain.cost.fitting import Fit
 
 WRONG = 1  # exit code when a value was wrong
 
@@ -32,9 +39,41 @@ InBucket = Annotated[
 Peers = Annotated[
     bool, typer.Option("--peers", help="All-reduce with MPI_Allreduce too, on the same memory.")
 ]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write what hpctrain bench fit reads."),
+]
 
 
-def bench(  # noqa: PLR0913 - a command's options
+class Operations(TyperGroup):
+    """Takes the name of an operation, and what else ``measure`` takes, without that word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put in the word where it is left out."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(
+    cls=Operations,
+    name="bench",
+    no_args_is_help=True,
+    help="""Measure operations at growing sizes, or fit a machine's figures to what was measured.
+
+    hpctrain bench measure OPERATION may leave out the word measure. For instance:
+
+      hpctrain launch -n 4 hpctrain bench allreduce --peers
+
+      hpctrain bench allreduce --help
+
+      hpctrain bench fit points.json --out machine.toml
+    """,
+)
+
+
+@bench.command()
+def measure(  # noqa: PLR0913 - a command's options
     operation: Operation,
     *,
     min_bytes: MinBytes = "8",
@@ -43,6 +82,7 @@ def bench(  # noqa: PLR0913 - a command's options
     iterations: Iterations = None,
     bucket: InBucket = False,
     peers: Peers = False,
+    json: Json = None,
 ) -> None:
     """Measure an operation at growing sizes, and check every value of it.
 
@@ -81,5 +121,76 @@ def bench(  # noqa: PLR0913 - a command's options
         peers=peers,
         iterations=iterations,
     )
-    if not run(request, make_console):
+    if not run(request, make_console, json):
         raise typer.Exit(WRONG)
+
+
+@bench.command()
+def fit(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES", help="Points of one machine.", show_default=False),
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the machine as TOML."),
+    ] = None,
+) -> None:
+    """Fit latencies and bandwidths of a machine to measured sums, and show what is off.
+
+    Sums of several sizes, on one node and on several, tell the figures apart. The error on points
+    not fitted to is what to expect of a prediction for sizes and nodes in between.
+
+    For instance:
+
+      hpctrain launch -n 4 --nodes 2 hpctrain bench allreduce --bucket --json points.json
+
+      hpctrain bench fit points.json --out machine.toml
+
+      hpctrain bench fit perf/results/cost-1gbit.json
+    """
+    from hpctrain.core.atomic import publishing  # noqa: PLC0415
+    from hpctrain.cost.fitting import fit as fitted  # noqa: PLC0415
+    from hpctrain.cost.fitting import machine_text, read_points  # noqa: PLC0415
+
+    found = fitted([point for file in files for point in read_points(file)])
+    _show(found)
+    if out is not None:
+        try:
+            with publishing(out) as part:
+                part.write_text(machine_text(found.machine()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error}; choose another file") from None
+        typer.echo(f"machine written to {out}")
+
+
+def _show(found: "Fit") -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    from hpctrain.core.units import format_bytes, format_seconds  # noqa: PLC0415
+    from hpctrain.train.console import make_console  # noqa: PLC0415
+
+    console, machine = make_console(shown=True), found.machine()
+    points = Table(title="points, measured and by the fit", title_justify="left")
+    for head in ("nodes", "ranks each", "way", "message", "measured", "model", "off by"):
+        points.add_column(head, justify="left" if head == "way" else "right")
+    for point, off in zip(found.points, found.residuals, strict=True):
+        points.add_row(
+            *(str(point.nodes), str(point.ranks_per_node), str(point.way)),
+            *(format_bytes(point.num_bytes), format_seconds(point.seconds)),
+            *(format_seconds(found.seconds(point)), f"{off:+.0%}"),
+        )
+    console.print(points)
+    figures = Table(title="figures of the machine, fitted", title_justify="left")
+    for head in ("", "latency", "bytes a second"):
+        figures.add_column(head, justify="right")
+    for name, link in (("node", machine.node), ("network", machine.network)):
+        figures.add_row(name, format_seconds(link.latency_s), _rate(link.bytes_per_s))
+    figures.add_row("combining", "", _rate(machine.reduce_bytes_per_s))
+    console.print(figures)
+    console.print(f"median error {found.error:.1%}; {found.held_out:.1%} on points not fitted to")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return "too fast to see" if bytes_per_s == float("inf") else f"{bytes_per_s / 1e6:.4g} MB/s"

@@ -15,6 +15,7 @@ from hpctrain.cli.doctor import doctor
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
+from hpctrain.cli.plan import plan
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
 from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
@@ -41,6 +42,8 @@ For instance:
   hpctrain launch -n 4 hpctrain shim horovod_script.py
 
   hpctrain launch -n 4 hpctrain bench allreduce --peers
+
+  hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
 
@@ -75,7 +78,8 @@ app.command(cls=SubmitCommand)(submit)
 app.command()(status)
 app.add_typer(study)
 app.command()(top)
-app.command()(bench)
+app.add_typer(bench)
+app.command()(plan)
 app.add_typer(data)
 app.add_typer(checkpoint)
 app.add_typer(horovod)

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.schedule import Schedule, daly
+from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.core.errors import ConfigError
+from hpctrain.cost.failures import daly
 
 
 def test_daly_agrees_with_the_values_of_his_formula():

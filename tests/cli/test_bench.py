@@ -13,6 +13,9 @@ from hpctrain.cli.main import app
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.units import MIB
+from hpctrain.cost.collectives import ALGORITHMS
+from hpctrain.cost.fitting import read_points
 from hpctrain.doctor.benchmarks import benchmark
 from hpctrain.doctor.benchmarks.benchmark import UNCHECKABLE, BenchmarkRequest, measure
 from hpctrain.doctor.benchmarks.operations import (
@@ -25,6 +28,7 @@ from hpctrain.doctor.benchmarks.operations import (
 )
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
+from hpctrain.train.console import make_console
 from tests.harness import preload
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
@@ -94,6 +98,27 @@ def test_the_library_is_measured_on_the_same_memory(comm):
     assert row.library_us is not None
     assert row.library_ratio == pytest.approx(row.library_us / row.avg_us)
     assert len(benchmark.line(row)) == len(benchmark.head(peers=True))
+
+
+@pytest.mark.ranks(2, 4)
+def test_what_was_measured_is_written_as_points_that_a_fit_reads(comm, tmp_path):
+    file = tmp_path / "points.json"
+    request = BenchmarkRequest(
+        operation="allreduce", in_bucket=True, min_bytes=65536, max_bytes=MIB, iterations=2
+    )
+    assert benchmark.run(request, make_console, file)
+    if comm.rank == 0:
+        points = read_points(file)
+        assert [point.num_bytes for point in points] == [65536, 262144, MIB]
+        assert {(p.nodes, p.ranks_per_node) for p in points} == {(comm.size // 2, 2)}
+        assert all(point.rails == (comm.num_rails or 1) for point in points)
+        known = {"slices"} if comm.size == 2 else set(ALGORITHMS)
+        assert {point.algorithm for point in points} <= known
+    wrong = BenchmarkRequest(operation="allreduce", dtype="float64")
+    with pytest.raises(ConfigError, match="got allreduce of float64"):
+        benchmark.run(wrong, make_console, file)
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere"):
+        benchmark.run(request, make_console, tmp_path / "nowhere/points.json")
 
 
 @pytest.mark.ranks(3)

@@ -11,7 +11,7 @@ from hpctrain.core.errors import ConfigError
 
 COMMANDS = (
     *("train", "launch", "submit", "status", "doctor", "data", "guide", "horovod", "shim"),
-    *("bench", "checkpoint"),
+    *("bench", "checkpoint", "plan"),
 )
 
 
@@ -31,7 +31,7 @@ def test_help_has_every_command_and_examples():
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "launch", "submit", "doctor", "bench", "data", "shim", "horovod"]
+    "command", ["train", "launch", "submit", "doctor", "bench", "plan", "data", "shim", "horovod"]
 )
 def test_each_command_has_help_with_examples(command):
     result = CliRunner().invoke(main.app, [command, "--help"])

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 
 import torch
@@ -13,6 +14,8 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.cost.collectives import ALGORITHMS, ON_A_NODE
+from hpctrain.cost.fitting import Point, write_points
 from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
@@ -118,10 +121,13 @@ class Row:
     library_ratio: float | None = None  # ``library_us`` by ``avg_us``: above 1 ours is faster
 
 
-def run(request: BenchmarkRequest, make_console: Callable[..., Console]) -> bool:
+def run(
+    request: BenchmarkRequest, make_console: Callable[..., Console], json: Path | None = None
+) -> bool:
     """Measure all sizes, and print each as soon as it is measured.
 
-    Collective over all ranks that were started together.
+    Collective over all ranks that were started together. With ``json``, rank 0 writes the points
+    to which the models of ``hpctrain.cost`` can be fitted.
 
     Returns:
         Whether every value that was compared was right; the same on every rank.
@@ -141,13 +147,53 @@ def run(request: BenchmarkRequest, make_console: Callable[..., Console]) -> bool
         from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
 
         on_root(comm, lambda: require_type(request.torch_dtype))
+    if json is not None:
+        on_root(comm, lambda: _check_modelled(request, here, json.parent), ConfigError)
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
     rows = _measure_all(comm, request, console)
+    if json is not None and comm.rank == 0:
+        points = list(_points(rows, request, here))
+        write_points(json, points)
+        if left := len(rows) - len(points):
+            console.print(f"# {left} sizes went by a way that no model knows: not in {json}")
     num_wrong = sum(row.num_wrong for row in rows)
     if num_wrong:
         console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
     return num_wrong == 0
+
+
+def _check_modelled(request: BenchmarkRequest, here: World, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"--json names a file in a folder that exists, there is no {folder}")
+    sizes = {len(ranks) for ranks in here.topology.nodes}
+    if request.operation != "allreduce" or request.dtype != "float32" or len(sizes) > 1:
+        raise ConfigError(
+            f"--json writes what models are fitted to: allreduce of float32 on nodes of as many "
+            f"ranks each, got {request.operation} of {request.dtype} on nodes of "
+            f"{', '.join(map(str, sorted(sizes)))} ranks; leave it out"
+        )
+
+
+def _points(rows: list[Row], request: BenchmarkRequest, here: World) -> Iterator[Point]:
+    topology, plan = here.topology, here.plan
+    for row in rows:
+        way = plan.tensors.at(row.num_bytes)
+        if request.in_bucket and plan.node_memory != "none":
+            way = "levels" if plan.num_rails else "slices"
+        if way == "levels":
+            way = plan.rail.at(row.num_bytes // plan.num_rails)
+        if way in ON_A_NODE or (plan.num_rails and way in ALGORITHMS):
+            yield Point(
+                nodes=topology.num_nodes,
+                ranks_per_node=topology.size // topology.num_nodes,
+                nics=topology.cards,
+                algorithm=way,
+                rails=plan.num_rails or 1,
+                ranks_per_core=len(topology.core_peers) / topology.num_peer_cores,
+                num_bytes=row.num_bytes,
+                seconds=row.max_us / 1e6,
+            )
 
 
 def _measure_all(comm: Communicator, request: BenchmarkRequest, console: Console) -> list[Row]:

@@ -1,0 +1,184 @@
+"""The closed forms: what the algorithms of the project do, never below the bounds."""
+
+import math
+
+import pytest
+import torch
+
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.rail import algorithms
+from hpctrain.core.errors import ConfigError
+from hpctrain.cost.collectives import (
+    ALGORITHMS,
+    SEGMENT_BYTES,
+    Load,
+    Way,
+    allreduce,
+    bound,
+    fastest,
+    parameter_server,
+)
+from hpctrain.cost.machine import Link, Machine
+from tests.comm.simulated import run_ranks
+
+NUMEL = 3 * 2**10
+MIB = 2**20
+
+
+def sent_by_each(name, size, numel=NUMEL):
+    """Bytes and messages that each rank sends when it carries the algorithm out."""
+
+    def work(wire):
+        algorithms.ALGORITHMS[name](wire, torch.ones(numel), combination(torch.float32, Op.SUM))
+
+    _, wires = run_ranks(size, work, eager=True)
+    return [(wire.num_bytes_sent, wire.num_messages) for wire in wires]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
+def test_where_all_ranks_do_alike_bytes_and_rounds_are_those_of_the_algorithm(name, size):
+    load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
+    assert set(sent_by_each(name, size)) == {(load.network_bytes, load.network_rounds)}
+    assert load == allreduce(Machine(nodes=size), 4 * NUMEL, Way(name, rails=1))
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 12])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"double_tree"}))
+def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, size):
+    load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
+    most = max(num_bytes for num_bytes, _ in sent_by_each(name, size))
+    slack = 4 * size  # parts differ by an element
+    # On a rank's way lie messages of others too: up to twice its own.
+    assert most <= load.network_bytes + slack <= (3 if "tree" in name else 2) * most + slack
+
+
+def test_two_trees_send_the_message_twice_once_they_are_full():
+    segments = 4000
+    load = allreduce(Machine(nodes=12), segments * SEGMENT_BYTES, Way("double_tree"))
+    assert load.network_bytes == pytest.approx(2 * segments * SEGMENT_BYTES, rel=0.01)
+    assert max(num_bytes for num_bytes, _ in sent_by_each("double_tree", 12)) == 2 * 4 * NUMEL
+
+
+@pytest.mark.parametrize(("numel", "size", "share"), [(1000, 8, 1.75), (1003, 8, 1.75)])
+def test_each_rank_of_a_ring_sends_two_k_minus_one_over_k(numel, size, share):
+    load = allreduce(Machine(nodes=size), 4 * numel, Way("ring"))
+    assert load.network_bytes == pytest.approx(share * 4 * numel)
+    sent = [num_bytes for num_bytes, _ in sent_by_each("ring", size, numel)]
+    assert min(sent) <= load.network_bytes <= max(sent)
+    assert (len(set(sent)) == 1) == (numel % size == 0)
+
+
+def leaving_first_node(name, nodes, ranks):
+    """Bytes that all ranks of the first node send to others, over the bytes of the message."""
+    total = 0
+
+    def work(wire):
+        nonlocal total
+        start_send = wire.start_send
+
+        def counted(tensor, dest, tag=0):
+            nonlocal total
+            if wire.rank < ranks <= dest:
+                total += tensor.nbytes
+            return start_send(tensor, dest, tag)
+
+        wire.start_send = counted
+        algorithms.ALGORITHMS[name](wire, torch.ones(NUMEL), combination(torch.float32, Op.SUM))
+
+    run_ranks(nodes * ranks, work, eager=True)
+    return total / (4 * NUMEL)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("name", ["ring", "doubling", "halving"])
+def test_flat_ranks_share_their_node_s_card(name, nodes, ranks):
+    machine = Machine(nodes=nodes, ranks_per_node=ranks)
+    load = allreduce(machine, 1.0, Way(name))
+    assert load.network_bytes == pytest.approx(leaving_first_node(name, nodes, ranks))
+    two_cards = Machine(nodes=nodes, ranks_per_node=ranks, nics=2)
+    shared = 1 if name == "ring" else 2  # a ring leaves a node once
+    assert allreduce(two_cards, 1.0, Way(name)).network_bytes == load.network_bytes / shared
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("rails", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_nothing_goes_below_the_bounds(name, rails, codec):
+    ratio = 0.5 if codec == "bf16" else 1.0
+    for nodes in (1, 2, 3, 4, 7, 8, 100, 1024):
+        for nics in (1, 2):
+            machine = Machine(nodes=nodes, ranks_per_node=4, nics=nics)
+            load, least = allreduce(machine, MIB, Way(name, rails, codec)), bound(machine, MIB)
+            rounds = load.network_rounds + load.node_rounds
+            assert rounds >= least.network_rounds
+            assert load.network_bytes >= ratio * least.network_bytes * (1 - 1e-12)
+
+
+def test_two_levels_send_what_the_network_asks_for_at_least():
+    for nodes in (2, 4, 16):
+        machine = Machine(nodes=nodes, ranks_per_node=8)
+        load = allreduce(machine, MIB, Way("ring", rails=8))
+        assert load.network_bytes == pytest.approx(bound(machine, MIB).network_bytes)
+
+
+def test_rails_share_cards_and_need_one_each_to_be_worth_it():
+    def sent(rails, nics):
+        machine = Machine(nodes=4, ranks_per_node=4, nics=nics)
+        return allreduce(machine, MIB, Way("ring", rails)).network_bytes
+
+    assert sent(4, 1) == sent(1, 1)
+    assert sent(4, 2) == sent(4, 1) / 2
+    assert sent(1, 2) == sent(1, 1)
+
+
+def test_a_ring_in_order_does_not_feel_oversubscription_and_pairs_do():
+    def sent(name, times):
+        machine = Machine(nodes=64, leaf_size=8, oversubscription=times)
+        return allreduce(machine, MIB, Way(name)).network_bytes
+
+    assert sent("ring", 8) == sent("ring", 1)
+    # All nodes of a leaf exchange with others in the last three of six rounds.
+    assert sent("doubling", 8) == (3 + 3 * 8) / 6 * sent("doubling", 1)
+    assert sent("halving", 1) < sent("halving", 8) < sent("halving", 1) * 8
+
+
+def test_half_the_bytes_travel_in_bf16_and_what_rounds_them_costs_too():
+    machine = Machine(nodes=4, ranks_per_node=2, network=Link(0, 1e8), reduce_bytes_per_s=1e10)
+    plain, half = (allreduce(machine, MIB, Way("ring", 2, codec)) for codec in ("none", "bf16"))
+    assert half.network_bytes == plain.network_bytes / 2
+    assert half.combined_bytes > plain.combined_bytes * 0.5
+    assert half.seconds(machine) < plain.seconds(machine)
+    slow = Machine(nodes=4, ranks_per_node=2, network=Link(0, 1e12), reduce_bytes_per_s=1e8)
+    assert half.seconds(slow) > plain.seconds(slow)
+
+
+def test_latency_decides_for_short_messages_and_bandwidth_for_long_ones():
+    machine = Machine(nodes=64, network=Link(1e-6, 1e10), reduce_bytes_per_s=1e11)
+    assert fastest(machine, 8).algorithm == "doubling"
+    assert fastest(machine, 256 * 2**20).algorithm in ("halving", "ring")
+    assert fastest(Machine(nodes=1, ranks_per_node=4), MIB) == Way("slices", 1)
+    assert allreduce(Machine(nodes=1), MIB, Way("ring")) == Load()
+
+
+def test_the_busiest_server_takes_from_all_ranks_and_a_large_tensor_cannot_be_shared_out():
+    machine = Machine(nodes=32)
+    few, many = (parameter_server(machine, 96.0, servers) for servers in (2, 32))
+    assert (few.network_bytes, many.network_bytes) == (31 * 48, 31 * 3)
+    assert parameter_server(machine, 96.0, 32, largest=8).network_bytes == 31 * 8
+    with pytest.raises(ConfigError, match="got 33 for 32 nodes"):
+        parameter_server(machine, 96.0, 33)
+
+
+def test_what_no_model_knows_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"one of ring, .*, got 'library'"):
+        Way("library")
+    with pytest.raises(ConfigError, match="got 'slices'"):
+        Way("slices", rails=0)
+    with pytest.raises(ConfigError, match="one of none, bf16, got 'gzip'"):
+        Way("ring", codec="gzip")
+
+
+def test_rounds_of_a_bound_are_a_logarithm():
+    assert bound(Machine(nodes=1000), 1.0).network_rounds == math.ceil(math.log2(1000))
+    assert bound(Machine(nodes=1, ranks_per_node=1), 1.0) == Load()

@@ -1,0 +1,120 @@
+"""Laws of the planner: its choice is the best of all, and what it says about more nodes is so."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.cost.machine import Link, Machine
+from hpctrain.cost.planner import GAIN, PAYS, Goal, advise
+from hpctrain.cost.step import Model
+
+MACHINE = Machine(
+    nodes=64,
+    ranks_per_node=4,
+    node=Link(1e-6, 20e9),
+    network=Link(3e-6, 3e9),
+    reduce_bytes_per_s=20e9,
+    jitter=0.02,
+)
+MODEL = Model(parameters=25.6e6, samples_per_s=250)
+GOAL = Goal(samples=1e8, batch=2048)
+FREE = Link(0.0, math.inf)
+
+
+def test_where_nothing_costs_all_nodes_pay_and_time_falls_as_their_number():
+    ideal = replace(MACHINE, node=FREE, network=FREE, jitter=0, reduce_bytes_per_s=math.inf)
+    found = advise(ideal, MODEL, GOAL)
+    assert found.best.nodes == found.pays_up_to == 64
+    assert found.best.seconds == pytest.approx(1e8 / 250 / 256)
+    assert found.best.node_hours == pytest.approx(found.by_nodes[0].node_hours)
+
+
+def test_a_slower_network_makes_fewer_nodes_pay():
+    limits = [
+        advise(replace(MACHINE, network=Link(3e-6, rate)), MODEL, GOAL).pays_up_to
+        for rate in (1e11, 1e9, 1e8, 1e7)
+    ]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] > limits[-1]
+
+
+def test_more_nodes_pay_exactly_as_long_as_the_rule_says():
+    found = advise(replace(MACHINE, network=Link(3e-6, 3e8)), MODEL, GOAL)
+    for fewer, more in pairwise(found.by_nodes):
+        pays = more.seconds <= fewer.seconds * PAYS ** math.log2(more.nodes / fewer.nodes)
+        if more.nodes <= found.pays_up_to:
+            assert pays
+        elif fewer.nodes == found.pays_up_to:
+            assert not pays
+    assert found.pays_up_to < 64
+
+
+def test_no_candidate_within_reach_has_a_better_score():
+    found = advise(MACHINE, MODEL, replace(GOAL, max_local_steps=8))
+    reach = [c for c in found.by_nodes if c.nodes <= found.pays_up_to]
+    assert found.best.score == min(c.score for c in reach)
+    assert found.best not in found.next_best
+    assert len(found.next_best) == 3
+    assert all(found.best.score <= c.score for c in found.next_best)
+    kinds = {(c.way.codec, c.local_steps > 1) for c in (found.best, *found.next_best)}
+    assert len(kinds) == 4
+
+
+def test_a_codec_and_local_steps_have_to_gain_enough():
+    for rate in (1e8, 1e9, 1e10, 1e12):
+        machine = replace(MACHINE, network=Link(3e-6, rate))
+        best = advise(machine, MODEL, replace(GOAL, max_local_steps=8)).best
+        plain = advise(machine, MODEL, GOAL).by_nodes
+        same = next(c for c in plain if c.nodes == best.nodes)
+        more = departures(best) - departures(same)
+        assert best.seconds <= same.seconds * GAIN**more
+        assert rate < 1e12 or departures(best) == 0
+
+
+def departures(candidate):
+    return (candidate.way.codec != "none") + (candidate.local_steps > 1)
+
+
+def test_without_a_noise_scale_the_batch_stays_and_with_it_large_ones_cost_samples():
+    kept = advise(MACHINE, MODEL, GOAL)
+    assert {c.batch for c in kept.by_nodes} == {2048}
+    assert GOAL.samples_at(8192) == GOAL.samples
+    noisy = replace(GOAL, batch=256, noise_scale=4000)
+    assert noisy.samples_at(256) == pytest.approx(noisy.samples)
+    assert noisy.samples_at(4000) / noisy.samples_at(1) == pytest.approx(2, rel=1e-3)
+    batches = [c.batch for c in advise(MACHINE, MODEL, noisy).by_nodes]
+    assert batches == sorted(batches)
+    assert batches[0] < batches[-1]
+
+
+def test_a_deadline_is_met_for_the_least_node_hours():
+    everything = advise(MACHINE, MODEL, GOAL).by_nodes
+    deadline_s = 2 * min(c.seconds for c in everything)
+    found = advise(MACHINE, MODEL, replace(GOAL, deadline_s=deadline_s)).best
+    assert found.seconds <= deadline_s
+    in_time = [c for c in everything if c.seconds <= deadline_s]
+    assert found.score * found.nodes <= min(c.score * c.nodes for c in in_time)
+    with pytest.raises(ConfigError, match="the fastest way takes"):
+        advise(MACHINE, MODEL, replace(GOAL, deadline_s=1.0))
+
+
+def test_more_nodes_fail_more_often_and_are_saved_more_often():
+    frail = replace(MACHINE, mtbf_s=1e6, checkpoint_s=20, restart_s=60)
+    by_nodes = advise(frail, MODEL, GOAL).by_nodes
+    every = [c.checkpoint_every_s for c in by_nodes]
+    assert every == sorted(every, reverse=True)
+    goodputs = [c.goodput for c in by_nodes]
+    assert goodputs == sorted(goodputs, reverse=True)
+    assert goodputs[-1] < 0.97
+    assert {c.goodput for c in advise(MACHINE, MODEL, GOAL).by_nodes} == {1.0}
+
+
+def test_a_batch_too_small_for_the_ranks_is_refused():
+    with pytest.raises(ConfigError, match="got 3 samples for the 4 ranks of a node"):
+        advise(MACHINE, MODEL, replace(GOAL, batch=3))
+    assert max(c.nodes for c in advise(MACHINE, MODEL, replace(GOAL, batch=40)).by_nodes) == 8
+    with pytest.raises(ConfigError, match="samples of a goal must be above 0, got 0"):
+        Goal(samples=0, batch=1)
