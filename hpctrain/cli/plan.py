@@ -160,7 +160,7 @@ def plan(  # noqa: PLR0913 - a command's options
 
 def _facts(run: Path, target_loss: float | None) -> dict[str, float]:
     """Read what a run of ``hpctrain train`` says about its model and its way to a loss."""
-    from hpctrain.train.metrics import read  # noqa: PLC0415
+    from hpctrain.core.records import read  # noqa: PLC0415
 
     file = run / "metrics.jsonl"
     if not file.exists():
