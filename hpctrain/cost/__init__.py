@@ -1,1 +1,8 @@
-"""Models of time: what a collective, a step or a run takes on a machine. Pure arithmetic."""
+"""Models of time: what a collective, a step or a run takes on a machine. Pure arithmetic.
+
+Every name is loaded at its first use.
+"""
+
+from hpctrain.core.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(__name__, __file__)
