@@ -50,6 +50,8 @@ class Machine:
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
     oversubscription: float = 1.0
     """Bandwidth of a leaf's nodes over that of the leaf's links upwards."""
+    spine_latency_s: float = 0.0
+    """By how much a message is later that leaves its leaf."""
     jitter: float = 0.0
     """Spread of a rank's time to compute: standard deviation of its logarithm."""
     slow_fraction: float = 0.0
@@ -68,7 +70,7 @@ class Machine:
             _check(self, name, getattr(self, name) >= 1, "1 or more")
         for name in ("reduce_bytes_per_s", "mtbf_s"):
             _check(self, name, getattr(self, name) > 0, "more than 0, or inf")
-        for name in ("leaf_size", "jitter", "checkpoint_s", "restart_s"):
+        for name in ("leaf_size", "spine_latency_s", "jitter", "checkpoint_s", "restart_s"):
             _check(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("oversubscription", "slow_factor"):
             _check(self, name, getattr(self, name) >= 1, "1 or more")

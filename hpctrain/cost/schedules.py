@@ -235,46 +235,71 @@ def _double_tree(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Each half of the message goes up one of two binary trees, combined, and down again.
 
     Segments follow each other. No rank has children in both trees, so each sends and receives the
-    message twice at most: about 4 log2(N) (a + s b) + 2 m b for a message of m bytes, segments of
-    s bytes, a seconds of latency and b seconds per byte.
+    message twice at most: 4 log2(N) (a + s b) until the first segment is there, and 4 to 5 m b
+    until the last is, for a message of m bytes, segments of s bytes, a seconds of latency and b
+    seconds per byte.
 
     Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
     reduction and scan", reduction and broadcast; NCCL's double trees are alike.
-    Differs: messages are not coloured by rounds, since links work both ways and MPI keeps the
-    order; all ranks belong to both trees, each of which has a root of its own.
+    Differs: messages are not coloured by rounds, so the last segment is there after 4 m b and not
+    2 m b; all ranks belong to both trees, each of which has a root of its own.
     """
-    up = [list(_tree_messages(rank, size, tree)) for tree in range(2)]
-    down = [[_answer(message) for message in reversed(messages)] for messages in up]
+    up = list(_levels(rank, size, num_segments))
+    down = [[_answer(each) for each in level] for level in reversed(up)]
     ahead = 2 * min(2, num_segments)
-    yield Phase(_segment_rounds(up, num_segments), ahead=ahead, window=math.inf)
-    yield Phase(_segment_rounds(down, num_segments), ahead=4, window=math.inf)
-
-
-def _segment_rounds(trees: list[list[Round]], num_segments: int) -> Iterator[Round]:
-    """Let a segment of each half in turn take the messages of its tree."""
-    for turn in range(num_segments):
-        for tree, messages in enumerate(trees):
-            piece = tree * num_segments + turn
-            for message in messages:
-                yield message._replace(outgoing=piece, incoming=piece)
+    yield Phase(_wave(up, num_segments), ahead=ahead, window=math.inf)
+    yield Phase(_wave(down, num_segments), ahead=4, window=math.inf)
 
 
 def _answer(message: Round) -> Round:
-    return message._replace(dest=message.source, source=message.dest, action=COPY)
+    return Round(
+        message.source, message.incoming, message.dest, message.outgoing, message.num_pieces, COPY
+    )
 
 
-def _tree_messages(rank: Each, size: int, tree: int) -> Iterator[Round]:
-    """Yield the rounds up one tree: by the level of the parent, one child after the other."""
+def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
+    """Let each segment of each half pass one level of its tree in each step.
+
+    First what came a step ago goes on, so nobody waits for two messages in a row. And a leaf of
+    one tree, which may be the root of the other, is as many segments ahead there as the trees are
+    high; if it took the same segment in both, none could follow another.
+    """
+    for step in range(num_segments + len(levels) - 1):
+        for level in reversed(range(len(levels))):
+            turn = step - level
+            if 0 <= turn < num_segments:
+                for each in levels[level]:
+                    yield each._replace(
+                        outgoing=each.outgoing + turn, incoming=each.incoming + turn
+                    )
+
+
+def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
+    """Yield the rounds up both trees for each level of parents, for their first segments.
+
+    While parents in one tree take what their second child sends, those in the other take what
+    their first one does: so no rank, even if it is a leaf of both, sends two messages at once.
+    """
+    nothing = 0 * rank + NOBODY, 0 * rank + NOBODY
+    for level in range(1, size.bit_length()):
+        one, other = (
+            [_up(rank, size, tree, level, child) for child in range(2)] for tree in range(2)
+        )
+        rounds = []
+        for mine, theirs in ((one[0], nothing), (one[1], other[0]), (nothing, other[1])):
+            dest, source = (_choose(m == NOBODY, t, m) for m, t in zip(mine, theirs, strict=True))
+            outgoing, incoming = (_choose(m == NOBODY, num_segments, 0) for m in mine)
+            rounds.append(Round(dest, outgoing, source, incoming, 1, COMBINE))
+        yield rounds
+
+
+def _up(rank: Each, size: int, tree: int, level: int, child: int) -> tuple[Each, Each]:
+    """Return to whom and from whom a message goes up to a parent of this level in one tree."""
     place = tree_place(rank, size, tree)
     above = tree_place(place.parent, size, tree)
-    for level in range(1, size.bit_length()):
-        for mine, sibling in zip(place.children, above.children, strict=True):
-            source = _choose(place.level_bit == 1 << level, mine, NOBODY)
-            is_next = (
-                (place.parent != NOBODY) & (above.level_bit == 1 << level) & (sibling == rank)
-            )
-            dest = _choose(is_next, place.parent, NOBODY)
-            yield Round(dest, 0, source, 0, 1, COMBINE)
+    is_next = (above.level_bit == 1 << level) & (above.children[child] == rank)
+    dest = _choose((place.parent != NOBODY) & is_next, place.parent, NOBODY)
+    return dest, _choose(place.level_bit == 1 << level, place.children[child], NOBODY)
 
 
 class TreePlace(NamedTuple):

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,29 @@ def test_any_number_of_ranks_gets_the_sum_in_the_same_bits(allreduce_, size, eag
         assert len({raw(result) for result in results}) == 1
         exact = sum(random_numbers(rank, numel).double() for rank in range(size))
         assert (results[0].double() - exact).abs().max().item() < 1e-5
+
+
+BITS = {
+    "doubling": (0x5F22FF01, 0x4B89AD50, 0xC623B5A2),
+    "halving": (0x5F22FF01, 0x4B89AD50, 0xC623B5A2),
+    "ring": (0xF9419689, 0x86E65664, 0xAB49A8B1),
+    "tree": (0x5F22FF01, 0x4B89AD50, 0x306A2F4B),
+    "double_tree": (0x690802C7, 0x660B5F3A, 0x0748D9AA),
+}
+"""crc32 of the sum over 3, 8 and 13 ranks: who changes an order of combination breaks with runs
+that were made before."""
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.usefixtures("short_segments")
+def test_sums_keep_their_bits_from_version_to_version(name):
+    def work(wire):
+        values = (np.arange(3001) * 40503 + wire.rank * 7919) % 10007 / np.float32(997)
+        tensor = torch.from_numpy(values.astype(np.float32))
+        ALGORITHMS[name](wire, tensor, combination(torch.float32, Op.SUM))
+        return zlib.crc32(raw(tensor))
+
+    assert tuple(run_ranks(size, work, eager=True)[0][0] for size in (3, 8, 13)) == BITS[name]
 
 
 def bytes_of_each_rank(allreduce_, size, numel):

@@ -47,7 +47,6 @@ class Arrival(NamedTuple):
 
     tensor: Tensor  # where it goes
     source: int
-    tag: int = 0
 
 
 def received(wire: Wire, expected: Iterable[Arrival], ahead: int) -> Iterator[Tensor]:
