@@ -38,14 +38,14 @@ class Load(NamedTuple):
         )
 
 
-class Codec(NamedTuple):
+class CodecCost(NamedTuple):
     """What a codec does to a message."""
 
     ratio: float  # bytes that travel, by those of the message
     passes: float  # as many times a rank goes over what it sends, besides combining it
 
 
-CODECS = {"none": Codec(1.0, 0.0), "bf16": Codec(0.5, 2.0)}
+CODECS = {"none": CodecCost(1.0, 0.0), "bf16": CodecCost(0.5, 2.0)}
 """By name: ``hpctrain.Compression`` has both."""
 
 

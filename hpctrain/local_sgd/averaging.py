@@ -18,7 +18,7 @@ from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class FilledBucket:
     """One bucket, and where the tensors lie in it."""
 
     bucket: Bucket
@@ -56,7 +56,7 @@ class Averaging:
         self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
         self._works: list[Work] = []
         self._held: set[str] = set()
-        self._loads: list[Load] = []
+        self._loads: list[FilledBucket] = []
         self.build(float(comm.rank == 0), 1.0)
 
     @property
@@ -180,7 +180,7 @@ class Averaging:
                 part = bucket.flat[offset : offset + tensor.numel()]
                 places.append((member, part.view(tensor.shape)))
             self._codec.prepare(bucket, [*(v for _, v in places), bucket.flat[:0]], self._comm)
-            self._loads.append(Load(bucket, tuple(places)))
+            self._loads.append(FilledBucket(bucket, tuple(places)))
 
     def _lay_out_for(self, names: Collection[str]) -> None:
         """Lay the buckets out for what has these names, if they are not. Collective."""
@@ -331,7 +331,7 @@ class AnchoredAveraging(Averaging):
         self._momenta = [self._vector_for(load) for load in self._loads if self._momentum]
         self._moves: list[Tensor] = []
 
-    def _vector_for(self, load: Load) -> NodeVector:
+    def _vector_for(self, load: FilledBucket) -> NodeVector:
         flat = load.bucket.flat
         return NodeVector(self._node, flat.numel(), flat.dtype)
 

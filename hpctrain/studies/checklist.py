@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise, product
 
-from hpctrain.studies.points import Layout, layout_of
+from hpctrain.studies.points import Placement, layout_of
 from hpctrain.studies.records import PointRecord, ranks_of
 from hpctrain.studies.results import StudyResults
 
@@ -98,7 +98,7 @@ def _setup(results: StudyResults) -> str:
 
 def _cores(results: StudyResults) -> str:
     for record in results.done:
-        layout = layout_of(record.point) or Layout(1, 1, 1)
+        layout = layout_of(record.point) or Placement(1, 1, 1)
         cores = layout.nodes * results.facts.cores
         if layout.ranks > cores and not record.oversubscribed:
             return f"{results.label(record.point)} has {cores} cores, and is not marked"

@@ -17,7 +17,7 @@ SRUN = (
 """Takes the place of ``LAUNCH`` in jobs of Slurm."""
 
 
-class Layout(NamedTuple):
+class Placement(NamedTuple):
     """How large a point is."""
 
     ranks: int
@@ -30,7 +30,7 @@ class Attempt:
     """One repeat of one point."""
 
     point: Point
-    layout: Layout
+    layout: Placement
     repeat: int  # from 0
     order: int  # its place in the study, from 0
 
@@ -58,19 +58,19 @@ class Attempt:
         return self.layout.ranks > cores * min(self.layout.nodes, hosts)
 
 
-def layout_of(point: Point) -> Layout | None:
+def layout_of(point: Point) -> Placement | None:
     """Return how large a point is; None where its factors contradict each other.
 
     Nodes that nobody tells are as many as needed, one without ranks per node.
     """
-    ranks, nodes, each = (point.get(name) for name in Layout._fields)
+    ranks, nodes, each = (point.get(name) for name in Placement._fields)
     if ranks is None:
         nodes, each = nodes or 1, each or 1
-        return Layout(nodes * each, nodes, each)
+        return Placement(nodes * each, nodes, each)
     nodes = nodes or (1 if each is None else -(-ranks // each))
     if nodes > ranks or (each is not None and "nodes" in point and ranks != nodes * each):
         return None
-    return Layout(ranks, nodes, -(-ranks // nodes))
+    return Placement(ranks, nodes, -(-ranks // nodes))
 
 
 def points_of(config: StudyConfig) -> list[Point]:

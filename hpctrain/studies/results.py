@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.core.records import read
 from hpctrain.cost.machine import Machine
-from hpctrain.studies.points import Layout, layout_of
+from hpctrain.studies.points import Placement, layout_of
 from hpctrain.studies.records import Environment, Point, PointRecord, StudyFacts, StudyFolder
 from hpctrain.studies.statistics import (
     SIZES,
@@ -106,7 +106,7 @@ class StudyResults:
 
         def least_s(point: Point) -> float:
             summary = next(each for each in self.summaries if each.point == point)
-            layout = layout_of(point) or Layout(summary.ranks, 1, summary.ranks)
+            layout = layout_of(point) or Placement(summary.ranks, 1, summary.ranks)
             rates = {
                 "rail_bytes": layout.nodes * machine.nics * machine.network.bytes_per_s,
                 "node_bytes": layout.ranks * machine.node.bytes_per_s,
