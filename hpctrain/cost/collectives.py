@@ -138,7 +138,8 @@ SEGMENT_BYTES = SCHEDULES["double_tree"].segment_bytes
 def _double_tree(size: int, num_bytes: float) -> list[_Round]:
     depth = (size - 1).bit_length()
     segment = min(SEGMENT_BYTES, num_bytes / 2)
-    behind = (num_bytes / 2 - segment) / depth  # the other segments, spread over the rounds
+    children = min(2, size - 1)  # an inner rank takes a segment from each of them
+    behind = children * (num_bytes / 2 - segment) / depth  # the other segments
     way = _Round(max(size // 2, 1), segment + behind, 2 * depth, "tree")
     return [way._replace(combines=True), way]
 

@@ -89,6 +89,8 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
         for language, code in BLOCK.findall(TEXTS[topic]):
             if language == "python":
                 exec(compile(code, f"guide {topic}", "exec"), names)
+            elif language == "toml" and (name := re.search(r"# (\w+\.toml)\n", code)):
+                Path(name[1]).write_text(code)
             elif language == "sh":
                 for line in lines_of(code):
                     run(line)

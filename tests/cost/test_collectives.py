@@ -19,6 +19,7 @@ from hpctrain.cost.collectives import (
     parameter_server,
 )
 from hpctrain.cost.machine import Link, Machine
+from hpctrain.cost.simulate import allreduce_times
 from tests.comm.simulated import run_ranks
 
 NUMEL = 3 * 2**10
@@ -53,10 +54,10 @@ def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, si
     assert most <= load.network_bytes + slack <= (3 if "tree" in name else 2) * most + slack
 
 
-def test_two_trees_send_the_message_twice_once_they_are_full():
+def test_a_rank_between_two_trees_waits_for_twice_what_it_sends_once_they_are_full():
     segments = 4000
     load = allreduce(Machine(nodes=12), segments * SEGMENT_BYTES, Way("double_tree"))
-    assert load.network_bytes == pytest.approx(2 * segments * SEGMENT_BYTES, rel=0.01)
+    assert load.network_bytes == pytest.approx(4 * segments * SEGMENT_BYTES, rel=0.01)
     assert max(num_bytes for num_bytes, _ in sent_by_each("double_tree", 12)) == 2 * 4 * NUMEL
 
 
@@ -182,3 +183,15 @@ def test_what_no_model_knows_is_refused_by_name():
 def test_rounds_of_a_bound_are_a_logarithm():
     assert bound(Machine(nodes=1000), 1.0).network_rounds == math.ceil(math.log2(1000))
     assert bound(Machine(nodes=1, ranks_per_node=1), 1.0) == Load()
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 6, 16, 33])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_closed_forms_are_what_the_simulation_of_the_messages_takes(name, nodes):
+    machine = Machine(nodes=nodes, network=Link(1e-5, 1e9))
+    for num_bytes in (64 << 10, 1 << 20, 16 << 20):
+        ratio = (
+            allreduce(machine, num_bytes, Way(name)).seconds(machine)
+            / allreduce_times(name, num_bytes, machine).max()
+        )
+        assert 0.99 < ratio < 1.05 if name != "double_tree" else 0.85 < ratio < 1.6

@@ -32,7 +32,10 @@ def test_what_slurm_refuses_is_said_in_its_own_words_and_never_queued(slurm, sub
 
 
 def test_a_dry_run_is_asked_and_not_queued(slurm, submit, tiny):
-    done = submit(tiny, "--dry-run", "--nodes", 2, "--array", "0-1", "--after", 1, "--requeue")
+    before = slurm.run(["sbatch", "--parsable", "--hold", "--wrap", "true"]).stdout.strip()
+    words = ["--nodes", 2, "--array", "0-1", "--after", before, "--requeue"]
+    done = submit(tiny, "--dry-run", *words)
+    slurm.run(["scancel", before])
     assert "the job would start at 2" in done.stderr
     assert "on nodes n[0-1]" in done.stderr
     assert done.stdout.startswith("#!/bin/bash\n")
