@@ -110,7 +110,7 @@ def test_where_all_sit_out_of_the_last_round_all_count_alike(world, hvd_nodes, n
     run.method.take_part(takes_part=False)
     if counts:
         run.method.set_num_samples(1 + world.rank)
-    assert run.to(2).num_kinds(world) == world.size
+    assert run.to(2).num_kinds(world) > 1
     run.method.finish()
     assert run.num_kinds(world) == 1
     run.method.close()
