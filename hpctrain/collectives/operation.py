@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.eager import eager
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.compress.codec import Compressor
@@ -120,6 +121,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     return group
 
 
+@eager
 def reduction(  # noqa: PLR0913 - what users give
     kind: Kind,
     tensors: Sequence[Tensor],
@@ -209,7 +211,7 @@ def carried_out(
     """Return the result of a request, which can be differentiated where that may be wanted."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(function.apply(request, process_set, *tensors))  # type: ignore[no-untyped-call]
-    return controller_of(process_set).run(request)
+    return list(controller_of(process_set).run(request))
 
 
 def poll(handle: Handle) -> bool:

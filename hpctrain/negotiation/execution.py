@@ -247,7 +247,7 @@ class Executor:
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
         """Reduce requests of one operation and factors; of several dtypes only if it is one."""
         results: list[Result] = [  # where they will be
-            list(each.tensors) if each.in_place else [_empty(tensor) for tensor in each.tensors]
+            each.tensors if each.in_place else [_empty(tensor) for tensor in each.tensors]
             for each in requests
         ]
         given = [tensor for request in requests for tensor in request.tensors]

@@ -118,7 +118,7 @@ class Request:
         self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
 
 
-Result = list[Any]
+Result = Sequence[Any]
 """A tensor for each one of the request; of an all-to-all a tensor and the received splits. Nothing
 for a barrier."""
 
@@ -165,7 +165,7 @@ class Handle:
         if self._error is not None:
             raise self._error
         assert self._result is not None
-        return self._result if self._take is None else self._take(self._result)
+        return list(self._result) if self._take is None else self._take(self._result)
 
     def __call__(self) -> Any:
         """Do what ``wait`` does, as Horovod's handles of sparse tensors."""
