@@ -22,6 +22,7 @@ from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.resume import given_arguments
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
 from hpctrain.train.sync_method import figures, summary
@@ -180,7 +181,12 @@ class RunInDirectory:
                 f"{self._task.config.train.epochs} ends it after {self._task.num_steps}; give "
                 f"more epochs, or choose another output_dir"
             )
+        configured = [dict(group) for group in self._task.optimizer.param_groups]
         self._state.restore(loaded.state, own)
+        # They come with the optimizer's state, as they were.
+        given = given_arguments(self._directory, self._task.config)
+        for group, fresh in zip(self._task.optimizer.param_groups, configured, strict=True):
+            group.update({name: fresh[name] for name in given if name in fresh})
         self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
         if ranks != comm.size:
             differ = "other random numbers, and sums that are rounded in another order"

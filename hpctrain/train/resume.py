@@ -17,6 +17,8 @@ from hpctrain.train.run_directory import RunDirectory
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")
 """Tables whose keys decide what is learnt."""
+_KEPT = ("seed", "data.order", "optimizer.name")
+"""Keys whose values go on with the state of a run, whatever a configuration says."""
 _NOT_MATHEMATICS = (
     "data.workers",
     "data.worker_timeout_s",
@@ -63,7 +65,18 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
             f"a run goes on as the training it was, and {directory.config} says: "
             f"{'; '.join(other)}; set them back, choose another output_dir, or add --changed"
         )
+    if kept := [lines[name] for name in _KEPT if name in lines]:
+        raise ConfigError(
+            f"a run keeps its seed, its order of samples and its kind of optimizer, and "
+            f"{directory.config} says: {'; '.join(kept)}; set them back, or begin a run in "
+            f"another output_dir"
+        )
     return list(lines.values())
+
+
+def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
+    """Return the arguments of the optimizer that the configuration gives, or gave so far."""
+    return [*{**load(directory.config).config.optimizer.args, **config.optimizer.args}]
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:

