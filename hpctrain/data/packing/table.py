@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import TextIOWrapper
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,7 @@ _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """What stands in a column of numbers where one is missing."""
+_HEXADECIMAL = re.compile(r"[ \t]*[+-]?0[xX]")
 _ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
 """Numbers that may be names, or that a float cannot hold."""
 
@@ -194,14 +195,18 @@ def _kind_of(texts: Sequence[str]) -> str:
 
 def _numbers(texts: Sequence[str], kind: str) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
-    if not _GAPS.isdisjoint(texts):
+    if not _GAPS.isdisjoint(texts) or any(map(_HEXADECIMAL.match, texts)):
         return None
     written = pa.array([text.strip(" \t") for text in texts], pa.string())
     try:
         found = written.cast(pa.from_numpy_dtype(np.dtype("f8" if kind[0] == "f" else kind)))
     except pa.ArrowInvalid:
         return None
-    return np.asarray(found.to_numpy(zero_copy_only=False))
+    values = np.asarray(found.to_numpy(zero_copy_only=False))
+    is_infinite = np.isinf(values) if values.dtype.kind == "f" else ()
+    if any(text.rstrip(" \t")[-1:] in "0123456789." for text in compress(texts, is_infinite)):
+        return None  # a finite number that is too large
+    return values
 
 
 def _notes(

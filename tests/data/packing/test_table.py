@@ -45,7 +45,9 @@ def test_columns_of_csv_get_names_of_fields(tmp_path, packed):
     assert bytes(found["note"][3]) == b"text, 3"
 
 
-@pytest.mark.parametrize("text", ["0\n1", "5\n", "1_000", "٣", "yes", "2020-01-01"])
+@pytest.mark.parametrize(
+    "text", ["0\n1", "5\n", "1_000", "٣", "yes", "2020-01-01", "1e400", "-1e999 ", "0x10"]
+)
 def test_what_only_looks_like_a_number_is_text(tmp_path, packed, text):
     (tmp_path / "t.csv").write_text(f'a\n"{text}"\n')
     _, found = packed(tmp_path / "t.csv")
