@@ -116,14 +116,14 @@ class StepGuard:
         """
         task = self._task
         all_know = task.sync is None or task.sync.is_synchronous
+        if self._buffers is not None:
+            self._buffers.put_back()  # before a round ends, which averages them
+            self._finding = None
         if task.sync is not None:
             task.exchange.raise_flags(self._flags | NOT_FINITE)
             task.sync.skip_step()
         task.optimizer.zero_grad()
-        if self._buffers is not None:
-            self._buffers.put_back()
-            self._finding = None
-        elif all_know:
+        if self._mode == "stop" and all_know:
             self._stop()
 
     def end(self) -> None:

@@ -111,16 +111,16 @@ class TrainingLoop:
         guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
         if task.sync is not None:
             task.sync.rounds.must_meet = self._must_meet(state.step + 1)
+        leads = task.comm.rank == 0 if task.sync is None else task.sync.leads_step
         before, start = task.comm.traffic(), perf_counter()
         loss, num_samples, is_taken = train_step(task, batch, guard)
         work_s, communication_s = perf_counter() - start, task.exchange.communication_seconds
-        counts = not is_taken and (task.sync is not None or task.comm.rank == 0)
         state.tally.add(
             loss=loss,
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=int(counts),
+            num_skipped=int(leads and not is_taken),
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         record(
