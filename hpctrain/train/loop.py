@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.step_records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
@@ -53,6 +54,12 @@ class TrainingLoop:
         Raises ``NotFiniteError``: loss, gradients, parameters or the loss of a test are not
         finite; on every rank. ``ReplicaError``: the ranks have parted; on every rank.
         """
+        try:
+            return self._train()
+        except NotFiniteError as error:
+            raise self._guard.traced(error) from error
+
+    def _train(self) -> Outcome | Stopped:
         state, loader, boundary = self._state, self._task.train, self._boundary
         while loader.epoch < self._task.config.train.epochs:
             epoch, wishes = loader.epoch + 1, 0
