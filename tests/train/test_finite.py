@@ -117,7 +117,9 @@ def test_looking_costs_no_byte(here, configure, shared):
 UNSEEN = [
     pytest.param([], "the weights behind step", id="next loss"),
     pytest.param(FIXED, "the weights behind step", id="reproducible", marks=LONG),
-    pytest.param(["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG),
+    pytest.param(
+        ["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG
+    ),
     pytest.param(
         ["sync.method=local_sgd", "sync.steps=50"], "the weights behind step", id="local"
     ),
