@@ -73,6 +73,7 @@ class StepGuard:
         self._finding: NotFiniteFinding | None = None
         self._taken: Callable[[], NotFiniteFinding] | None = None  # the last step that was taken
         self._has_told = self._told_of_test = False
+        self.is_first = True  # whether no step has come as far as its loss
 
     def begin(self, step: int, lr: float, flags: int) -> None:
         """Begin a step; ``flags`` are what else this rank wants to be known."""
@@ -93,6 +94,7 @@ class StepGuard:
         The same on all ranks whose gradients are averaged. ``loss`` is of this rank, or of all;
         ``norm`` that of the gradients, None where nobody has asked for it.
         """
+        self.is_first = False
         if self._mode == "ignore":
             return True
         flagged = self._task.step_flags & NOT_FINITE or not math.isfinite(loss)

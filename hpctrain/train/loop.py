@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.step_records import record
 from hpctrain.data.samples import Batch
@@ -272,17 +273,18 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
 def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
     if task.steps is not None:
-        loss_of = lambda part: task.loss(task.model(part[0]), part[1])  # noqa: E731
         both, num_samples = task.split(batch), task.train.step_samples
+        loss_of = lambda part: task.loss_of(*part)  # noqa: E731
         return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
-    if not batch.num_samples:
+    # What does not fit, mostly does not in the first step on any rank: one error for all of them.
+    with agreed(task.comm) if guard.is_first else nullcontext():
+        loss = task.loss_of(*map(aligned, task.split(batch))) if batch.num_samples else None
+    if loss is None:
         task.exchange.synchronize()  # in place of backward
         return 0.0, 0
-    inputs, labels = (aligned(values) for values in task.split(batch))
-    loss = task.loss(task.model(inputs), labels)
     value = loss.item()
     guard.see_loss(value)
     loss.backward()
