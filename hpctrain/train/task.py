@@ -140,19 +140,18 @@ class Task:
 
 @contextmanager
 def _told_of(whose: str, *values: object) -> Iterator[None]:
-    """Let what torch or a function of the user raises name the function and what it was given."""
+    """Let what torch raises inside name the function and what it was given; else traces say it."""
     try:
         yield
     except (HpctrainError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        frames = extract_tb(error.__traceback__)[1:]
-        lines = [f"{f.filename}:{f.lineno}" for f in frames if "/torch/" not in f.filename]
-        where = f" ({lines[-1]})" if lines else ""
+        if "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
+            raise
         given = " and ".join(map(_form, values))
         raise DataError(
             f"model, loss and data fit together, {whose} refuses {given}: "
-            f"{type(error).__name__}: {error}{where}"
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -95,7 +95,7 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
         build(config, here.comm)
     config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
     task = build(config, here.comm)
-    with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
+    with pytest.raises(MismatchError, match="takes numbers of classes as int64 or uint8, got"):
         step(task)
 
 
