@@ -21,14 +21,15 @@ _PARTS = ("compute_s", "communication_s", "input_s")
 _BYTES = ("node_bytes", "rail_bytes")
 
 _Line = dict[str, Any]  # a record of a rank
+_Step = list[_Line]  # of each rank one
 
 
 def measure(
-    folder: Path, *, ranks: int, warm_up: int, target: Mapping[str, float] | None
+    folder: Path, ranks: int, *, warm_up: int, target: Mapping[str, float] | None
 ) -> dict[str, Any]:
     """Return fields of a ``PointRecord`` from the files of all ranks in ``folder``.
 
-    Raises ``DataError``: ranks are missing, or no step counts.
+    Raises ``DataError``: ranks are missing, what they tell cannot be, or no step counts.
     """
     lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
     if len(lines) != ranks:
@@ -38,42 +39,55 @@ def measure(
             f"HPCTRAIN_RECORDS reaches them"
         )
     of_ranks = [_steps(each) for each in lines]
-    steps = sorted(set.intersection(*(set(each) for each in of_ranks)))
-    all_steps = [[each[step] for each in of_ranks] for step in steps]
-    num_untimed = next(
-        (i for i, step in enumerate(all_steps) if not math.isnan(_longest(step))),
-        len(all_steps),
-    )
-    dropped = max(warm_up, num_untimed)
-    counted = all_steps[dropped:]
-    if not counted:
+    numbers = sorted(set.intersection(*(set(each) for each in of_ranks)))
+    steps = [[each[number] for each in of_ranks] for number in numbers]
+    # Nobody has told the begin of a first step, and with it its duration.
+    timed = next((i for i, step in enumerate(steps) if not math.isnan(_longest(step))), len(steps))
+    dropped = max(warm_up, timed)
+    counted, told = steps[dropped:], max(map(len, of_ranks))
+    if not counted or 2 * len(steps) < told:
         raise DataError(
-            f"a repeat has steps behind its warm-up, and this one has {len(steps)} in all of "
-            f"which {dropped} are dropped; train longer, or set study.warm_up lower"
+            f"a repeat has steps of all ranks behind its warm-up, and this one has {len(steps)} "
+            f"in all of which {dropped} are dropped, where a rank has told of {told}; train "
+            f"longer, set study.warm_up lower, or let all ranks count their steps alike"
         )
     step_s = [_longest(step) for step in counted]
+    samples = math.fsum(line["samples"] for step in counted for line in step)
+    if not (all(0 < each < math.inf for each in step_s) and 0 <= samples < math.inf):
+        raise DataError(
+            f"a step has a duration above 0 and a number of samples, got {min(step_s):g} to "
+            f"{max(step_s):g} s, and {samples:g} samples; mend what hpctrain.record is told"
+        )
     name, metric = _metric(lines, target)
     return {
         "num_steps": len(counted),
         "warm_up_steps": dropped,
         "step_s": step_s,
-        "samples": round(sum(line["samples"] for step in counted for line in step)),
+        "samples": round(samples),
         "seconds": math.fsum(step_s),
         **_parts(counted),
         **{key: _bytes(counted, key) for key in _BYTES},
         "loss": _loss(counted[-1]),
         "metric": metric,
         "metric_name": name,
-        **_reached(lines, all_steps, steps, target),
+        **_reached(lines, steps, numbers, target),
     }
 
 
 def _steps(lines: Iterable[_Line]) -> dict[int, _Line]:
-    """Return the steps of a rank by their numbers; seconds of its first may be NaN."""
+    """Return the steps of a rank by their numbers; seconds of its first may be NaN.
+
+    Raises ``DataError``: a number comes again.
+    """
     found: dict[int, _Line] = {}
     before = math.nan
     for line in lines:
         if "samples" in line:
+            if line["step"] in found:
+                raise DataError(
+                    f"a rank counts its steps over all epochs, and step {line['step']} came "
+                    f"twice; pass hpctrain.record a number that only grows"
+                )
             found[line["step"]] = {"seconds": line["at"] - before, **line}
         before = line["at"]
     return found
@@ -84,7 +98,7 @@ def _longest(step: Iterable[_Line]) -> float:
     return math.nan if any(map(math.isnan, times)) else max(times)
 
 
-def _parts(steps: Sequence[Sequence[_Line]]) -> dict[str, list[float] | None]:
+def _parts(steps: Sequence[_Step]) -> dict[str, list[float] | None]:
     """Return the parts of each step, where all ranks have told them.
 
     Exposed communication of the rank that came last has no wait for others in it: what others
@@ -92,7 +106,7 @@ def _parts(steps: Sequence[Sequence[_Line]]) -> dict[str, list[float] | None]:
     """
     found: dict[str, list[float] | None] = dict.fromkeys((*_PARTS, "idle_s"))
     for part in _PARTS:
-        if all(part in line for step in steps for line in step):
+        if _is_told(steps, part):
             found[part] = [fmean(line[part] for line in step) for step in steps]
     if (mean := found["communication_s"]) is not None:
         least = [min(line["communication_s"] for line in step) for step in steps]
@@ -101,13 +115,17 @@ def _parts(steps: Sequence[Sequence[_Line]]) -> dict[str, list[float] | None]:
     return found
 
 
-def _bytes(steps: Sequence[Sequence[_Line]], key: str) -> float | None:
-    if not all(key in line for step in steps for line in step):
+def _bytes(steps: Sequence[_Step], key: str) -> float | None:
+    if not _is_told(steps, key):
         return None
     return fmean(sum(line[key] for line in step) for step in steps)
 
 
-def _loss(step: Iterable[_Line]) -> float | None:
+def _is_told(steps: Sequence[_Step], key: str) -> bool:
+    return all(math.isfinite(line.get(key, math.nan)) for step in steps for line in step)
+
+
+def _loss(step: _Step) -> float | None:
     told = [line for line in step if line.get("loss") is not None and line["samples"]]
     weight = sum(line["samples"] for line in told)
     return sum(line["loss"] * line["samples"] for line in told) / weight if weight else None
@@ -129,21 +147,19 @@ def _metric(
 
 def _reached(
     lines: Sequence[Sequence[_Line]],
-    all_steps: Sequence[Sequence[_Line]],
+    steps: Sequence[_Step],
     numbers: Sequence[int],
     target: Mapping[str, float] | None,
 ) -> dict[str, Any]:
     """Return time and steps to the target, from the begin of the first step, tests included."""
-    found: dict[str, Any] = {"time_to_target_s": None, "steps_to_target": None}
     if not target:
-        return found
+        return {}
     [(name, wanted)] = target.items()
     sign = -1 if name.endswith("loss") else 1
     if name == "loss":
-        losses = [math.nan if (loss := _loss(each)) is None else loss for each in all_steps]
-        means = [math.fsum(losses[i : i + SMOOTHED]) / SMOOTHED for i in range(len(losses))]
-        last = len(losses) - SMOOTHED
-        told = [numbers[i + SMOOTHED - 1] for i in range(last + 1) if means[i] <= wanted]
+        losses = [math.nan if (loss := _loss(each)) is None else loss for each in steps]
+        means = [fmean(losses[i : i + SMOOTHED]) for i in range(len(losses) - SMOOTHED + 1)]
+        told = [numbers[i + SMOOTHED - 1] for i, mean in enumerate(means) if mean <= wanted]
     else:
         told = [
             line["step"]
@@ -152,7 +168,7 @@ def _reached(
             if line.get(name) is not None and sign * line[name] >= sign * wanted
         ]
     if not told:
-        return found
+        return {}
     step, what = min(told), "samples" if name == "loss" else name
     begins = [rank[0]["at"] - rank[0].get("seconds", 0.0) for rank in lines]
     times = [

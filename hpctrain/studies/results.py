@@ -6,10 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 from hpctrain.cost.machine import Machine
+from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.points import Placement, layout_of
-from hpctrain.studies.records import Environment, Point, PointRecord, StudyFacts, StudyFolder
+from hpctrain.studies.records import Environment, Point, PointRecord, StudyFolder
 from hpctrain.studies.statistics import (
     SIZES,
     Estimate,
@@ -18,20 +20,20 @@ from hpctrain.studies.statistics import (
     median,
     summarize,
 )
+from hpctrain.studies.study_file import StudyConfig, load
 
 StepBound = Callable[[Point], float]
 """Seconds which a step at a point takes at least, by a model of the machine."""
 
 MAX_NAME = 60  # characters
 MAX_POINTS = 100  # of a curve
-RECORDS = "records"  # folder of what the ranks of an attempt told
 
 
 @dataclass(frozen=True)
 class StudyResults:
     """What a study has measured."""
 
-    facts: StudyFacts
+    config: StudyConfig
     environment: Environment | None
     records: list[PointRecord]
     directory: Path = Path()
@@ -44,37 +46,42 @@ class StudyResults:
         Raises ``DataError``: there is no study, or one of its files cannot be read.
         """
         folder = StudyFolder(directory)
-        environment = folder.read_environment() if folder.environment.exists() else None
-        return cls(folder.read_study(), environment, folder.read_points(), directory)
+        if not folder.file.exists():
+            raise DataError(
+                f"the folder of a study has a {folder.file.name}, {directory} has none; "
+                f"hpctrain study run writes it"
+            )
+        return cls(load(folder.file), folder.read_environment(), folder.read_points(), directory)
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
         """One for each point, curve by curve, in the order of the factors."""
-        factors = [item for item in self.facts.factors.items() if item[0] not in SIZES]
+        factors = [item for item in self.config.factors.items() if item[0] not in SIZES]
 
         def place(summary: PointSummary) -> list[int]:
             found = [(summary.point.get(name), values) for name, values in factors]
             return [values.index(mine) if mine in values else -1 for mine, values in found]
 
-        return sorted(summarize(self.records, self.facts), key=place)
+        return sorted(summarize(self.records, self.config.study.mode), key=place)
 
     @cached_property
     def done(self) -> list[PointRecord]:
         """Records of what was measured."""
-        return [each for each in self.records if each.status == "done" and each.step_s]
+        return [each for each in self.records if each.is_done]
 
     @cached_property
     def failed(self) -> list[PointRecord]:
         """Records of what was tried and gave nothing."""
-        return [each for each in self.records if each.status != "done" or not each.step_s]
+        return [each for each in self.records if not each.is_done]
 
     @cached_property
     def headline(self) -> str:
         """What was measured, in one line."""
-        host = f" on {shown(self.environment.host)}" if self.environment else ""
+        host = f" on {shown(self.environment.get('host'))}" if self.environment else ""
+        table = self.config.study
         return (
-            f"{shown(self.facts.name)}: {self.facts.mode} scaling{host}, {len(self.summaries)} "
-            f"points, {len(self.done)} repeats measured, {len(self.failed)} failed"
+            f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.summaries)} points, "
+            f"{len(self.done)} repeats measured, {len(self.failed)} failed"
         )
 
     def repeats(self, point: Point) -> list[PointRecord]:
@@ -87,14 +94,14 @@ class StudyResults:
         A median of those that reached a target, without the others, would flatter the point.
         """
         told = [getattr(record, name) for record in self.repeats(point)]
-        return median(told, seed=self.facts.seed) if told and None not in told else None
+        return median(told) if told and None not in told else None
 
     def ideal_s(self, summary: PointSummary) -> float | None:
         """Return the time of a step if every rank were used as well as those of the base."""
         base = next((each for each in self.summaries if each.point == summary.base), None)
         if base is None or base.step_s is None:
             return None
-        growth = summary.ranks / base.ranks if self.facts.mode == "strong" else 1
+        growth = summary.ranks / base.ranks if self.config.study.mode == "strong" else 1
         return base.step_s.value / growth
 
     def beside(self, machine: Machine) -> "StudyResults":
@@ -128,12 +135,14 @@ class StudyResults:
 
     def label(self, point: Point) -> str:
         """Return what tells a point from the others."""
-        told = {name: value for name, value in point.items() if name in self._varying}
-        return label_of(told or point)
+        return label_of(self._told(point) or point)
 
     def curve(self, point: Point) -> str:
         """Return what tells the curve of a point from others; empty where there is one."""
-        return label_of({n: v for n, v in curve_of(point).items() if n in self._varying})
+        return label_of(self._told(curve_of(point)))
+
+    def _told(self, point: Point) -> Point:
+        return {name: value for name, value in point.items() if name in self._varying}
 
     @cached_property
     def _varying(self) -> list[str]:

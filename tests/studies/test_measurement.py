@@ -28,7 +28,7 @@ def steps(begin: float, *seconds: float, **values):
 
 def test_a_step_lasts_as_long_as_on_the_slowest_rank_by_each_ones_own_clock(tmp_path):
     write(tmp_path, steps(0, 9, 1, 2, 3), steps(5000, 9, 2, 1, 4))
-    found = measure(tmp_path, ranks=2, warm_up=1, target=None)
+    found = measure(tmp_path, 2, warm_up=1, target=None)
     assert found["step_s"] == [2, 2, 4]
     assert (found["num_steps"], found["warm_up_steps"]) == (3, 1)
     assert (found["samples"], found["seconds"], found["loss"]) == (24, 8, 5)
@@ -40,9 +40,9 @@ def test_a_step_whose_begin_is_unknown_never_counts_one_that_tells_its_duration_
     tmp_path, warm_up
 ):
     write(tmp_path, steps(0, 9, 1, 2))
-    assert measure(tmp_path, ranks=1, warm_up=warm_up, target=None)["step_s"] == [1, 2]
+    assert measure(tmp_path, 1, warm_up=warm_up, target=None)["step_s"] == [1, 2]
     write(tmp_path, steps(0, 9, 1, 2, seconds=0.5))
-    found = measure(tmp_path, ranks=1, warm_up=warm_up, target=None)
+    found = measure(tmp_path, 1, warm_up=warm_up, target=None)
     assert found["step_s"] == [0.5] * (3 - warm_up)
 
 
@@ -52,7 +52,7 @@ def test_parts_are_means_and_what_the_last_to_come_did_not_wait_is_communication
         steps(0, 1, 1, compute_s=0.9, communication_s=0.1, input_s=0.0, node_bytes=10),
         steps(0, 1, 1, compute_s=0.5, communication_s=0.5, input_s=0.2, node_bytes=30),
     )
-    found = measure(tmp_path, ranks=2, warm_up=1, target=None)
+    found = measure(tmp_path, 2, warm_up=1, target=None)
     assert found["compute_s"] == [pytest.approx(0.7)]
     assert found["communication_s"] == [pytest.approx(0.1)]
     assert found["idle_s"] == [pytest.approx(0.2)]
@@ -66,7 +66,7 @@ def test_a_test_is_no_step_and_its_time_belongs_to_none(tmp_path):
         line["at"] += 60
     lines.insert(2, {"step": 1, "at": 62.0, "test_loss": 0.3, "accuracy": 0.9})
     write(tmp_path, lines)
-    found = measure(tmp_path, ranks=1, warm_up=0, target=None)
+    found = measure(tmp_path, 1, warm_up=0, target=None)
     assert found["step_s"] == [1, 1]
     assert (found["metric_name"], found["metric"]) == ("accuracy", 0.9)
 
@@ -75,22 +75,22 @@ def test_the_target_is_reached_where_a_test_says_so_or_ten_steps_on_average(tmp_
     lines = steps(0, *[1.0] * 40)
     lines.insert(20, {"step": 19, "at": 20.5, "accuracy": 0.97})
     write(tmp_path, lines)
-    reached = measure(tmp_path, ranks=1, warm_up=5, target={"accuracy": 0.95})
+    reached = measure(tmp_path, 1, warm_up=5, target={"accuracy": 0.95})
     assert (reached["steps_to_target"], reached["time_to_target_s"]) == (20, 19.5)
-    reached = measure(tmp_path, ranks=1, warm_up=5, target={"loss": 8 - 20.5})
+    reached = measure(tmp_path, 1, warm_up=5, target={"loss": 8 - 20.5})
     assert (reached["steps_to_target"], reached["time_to_target_s"]) == (26, 25)
-    missed = measure(tmp_path, ranks=1, warm_up=5, target={"accuracy": 0.98})
-    assert missed["steps_to_target"] is missed["time_to_target_s"] is None
+    missed = measure(tmp_path, 1, warm_up=5, target={"accuracy": 0.98})
+    assert "steps_to_target" not in missed
 
 
 def test_ranks_that_say_nothing_and_too_few_steps_are_errors(tmp_path):
     with pytest.raises(DataError, match="of 1 ranks 0 did"):
-        measure(tmp_path, ranks=1, warm_up=0, target=None)
+        measure(tmp_path, 1, warm_up=0, target=None)
     write(tmp_path, steps(0, 1, 1))
     with pytest.raises(DataError, match="of 2 ranks 1 did; call it on every rank"):
-        measure(tmp_path, ranks=2, warm_up=0, target=None)
+        measure(tmp_path, 2, warm_up=0, target=None)
     with pytest.raises(DataError, match="2 in all of which 9 are dropped"):
-        measure(tmp_path, ranks=1, warm_up=9, target=None)
+        measure(tmp_path, 1, warm_up=9, target=None)
 
 
 SCRIPT = """

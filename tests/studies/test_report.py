@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.studies.checklist import verdicts
 from hpctrain.studies.drawing import draw_files
 from hpctrain.studies.figures import figures_of
-from hpctrain.studies.page import POINT_HEADS, study_page
-from hpctrain.studies.report import summary_of, write_report
+from hpctrain.studies.report import POINT_HEADS, study_page, summary_of, write_report
 from hpctrain.studies.results import StudyResults
 from hpctrain.studies.statistics import step_time_s
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 from tests.studies import generated
 
 HOSTILE = "[red]\x1b[2J$\\frac{$</script><script>alert(1)</script><img onerror=alert()>&amp;\ud800"
@@ -56,7 +55,7 @@ class Page(HTMLParser):
 
 
 def page_of(results):
-    text = study_page(results, verdicts(results), figures_of(results))
+    text = study_page(results, figures_of(results))
     return text, Page(text)
 
 
@@ -138,13 +137,10 @@ def hostile_results():
     records[0] = replace(
         records[0], status="failed", error=HOSTILE, folder=HOSTILE, metric_name=HOSTILE
     )
-    facts = generated.facts(
-        name=HOSTILE,
-        command=HOSTILE,
-        launcher=HOSTILE,
-        warm_up=HOSTILE,
-        target={HOSTILE: 1},
-        factors={HOSTILE: [HOSTILE]},
+    asked = StudyConfig(
+        factors={"ranks": [1, 2], "a": [HOSTILE]},
+        study=StudyTable(name=HOSTILE, target={HOSTILE: 1}),
+        command=CommandTable(run=f"{{a}}{HOSTILE}", launcher="{ranks}" + HOSTILE),
     )
     environment = generated.environment(
         host=HOSTILE,
@@ -154,7 +150,7 @@ def hostile_results():
         plan={HOSTILE: "<b>"},
     )
     records = [replace(each, metric_name=HOSTILE) for each in records]
-    return StudyResults(facts, environment, records, bound=generated.bound)
+    return StudyResults(asked, environment, records, bound=generated.bound)
 
 
 def test_hostile_names_are_text_everywhere(tmp_path):
@@ -238,9 +234,9 @@ def test_a_study_without_anything_optional_is_reported():
         if name.endswith(("_s", "_bytes")) and name != "step_s"
     }
     bare |= {"loss": None, "metric": None, "metric_name": None, "steps_to_target": None}
-    facts = generated.facts(factors={"ranks": [1, 2]}, target=None)
-    records = [replace(each, **bare) for each in generated.records(facts)]
-    results = StudyResults(facts, None, records)
+    asked = generated.config({"ranks": [1, 2]}, target={})
+    records = [replace(each, **bare) for each in generated.records(asked)]
+    results = StudyResults(asked, None, records)
     text, page = page_of(results)
     assert set(drawn(text)) == {"time", "throughput", "efficiency"}
     assert len(page.rows("points")) == 2
