@@ -312,8 +312,6 @@ def _end(number: int, _frame: object) -> None:
 
 def _measure(found: "Study", attempts: "list[Attempt]") -> None:
     """Measure under a bar that shows the time left, with a line for each attempt."""
-    from hpctrain.studies.statistics import step_time_s  # noqa: PLC0415
-
     left = {attempt.order: attempt for attempt in attempts}
     console = make_console(shown=True)
     texts = ("{task.completed}/{task.total}", "{task.description}")
@@ -333,8 +331,8 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
         def ended(record: "PointRecord") -> None:
             said = f"failed: {record.error}"
             if record.is_done:
-                step = format_seconds(step_time_s(record))
-                said = f"{step} a step, {record.samples_per_s:.0f} samples/s"
+                step = format_seconds(record.mean_step_s)
+                said = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
             line = f"{left.pop(record.order).text}  repeat {record.repeat}: {said}"
             console.print(line, soft_wrap=True)
 

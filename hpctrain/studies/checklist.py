@@ -72,8 +72,8 @@ def _batch(results: StudyResults) -> str:
 
 
 def _repeats(results: StudyResults) -> str:
-    few = [each for each in results.summaries if each.num_done < MIN_REPEATS]
-    return f"{few[0].num_done} at {results.label(few[0].point)}" if few else ""
+    few = [each for each in results.summaries if len(each.done) < MIN_REPEATS]
+    return f"{len(few[0].done)} at {results.label(few[0].point)}" if few else ""
 
 
 def _interleaved(results: StudyResults) -> str:

@@ -18,8 +18,8 @@ from hpctrain.studies.page import (
     value_cell,
     write_page,
 )
-from hpctrain.studies.results import StudyResults, shown
-from hpctrain.studies.statistics import Estimate, key_of, ratio, step_time_s
+from hpctrain.studies.results import StudyResults, key_of, shown
+from hpctrain.studies.statistics import Estimate, ratio
 
 _HEADS = ("point", "second by first", "repeats", "verdict")
 _WHERE = ("cpu", "cores", "host", "versions", "commit")
@@ -35,10 +35,11 @@ class StudyComparison:
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
         """Compare them. Raises ``DataError``: no point is in both."""
-        points = {
-            key_of(each.point): each.point for study in (first, second) for each in study.summaries
-        }
-        shared = [p for p in points.values() if first.repeats(p) and second.repeats(p)]
+        before, after = (
+            {key_of(each.point): each for each in study.summaries} for study in (first, second)
+        )
+        points = {key: first.label(each.point) for key, each in (before | after).items()}
+        shared = [key for key in points if all(key in s and s[key].done for s in (before, after))]
         if not shared:
             raise DataError(
                 "two studies are compared at the points that both have measured, and these share "
@@ -46,16 +47,16 @@ class StudyComparison:
             )
         self.alpha = alpha / len(shared)
         """Of each point."""
-        self.points: list[tuple[str, Estimate]] = []
+        self.points = [
+            (points[key], ratio(before[key].times_s, after[key].times_s, 1 - self.alpha))
+            for key in shared
+        ]
         """Each point by its label, and the ratio there."""
-        for point in shared:
-            before, after = ([*map(step_time_s, s.repeats(point))] for s in (first, second))
-            self.points.append((first.label(point), ratio(before, after, 1 - self.alpha)))
         self.headline = (
             f"{shown(second.config.study.name)} by {shown(first.config.study.name)}: time of a "
             f"step, {len(shared)} points, alpha {alpha:g} over all of them together"
         )
-        alone = [first.label(point) for point in points.values() if point not in shared]
+        alone = [label for key, label in points.items() if key not in shared]
         here, there = first.environment or {}, second.environment or {}
         other = [name for name in _WHERE if here.get(name) != there.get(name)]
         self.method = (

@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpctrain.studies.records import PointRecord
-from hpctrain.studies.results import StudyResults, label_of, shown
-from hpctrain.studies.statistics import PARTS, Estimate, PointSummary, step_time_s
+from hpctrain.studies.results import PointSummary, StudyResults, label_of, shown
+from hpctrain.studies.statistics import Estimate
 
 RANKS = "ranks"  # label of an axis of sizes, which grow by factors
 
-PART_NAMES = dict(zip(PARTS, ("computing", "exposed communication", *PARTS[2:]), strict=True))
+PARTS = {
+    "compute_s": "computing",
+    "communication_s": "exposed communication",
+    "input_s": "input",
+    "idle_s": "idle",
+}
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 
 _INTERVALS = "with intervals, whose confidence is in the table."
@@ -83,11 +88,11 @@ def _by_size(results: StudyResults) -> list[Figure]:
     """Return what changes with the number of ranks, curve by curve."""
 
     def rate(summary: PointSummary, seconds: float) -> float:
-        first = results.repeats(summary.point)[0]
+        first = summary.done[0]
         return first.samples / len(first.step_s) / seconds
 
     def share(summary: PointSummary, seconds: float) -> float:
-        return (results.ideal_s(summary) or 0) / seconds
+        return (summary.ideal_s or 0) / seconds
 
     def figure(name: str, title: str, y_label: str, series: list[Series], **how: Any) -> Figure:
         about = {"note": f"Medians {_INTERVALS}", "scale": "log", **how}
@@ -96,14 +101,14 @@ def _by_size(results: StudyResults) -> list[Figure]:
             name=name, title=title, y_label=y_label, series=series, x_label=x_label, **about
         )
 
-    steps = _points(results, lambda each: each.step_s, step_time_s)
+    steps = _points(results, lambda each: each.step_s, lambda each: each.mean_step_s)
     steps += _lines(results, lambda _, seconds: seconds)
     rates = _points(results, lambda each: each.samples_per_s, lambda each: each.samples_per_s)
     rates += _lines(results, rate)
     shares = _points(results, lambda each: each.efficiency) + _lines(results, share)
     times = _points(
         results,
-        lambda each: results.median_of(each.point, "time_to_target_s"),
+        lambda each: each.median_of("time_to_target_s"),
         lambda record: record.time_to_target_s,
     )
     note = f"Ratios of medians {_INTERVALS} None where ranks outnumber cores."
@@ -122,7 +127,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
     names = [record.metric_name for record in results.done if record.metric is not None]
     name, learned = names[0] if names else None, []
     for colour, summary in enumerate(results.summaries):
-        for record in results.repeats(summary.point):
+        for record in summary.done:
             curve = results.learning_curve(record, name or "loss")
             end = (record.seconds, record.metric if name else record.loss)
             kind, label = "solid" if curve else "points", results.label(summary.point)
@@ -133,7 +138,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
             title="Where the time of a step went",
             y_label="seconds",
             note="Medians of repeats. Exposed communication is what computing did not hide.",
-            series=_bars(results, PART_NAMES, lambda each, part: each.breakdown_s.get(part)),
+            series=_bars(results, PARTS),
             is_stacked=True,
         ),
         Figure(
@@ -141,7 +146,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
             title="Bytes of a step",
             y_label="bytes, over all ranks",
             note="What moved through the memory of nodes, and what was sent between them.",
-            series=_bars(results, LEVELS, lambda each, key: results.median_of(each.point, key)),
+            series=_bars(results, LEVELS),
         ),
         Figure(
             name="learning",
@@ -181,7 +186,7 @@ def _points(
         for each in summaries:
             x = each.ranks if _is_scaling(results) else results.label(each.point)
             told["hollow" if each.oversubscribed else "points"].append((x, y := estimate(each)))
-            dots += [(x, of_repeat(record)) for record in results.repeats(each.point) if y]
+            dots += [(x, of_repeat(record)) for record in each.done if y]
         found.append(Series.of(dots, kind="repeats", name=name, colour=colour))
         found += [Series.of(v, kind=kind, name=name, colour=colour) for kind, v in told.items()]
     return found
@@ -192,7 +197,7 @@ def _lines(results: StudyResults, value: Callable[[PointSummary, float], float])
     found = []
     for colour, (_, summaries) in _curves(results):
         measured = [each for each in summaries if each.step_s and _is_scaling(results)]
-        times = {"dashed": [results.ideal_s(each) for each in measured]}
+        times = {"dashed": [each.ideal_s for each in measured]}
         if results.bound:
             times["dotted"] = [results.bound(each.point) for each in measured]
         for kind, seconds in times.items():
@@ -202,14 +207,10 @@ def _lines(results: StudyResults, value: Callable[[PointSummary, float], float])
     return found
 
 
-def _bars(
-    results: StudyResults,
-    titles: Mapping[str, str],
-    value: Callable[[PointSummary, str], Estimate | float | None],
-) -> list[Series]:
-    """Return a bar for each name at each point where it is known."""
+def _bars(results: StudyResults, titles: Mapping[str, str]) -> list[Series]:
+    """Return a bar for each field at each point where it is known."""
     found = []
     for colour, (name, title) in enumerate(titles.items()):
-        values = [(results.label(each.point), value(each, name)) for each in results.summaries]
+        values = [(results.label(each.point), each.median_of(name)) for each in results.summaries]
         found.append(Series.of(values, name=title, kind="bars", colour=colour))
     return found

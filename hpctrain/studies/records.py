@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from hpctrain.core.atomic import publishing
@@ -64,9 +65,14 @@ class PointRecord:
         return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
 
     @property
-    def samples_per_s(self) -> float:
-        """Throughput of all ranks: the harmonic mean of its steps."""
-        return self.samples / self.seconds
+    def mean_step_s(self) -> float:
+        """Time of a step: the mean, as a median would leave out what comes every few steps."""
+        return fmean(self.step_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of all ranks: the harmonic mean of its steps; None where none was told."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
 
 
 Environment = Mapping[str, Any]

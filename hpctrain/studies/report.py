@@ -14,7 +14,7 @@ from hpctrain.core.keys import keys_of, value_of
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.studies.checklist import MIN_REPEATS, verdicts
 from hpctrain.studies.drawing import draw_files
-from hpctrain.studies.figures import LEVELS, PART_NAMES, Figure, figures_of
+from hpctrain.studies.figures import LEVELS, PARTS, Figure, figures_of
 from hpctrain.studies.page import (
     Cell,
     figures_html,
@@ -24,15 +24,14 @@ from hpctrain.studies.page import (
     value_cell,
     write_page,
 )
-from hpctrain.studies.results import StudyResults, shown
-from hpctrain.studies.statistics import PointSummary
+from hpctrain.studies.results import PointSummary, StudyResults, shown
 from hpctrain.studies.study_file import StudyConfig
 
 MAX_TEXT = 400  # characters of a cell; more can be folded out
 
 POINT_HEADS = (
     *("point", "step", "samples/s", "efficiency", "slow steps"),
-    *PART_NAMES.values(),
+    *PARTS.values(),
     *LEVELS.values(),
     *("time to target", "without extremes", "measured"),
 )
@@ -114,23 +113,22 @@ def summary_of(results: StudyResults) -> RenderableType:
 
 def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
     """Return what is known of a point, in the order of ``POINT_HEADS``."""
-    point, repeats = summary.point, results.repeats(summary.point)
     mark = "\n(more ranks than cores)" if summary.oversubscribed else ""
-    steps = [seconds for record in repeats for seconds in record.step_s]
+    steps = [seconds for record in summary.done for seconds in record.step_s]
     slow_s = float(np.quantile(steps, 0.95)) if steps else None
-    score_s = _without_extremes([each.time_to_target_s for each in repeats])
-    tried = summary.num_done + summary.num_failed
+    score_s = _without_extremes([each.time_to_target_s for each in summary.done])
+    parts = [found and found.value for found in map(summary.median_of, PARTS)]
     return [
-        results.label(point) + mark,
+        results.label(summary.point) + mark,
         value_cell(summary.step_s, format_seconds),
         value_cell(summary.samples_per_s, "{:.4g}".format),
         value_cell(summary.efficiency, "{:.1%}".format),
         value_cell(slow_s, format_seconds),
-        *(value_cell(summary.breakdown_s.get(part), format_seconds) for part in PART_NAMES),
-        *(value_cell(results.median_of(point, name), format_bytes) for name in LEVELS),
-        value_cell(results.median_of(point, "time_to_target_s"), format_seconds),
+        *(value_cell(part, format_seconds) for part in parts),
+        *(value_cell(summary.median_of(name), format_bytes) for name in LEVELS),
+        value_cell(summary.median_of("time_to_target_s"), format_seconds),
         value_cell(score_s, format_seconds),
-        (f"{summary.num_done} of {tried}", summary.num_done),
+        (f"{len(summary.done)} of {len(summary.records)}", len(summary.done)),
     ]
 
 

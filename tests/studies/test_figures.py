@@ -57,7 +57,7 @@ def test_the_ideal_goes_through_the_base(mode, growth):
 
 def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
     results = generated.complete(bound=None)
-    ideal = [results.ideal_s(each) for each in results.summaries]
+    ideal = [each.ideal_s for each in results.summaries]
     fast = results.beside(Machine(nodes=8))
     assert [fast.bound(each.point) for each in results.summaries] == ideal
     slow = results.beside(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))

@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hpctrain.studies.statistics import median, ratio, summarize
+from hpctrain.studies.results import summarize
+from hpctrain.studies.statistics import median, ratio
 from tests.studies.test_records import record
 
 DRAWS = 500
@@ -108,7 +109,7 @@ def test_a_point_is_measured_against_the_smallest_of_its_curve_never_if_oversubs
     assert (one.ranks, two.ranks, four.ranks) == (1, 2, 4)
     assert (one.efficiency.low, one.efficiency.value, one.efficiency.high) == (1, 1, 1)
     assert two.efficiency.value == pytest.approx(0.8)
-    assert two.base == one.point
+    assert two.base.point == one.point
     assert two.samples_per_s.value == pytest.approx(24 / 15)
     assert four.efficiency is None
     assert four.step_s.value == 1
@@ -128,6 +129,6 @@ def test_what_failed_or_has_no_duration_is_counted_and_measures_nothing(step_s):
     status = "done" if step_s else "failed"
     bad = record(9, point={"ranks": 2, "batch": 8}, status=status, step_s=step_s)
     one, two = summarize([*repeats(1, [8.0, 8.0]), bad], "strong")
-    assert (one.num_done, one.num_failed) == (2, 0)
-    assert (two.num_done, two.num_failed) == (0, 1)
+    assert (len(one.done), len(one.records)) == (2, 2)
+    assert (len(two.done), len(two.records)) == (0, 1)
     assert two.step_s is two.efficiency is two.samples_per_s is None
