@@ -25,9 +25,26 @@ if TYPE_CHECKING:
 FAILED = 1  # exit code of run where points have failed
 SLOWER = 1  # and of compare --fail-slower
 
+EXAMPLES = """
+For instance:
+
+  hpctrain study init strong.toml      a file with every key; of your script by --command
+
+  hpctrain study run strong.toml --dry-run
+
+  hpctrain study run strong.toml       again after a kill: it goes on
+
+  hpctrain study report studies/digits-strong
+
+  hpctrain study compare studies/before studies/after
+
+  hpctrain guide studies               factors, what is measured, and how
+"""
+
 study = typer.Typer(
     name="study",
     help="Measure how a training scales, and report it so that others can believe it.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -128,6 +145,12 @@ def run(  # noqa: PLR0913 - a command's options
     from hpctrain.studies.study import Study  # noqa: PLC0415
 
     config = study_file.load(path)
+    for word in shlex.split(config.command.run):
+        if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
+            raise ConfigError(
+                f"command.run of {path} names files that are there, {word} is not in "
+                f"{Path.cwd()}; start the study where it is, or write its whole path"
+            )
     where = out or Path("studies", config.study.name)
     found = Study(on_slurm(config) if slurm else config, where)
     attempts = found.missing(repeat=repeat, failed=retry_failed)

@@ -64,11 +64,6 @@ def measure(
         )
     parts = {name: told(name)[dropped:] for name in (*_PARTS, *_BYTES)}
     known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
-    means = {name: known[name].mean(axis=1) for name in _PARTS if name in known}
-    if (exposed := known.get("communication_s")) is not None:
-        # The rank that came last has no wait for others in it: what others have more is idle.
-        means["communication_s"] = exposed.min(axis=1)
-        means["idle_s"] = exposed.mean(axis=1) - exposed.min(axis=1)
     weights = np.where(np.isnan(told("loss")), 0, samples)
     with np.errstate(invalid="ignore"):  # a step of which nobody told has no loss
         losses = np.nansum(told("loss") * weights, axis=1) / weights.sum(axis=1)
@@ -79,13 +74,23 @@ def measure(
         "step_s": step_s.tolist(),
         "samples": round(samples[dropped:].sum()),
         "seconds": math.fsum(step_s),
-        **{name: mean.tolist() for name, mean in means.items()},
+        **_means(known),
         **{name: float(known[name].sum(axis=1).mean()) for name in _BYTES if name in known},
         "loss": None if np.isnan(losses[-1]) else float(losses[-1]),
         "metric": metric,
         "metric_name": name,
         **_reached(lines, steps, losses, target),
     }
+
+
+def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float]]:
+    """Return what the ranks of each step have told of its parts, on average."""
+    found = {name: known[name].mean(axis=1) for name in _PARTS if name in known}
+    if (exposed := known.get("communication_s")) is not None:
+        # The rank that came last has no wait for others in it: what others have more is idle.
+        found["communication_s"] = exposed.min(axis=1)
+        found["idle_s"] = exposed.mean(axis=1) - exposed.min(axis=1)
+    return {name: means.tolist() for name, means in found.items()}
 
 
 def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:

@@ -123,11 +123,12 @@ class Study:
         """Hold the lease of a repeat in the block; wait for one that a dead process has left."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
-        lease, told = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), ""
+        lease, told = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), False
         try:
             while waits_for := lease.attempt():
-                if waits_for != told:
-                    logger.warning(told := waits_for)
+                if not told:
+                    logger.warning(waits_for)
+                told = True
                 time.sleep(self._times.look_s)
             yield lease
         finally:

@@ -34,7 +34,8 @@ class StudyTable:
     seed: Count = 0
     """Of the random order."""
     warm_up: Count = 10
-    """First steps of each repeat that do not count; a step whose begin nobody has told neither."""
+    """First steps of each repeat that do not count; at least the very first, of which nobody knows
+    when it began, unless records tell its seconds."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """What to take the time to, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
     hpctrain.record; loss is the mean of ten steps, a name that ends in loss falls, others grow."""
