@@ -70,8 +70,9 @@ def _draw(axes: Any, figure: Figure) -> None:
     elif figure.scale == "linear":
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))  # repeats have the name of their point
+    named: dict[str, Any] = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        named.setdefault(label, handle)  # hollow points have the name of the others
     if named:
         axes.legend(named.values(), named.keys(), frameon=False)
 
