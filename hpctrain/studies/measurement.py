@@ -139,14 +139,12 @@ def _reached(
             ends = range(SMOOTHED, len(steps) + 1)
             told = [steps[i - 1] for i in ends if losses[i - SMOOTHED : i].mean() <= wanted]
         else:
-            values = [
-                (line["step"], line[name]) for rank in lines for line in rank if name in line
-            ]
-            told = [step for step, value in values if sign * value >= sign * wanted]
+            every = [line for rank in lines for line in rank if line.get(name) is not None]
+            told = [line["step"] for line in every if sign * line[name] >= sign * wanted]
         if told:
             step, what = min(told), "samples" if name == "loss" else name
             times = [
-                line["at"] - (rank[0]["at"] - rank[0].get("seconds", 0.0))
+                line["at"] - (rank[0]["at"] - (rank[0].get("seconds") or 0.0))
                 for rank in lines
                 for line in rank
                 if line["step"] == step and what in line

@@ -134,6 +134,14 @@ def test_what_cannot_be_is_an_error_of_the_repeat_not_of_the_report(tmp_path, ch
         measure(tmp_path, 2, warm_up=0, target={})
 
 
+def test_what_was_not_finite_and_is_null_is_not_told(tmp_path):
+    lines = steps(0, 1, 1, 1, seconds=1.0, accuracy=None)
+    lines[0]["seconds"], lines[2]["accuracy"] = None, 0.7
+    write(tmp_path, lines)
+    found = measure(tmp_path, 1, warm_up=0, target={"accuracy": 0.6})
+    assert (found["step_s"], found["time_to_target_s"], found["metric"]) == ([1, 1], 2, 0.7)
+
+
 def test_parts_that_are_not_finite_are_not_told(tmp_path):
     write(tmp_path, steps(0, 1, 1, 1, compute_s=NAN, input_s=0.5, node_bytes=NAN))
     found = measure(tmp_path, 1, warm_up=0, target={})
