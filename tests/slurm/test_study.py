@@ -55,4 +55,5 @@ def test_an_array_measures_a_study_what_is_lost_is_measured_again_and_a_report_f
     assert [record.order for record in study.read_points()] == [0, 1, 2, 3]
     assert len(share.read_text().splitlines()) == 2
     report.wait(60)
-    assert not re.search("measured|repeat", report.output())
+    assert "4 repeats measured, 0 failed" in report.output()
+    assert "4 of 4 measured" not in report.output()  # that is said by who measures
