@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch import mpiexec
-from hpctrain.train.lease import BEAT, NAME, TIMES, Holder
+from hpctrain.launch.lease import BEAT, NAME, TIMES, Holder
 from hpctrain.train.watch import RunWatch
 from tests.harness import preload
 from tests.train.starting import ROOT, write_config
