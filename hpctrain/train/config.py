@@ -260,7 +260,7 @@ class LogConfig:
     every_steps: Number = 10
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     plots: bool = True
-    """Draw plots/training.png at the end; needs matplotlib."""
+    """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
     hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
 

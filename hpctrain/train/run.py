@@ -26,10 +26,11 @@ from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
+from hpctrain.train.figures import draw_runs
+from hpctrain.train.history import RunHistory
 from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import result
-from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.status import last_record
@@ -145,9 +146,15 @@ class _Run:
             outcome = RunInDirectory(task, directory, console, lease).carry_out(
                 render(config), requests, continues=continues
             )
-        return self._end(task, outcome, lease)
+        code = self._end(task, outcome)
+        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
+            try:
+                draw_runs([RunHistory.read(directory.path)], directory.plot)
+            except ConfigError as error:  # the run itself is saved
+                logger.warning(f"{error}; without a plot: --set log.plots=false")
+        return code
 
-    def _end(self, task: Task, outcome: Outcome | Stopped, lease: Lease | None) -> int:
+    def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
         """Tell how the part has ended, and return its exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
@@ -155,11 +162,6 @@ class _Run:
                 f"the same command with --resume goes on"
             )
             return STOPPED
-        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
-            try:
-                plot_run(self._directory.metrics, self._directory.plots / "training.png")
-            except ConfigError as error:
-                logger.warning(str(error))  # the run itself is complete
         self._console.print(
             f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"

@@ -11,6 +11,7 @@ import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Holder
+from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
@@ -92,6 +93,21 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
+
+
+def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
+    """In this process: no rank needs another."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    directory = RunDirectory(Path("runs/small"))
+    directory.path.mkdir(parents=True)
+    directory.stop.touch()
+    try:
+        assert run(load(Path("small.toml"), ["train.epochs=9000"]), {}, How()) == STOPPED
+    finally:
+        hpctrain.shutdown()
+        sys.modules.pop("task", None)
+    assert directory.plot.stat().st_size > 10_000
 
 
 def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
