@@ -11,7 +11,13 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.plan.planning import StoredPlan
-from hpctrain.core.errors import CheckpointError, ConfigError, NotFiniteError, ReplicaError
+from hpctrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NotFiniteError,
+    ReplicaError,
+)
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
@@ -236,6 +242,9 @@ class RunInDirectory:
             if isinstance(error, NotFiniteError):
                 raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
             raise
+        except CheckpointError as error:  # the last state of a run, which is not on disk
+            self._close(manager)
+            raise MismatchError(f"{error}\n{_where_it_goes_on(manager)}") from error
 
     def _close(self, manager: Manager) -> None:
         try:
