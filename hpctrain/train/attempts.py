@@ -20,12 +20,12 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
+from hpctrain.launch.lease import Lease
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.resume import given_arguments

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import NotFiniteError
-from hpctrain.core.step_records import record
+from hpctrain.core.records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress

@@ -12,7 +12,7 @@ import hpctrain
 from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
 from hpctrain.core.keys import render
 from hpctrain.core.records import read
-from hpctrain.train.lease import Lease
+from hpctrain.launch.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.resume import check_same, finished, goes_on
