@@ -272,9 +272,8 @@ def _describe(found: "Study", attempts: "list[Attempt]", seconds_per_point: floa
         names = attempts[0].names(found.config.study.mode, place)
         launcher, command, _ = found.config.filled(names)
         typer.echo(f"the first: {shlex.join([*launcher, *command])}")
-    if seconds_per_point is None:
-        cost_s = found.expected_s(attempts)
-    else:
+    cost_s = found.expected_s(attempts)
+    if seconds_per_point is not None:
         cost_s = seconds_per_point * len(attempts)
     price = "say --seconds-per-point for their cost"
     if cost_s is not None:

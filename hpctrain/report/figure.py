@@ -33,7 +33,6 @@ class Estimate:
     low: float | None  # None where one sample tells no interval
     high: float | None
     confidence: float  # that of the interval: less than wanted where there are few samples
-    num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)

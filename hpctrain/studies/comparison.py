@@ -52,9 +52,25 @@ class StudyComparison:
             for key in shared
         ]
         """Each point by its label, and the ratio there."""
+        self.verdicts = [self._verdict(found) for _, found in self.points]
+        """Of each point: ``slower``, ``faster``, or why neither."""
+        self._rows: list[list[Cell]] = [
+            [
+                label,
+                value_cell(found, "{:.3f}".format),
+                f"{len(before[key].done)}, {len(after[key].done)}",
+                verdict,
+            ]
+            for key, (label, found), verdict in zip(
+                shared, self.points, self.verdicts, strict=True
+            )
+        ]
+        names = [each.config.study.name for each in (second, first)]
+        if len(set(names)) == 1:  # one study, measured again
+            names = [str(each.directory) for each in (second, first)]
         self.headline = (
-            f"{shown(second.config.study.name)} by {shown(first.config.study.name)}: time of a "
-            f"step, {len(shared)} points, alpha {alpha:g} over all of them together"
+            f"{' by '.join(map(shown, names))}: time of a step, {len(shared)} points, alpha "
+            f"{alpha:g} over all of them together"
         )
         alone = [label for key, label in points.items() if key not in shared]
         here, there = first.environment or {}, second.environment or {}
@@ -68,8 +84,7 @@ class StudyComparison:
             f"{'; '.join(alone) or 'nothing'}."
         )
 
-    def verdict(self, found: Estimate) -> str:
-        """Return ``slower``, ``faster``, or why neither."""
+    def _verdict(self, found: Estimate) -> str:
         if found.low is None or found.high is None or found.confidence < 1 - self.alpha - 1e-12:
             enough = (n for n in range(2, 100) if 2 / math.comb(2 * n, n) <= self.alpha)
             return f"too few repeats to tell, {next(enough)} are needed"
@@ -77,14 +92,9 @@ class StudyComparison:
             return "no difference beyond noise"
         return "slower" if found.value > 1 else "faster"
 
-    @property
-    def verdicts(self) -> list[str]:
-        """The verdict of each point."""
-        return [self.verdict(found) for _, found in self.points]
-
     def summary(self) -> RenderableType:
         """Return the comparison for a terminal."""
-        return Group(Text(self.headline), text_table(_HEADS, self._rows()), Text(self.method))
+        return Group(Text(self.headline), text_table(_HEADS, self._rows), Text(self.method))
 
     def write(self, path: Path) -> Path:
         """Write it as a page. Raises ``ConfigError``: plotly is missing, or the file system."""
@@ -103,18 +113,7 @@ class StudyComparison:
         parts = [
             f"<p>{escape(self.headline)}</p>",
             figures_html([figure]),
-            table("points", _HEADS, self._rows()),
+            table("points", _HEADS, self._rows),
             f'<p class="soft">{escape(self.method)}</p>',
         ]
         return write_page(path, page("Two studies compared", parts, [figure]))
-
-    def _rows(self) -> list[list[Cell]]:
-        return [
-            [
-                label,
-                value_cell(found, "{:.3f}".format),
-                (str(found.num_samples), found.num_samples),
-                self.verdict(found),
-            ]
-            for label, found in self.points
-        ]

@@ -9,6 +9,7 @@ from statistics import fmean
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 from hpctrain.cost.machine import Machine
+from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.points import Placement, layout_of
@@ -188,19 +189,18 @@ class StudyResults:
         """Return these results with a bound: what a machine's links allow for the bytes moved.
 
         A step takes at least the ideal time, as if all communication were hidden, and at least
-        as long as its bytes need when all links between nodes, or in them, are busy at once.
+        as long as the rounds of a sum and its bytes need; see ``hpctrain.cost.least_step_s``.
         """
 
         def least_s(point: Point) -> float:
             summary = next(each for each in self.summaries if each.point == point)
             layout = layout_of(point) or Placement(summary.ranks, 1, summary.ranks)
-            rates = {
-                "rail_bytes": layout.nodes * machine.nics * machine.network.bytes_per_s,
-                "node_bytes": layout.ranks * machine.node.bytes_per_s,
-            }
-            moved = {name: summary.median_of(name) for name in rates}
-            times = [found.value / rates[name] for name, found in moved.items() if found]
-            return max(summary.ideal_s or 0.0, *times, 0.0)
+            moved = (summary.median_of(name) for name in ("rail_bytes", "node_bytes"))
+            between, inside = (found.value if found else 0.0 for found in moved)
+            there = replace(machine, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+            return least_step_s(
+                there, summary.ideal_s or 0.0, network_bytes=between, node_bytes=inside
+            )
 
         return replace(self, bound=least_s)
 

@@ -22,7 +22,7 @@ def median(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate
     """Return the median of samples; the ends of its interval are samples, by the sign test."""
     num = len(samples)
     chances = [math.comb(num, below) / 2**num for below in range(num + 1)]
-    return _estimate(middle(samples), samples, chances, confidence, num)
+    return _estimate(middle(samples), samples, chances, confidence)
 
 
 def ratio(
@@ -35,7 +35,7 @@ def ratio(
     value = middle(second) / middle(first)
     ratios = [mine / theirs for mine in second for theirs in first]
     chances = _chances(len(first), len(second))
-    return _estimate(value, ratios, chances, confidence, min(len(first), len(second)))
+    return _estimate(value, ratios, chances, confidence)
 
 
 def _estimate(
@@ -43,7 +43,6 @@ def _estimate(
     candidates: Iterable[float],
     chances: Iterable[float],
     confidence: float,
-    num_samples: int,
 ) -> Estimate:
     """Cut off as many candidates at both ends as the confidence allows.
 
@@ -54,7 +53,7 @@ def _estimate(
     low, high = min(ordered[cut], value), max(ordered[-1 - cut], value)
     kept = 1 - float(outside[cut])
     ends = {"low": low, "high": high} if kept > 0 else {"low": None, "high": None}
-    return Estimate(value=value, confidence=max(kept, 0.0), num_samples=num_samples, **ends)
+    return Estimate(value=value, confidence=max(kept, 0.0), **ends)
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
     assert f"nodes=4 ranks_per_node=2 depth=2  x 3  {many}\n" in said
     assert "nodes=1 ranks_per_node=2 depth=1  x 3\n" in said
     assert "the first: hpctrain launch -n " in said
-    assert "12 of 12 are left to measure: 2 node-hours, 120 min 00 s in all\n" in said
+    assert "12 of 12 are left to measure: 2 node-hours, 2 h in all\n" in said
     assert not Path("studies").exists()
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.studies.comparison import StudyComparison
+from hpctrain.studies.results import shown
 from tests.studies import generated
 from tests.studies.test_statistics import noise
 
@@ -131,13 +132,14 @@ def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, co
     page = tmp_path / "ratio.html"
     done = CliRunner().invoke(app, [*words, "--fail-slower", "--html", str(page)])
     assert done.exit_code == code, done.output
-    assert "alpha 0.02 over all of them together" in done.output
+    assert "alpha 0.02 over all of them together" in " ".join(done.output.split())
     assert f"{factor:.3f}" in done.output
     verdict = {1.2: "slower", 1.0: "no difference beyond noise", 0.8: "faster"}[factor]
     assert done.output.count(verdict) == 8
     text = page.read_text(encoding="utf-8")
     assert text.count(f">{verdict}</td>") == 8
     assert '"name": "ratio"' in text
+    assert f"{shown(second)} by {shown(first)}: time of a step" in text  # their names are alike
     assert CliRunner().invoke(app, words).exit_code == 0
 
 
