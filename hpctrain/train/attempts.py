@@ -10,6 +10,7 @@ from rich.console import Console
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.mpi_library import version
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import (
     CheckpointError,
@@ -122,7 +123,7 @@ class RunInDirectory:
             if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             else:
-                directory.create(config_text, environment(), plan)
+                directory.create(config_text, self._environment(), plan)
             return part
 
         part = on_root(comm, begin)
@@ -148,9 +149,12 @@ class RunInDirectory:
         state = self._state
         if state.num_records:
             place = {"step": state.step, "epoch": state.epochs_done}
-            metrics.write("resumed", **place, **facts, environment=environment())
+            metrics.write("resumed", **place, **facts, environment=self._environment())
         else:
             metrics.write("started", **facts)
+
+    def _environment(self) -> dict[str, Any]:
+        return environment(version() if self._comm.size > 1 else None)  # one rank needs no MPI
 
     def _manager(self) -> Manager:
         table = self._task.config.checkpoint

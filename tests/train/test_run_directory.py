@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.provenance import project
 from hpctrain.core.records import read
 from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.attempts import KILLED, Attempt
@@ -31,6 +32,48 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     facts = json.loads(directory.environment.read_text())
     assert facts["torch"]
     assert facts["command"]
+
+
+def test_the_environment_tells_code_machine_and_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    variables = {
+        "JOB_ID": 17,
+        "RESTART_COUNT": 2,
+        "JOB_PARTITION": "gpu",
+        "JOB_NODELIST": "n[1-2]",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:openmpi/5.0")
+    facts = environment("Open MPI v5.0.11")
+    assert (facts["mpi"], facts["project"]) == ("Open MPI v5.0.11", {})
+    assert facts["job"] == {"id": "17", "restarts": 2, "partition": "gpu", "nodelist": "n[1-2]"}
+    assert facts["modules"] == ["gcc/13", "openmpi/5.0"]
+    assert facts["cpu"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "model.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "a")
+    clean = project(tmp_path)
+    assert list(clean) == ["commit"]
+    hashes = set()
+    for text in ("2", "3"):
+        (tmp_path / "model.py").write_text(text)
+        found = project(tmp_path)
+        assert (found["commit"], found["changed"]) == (clean["commit"], ["model.py"])
+        hashes.add(found["diff"])
+    assert len(hashes) == 2
+    (tmp_path / "model.py").write_text("1")
+    assert project(tmp_path) == clean
 
 
 def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp_path):
