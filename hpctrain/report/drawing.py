@@ -52,7 +52,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
 def missing(name: str) -> ConfigError:
     """Return the error that says how to get a library."""
     return ConfigError(
-        f"figures and reports need {name}, which is not installed; pip install 'hpctrain[plots]'"
+        f"a figure or a report needs {name}, which is not installed; pip install 'hpctrain[plots]'"
     )
 
 
@@ -96,14 +96,10 @@ def _draw(axes: Any, figure: Figure) -> None:
         named.setdefault(label, handle)  # hollow points have the name of the others
     if named:
         size = 9 if len(named) < 6 else 7
-        style: dict[str, Any] = {
-            "fontsize": size,
-            "frameon": False,
-            "handlelength": 1.5,
-            "columnspacing": 1.2,
-        }
-        where = {"loc": "upper right", "ncols": len(named)} if figure.is_stacked else {}
-        axes.legend(named.values(), named.keys(), **style, **where)
+        look: dict[str, Any] = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
+        if figure.is_stacked:
+            look |= {"loc": "upper right", "ncols": len(named), "handlelength": 1.5}
+        axes.legend(named.values(), named.keys(), **look)
 
 
 def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
