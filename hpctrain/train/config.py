@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Positive, Rule, Time, require
+from hpctrain.core.keys import Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
 
 SYNCHRONOUS: Final = "synchronous"
@@ -259,6 +259,9 @@ class LogConfig:
 
     every_steps: Number = 10
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
+    to: Texts = field(default_factory=list)
+    """Loggers besides: "csv", "tensorboard", "wandb", or "module:function" that takes the run's
+    folder and its configuration and returns an object with write(record) and close()."""
     plots: bool = True
     """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
     hash_every: Count = 0

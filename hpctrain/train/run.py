@@ -29,6 +29,7 @@ from hpctrain.train.console import make_console
 from hpctrain.train.figures import draw_runs
 from hpctrain.train.history import RunHistory
 from hpctrain.train.load import LoadedData
+from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
@@ -134,6 +135,7 @@ class _Run:
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
+        on_root(self._comm, lambda: check_loggers(config.log.to))
         task = build(config, self._comm)
         _describe(console, here, task, directory)
         for line in changes:

@@ -114,6 +114,8 @@ FEATURES: dict[str, Callable[[], str]] = {
     "setpriv": _program("setpriv"),
     "shellcheck": _program("shellcheck"),
     "slurm": _slurm,
+    "tensorboard": _module("tensorboard"),
+    "wandb": _module("wandb"),
 }
 """For each feature, what is missing; empty where it is there."""
 
