@@ -10,6 +10,7 @@ from hpctrain.cli.horovodrun import split, variables, with_options
 from hpctrain.cluster.env import scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from hpctrain.launch.installed_horovod import without_horovod
 from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
@@ -78,7 +79,8 @@ def launch(  # noqa: PLR0913 - a command's options
 
     Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
 
-    The options of `horovodrun` are understood too.
+    The options of `horovodrun` are understood too. The ranks also find what torchrun sets (RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
     One rank's death ends all ranks. The exit code is the command's, 124 after --timeout; 85 is
     a run that has stopped and wants to go on.
@@ -102,12 +104,13 @@ def launch(  # noqa: PLR0913 - a command's options
     if hostfile:
         hosts = read_hostfile(hostfile)
     found = find_mpirun(mpirun)
+    allocated = bool(scheduler())
     options = mpiexec.Options(
         binding="none" if no_bind else "auto",
         tag_output=tag_output,
-        allocated=bool(scheduler()),
+        allocated=allocated,
         interfaces=split(network_interface or []),
-        variables=variables(of_horovodrun),
+        variables=mpiexec.rendezvous(hosts, allocated=allocated) | variables(of_horovodrun),
         extra=tuple(shlex.split(mpi_args or "")),
     )
     line = mpiexec.command(
@@ -118,6 +121,8 @@ def launch(  # noqa: PLR0913 - a command's options
         hosts=hosts,
         options=options,
     )
+    if told := without_horovod(ctx.args):
+        typer.echo(f"hpctrain: {told}", err=True)
     if dry_run:
         typer.echo(shlex.join(line))
         return
