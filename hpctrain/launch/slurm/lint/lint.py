@@ -15,6 +15,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import Finding, Level
 from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
+from hpctrain.launch.slurm.lint import surroundings
 from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
     BatchScript,
@@ -25,9 +26,8 @@ from hpctrain.launch.slurm.lint.script import (
     number,
 )
 from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
-
-Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
 
 DEFAULT_EVERY = "10min"  # ``checkpoint.every`` of a run that does not say it
 
@@ -135,13 +135,6 @@ def _runs_srun(launcher: Command) -> bool:
     return re.search(r"(^|[ /])srun( |$)", text) is not None
 
 
-def _late_address(script: BatchScript) -> Iterator[Fault]:
-    line = script.shell.assigned.get("MASTER_ADDR", 0)
-    if script.steps and line > max(step.line for step in script.steps):
-        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
-        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
-
-
 def _mpi(script: BatchScript) -> Iterator[Fault]:
     """Steps whose ``--mpi`` does not fit the MPI library."""
     needed = script.facts.needed_pmi
@@ -202,6 +195,10 @@ def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
     spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
     steps = script.rank_steps
     if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
+        return
+    if tasks and nodes and tasks < nodes:
+        what = f"--ntasks={tasks} on --nodes={nodes}: {nodes - tasks} of the nodes would be idle"
+        yield "warning", what, f"#SBATCH --nodes={nodes} --ntasks-per-node=1"
         return
     if spread & {*script.options} or (
         steps and all({*spread, "nodes"} & {*step.options} for step in steps)
@@ -383,7 +380,6 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "start of the ranks": _runs_once,
     "background": _not_waited_for,
     "nested launchers": _nested,
-    "rendezvous": _late_address,
     "srun --mpi": _mpi,
     "kill on bad exit": _waits_for_the_dead,
     "cores of a task": _one_core,
@@ -393,6 +389,7 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "output": _output,
     "requeue": _endless_requeue,
     "time limit": _time,
+    **surroundings.RULES,
 }
 """All of them, by what their findings are called, in the order of these."""
 

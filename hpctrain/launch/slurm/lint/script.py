@@ -219,9 +219,13 @@ class BatchScript:
         for flag, text in pairwise(program.words[1:]):
             if program.name in SHELLS and flag and re.fullmatch(r"-\w*c", flag):
                 yield from self.shell.inner(text or "")
-                return
+                at = program.words.index(text) + 2  # behind the name that the shell gets
+                words = program.words[at:] if '"$@"' in (text or "") else ()
+                break
+        else:
+            words = program.words
         if words:
-            yield program
+            yield Command(line, tuple(behind_wrappers(words)), {})
 
 
 def number(options: Options, name: str) -> int | None:

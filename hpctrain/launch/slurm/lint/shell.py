@@ -82,7 +82,8 @@ class ShellScript:
         here = line + node.start_point[0] + 1
         if node.type == "variable_assignment":
             self._assign(node)
-            self.assigned[_name(node)] = here
+            if depth == 0:  # not of a program in the words of another
+                self.assigned[_name(node)] = here
         elif node.type == "for_statement":
             self.values[_text(node.child_by_field_name("variable"))] = None
         elif node.type == "command":
