@@ -87,7 +87,7 @@ def _lint(script: Path) -> list[Finding]:
     from hpctrain.launch.slurm.scheduler import find_sbatch, try_out  # noqa: PLC0415
 
     try:
-        text = script.read_text(encoding="utf-8")
+        text = script.read_bytes().decode("utf-8")  # with the ends of its lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
     found = lint(text, facts=gather(Path.cwd()))

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,19 @@ def submit(  # noqa: PLR0913 - options of a job
 
     Args:
         fn: the function; what it returns must be picklable.
-        args, kwargs: its arguments, the same on every rank.
-        nodes, tasks: how many nodes, and ranks on each.
+        args: its positional arguments, the same on every rank.
+        nodes: how many nodes.
+        tasks: ranks on each node.
         time: time limit, such as ``"90min"`` or ``"01:30:00"``.
-        cpus, gpus: cores of each rank, and GPUs of each node.
-        partition, account: where, and whom to charge.
+        cpus: cores of each rank.
+        gpus: GPUs of each node.
+        partition: where; the site's default.
+        account: whom to charge.
         requeue: whether the job is queued again when it ends with code 85 or loses a node.
         options: further options of sbatch, such as ``"--qos=high"``.
         folder: of the call, its results and its output, seen by all nodes; by default a new one
             in ``runs``.
+        kwargs: its keyword arguments.
 
     Raises:
         ConfigError: an option is not valid, or the folder cannot be written.
@@ -137,11 +142,8 @@ def submit(  # noqa: PLR0913 - options of a job
 
     Source: the names of ``Job`` are submitit's.
     """
-    name = getattr(fn, "__name__", "function").strip("<>")
-    where = (Path(folder) if folder is not None else _new_folder(name)).resolve()
-    where.mkdir(parents=True, exist_ok=True)
     settings = BatchSettings(
-        job_name=name,
+        job_name=getattr(fn, "__name__", "function").strip("<>"),
         partition=partition,
         account=account,
         nodes=nodes,
@@ -149,16 +151,31 @@ def submit(  # noqa: PLR0913 - options of a job
         cpus_per_task=cpus,
         time=scheduler.sbatch_time(time),
         gpus_per_node=gpus,
-        output=f"{where}/slurm-%j.out",
         requeue=requeue,
-        program=tuple(write_call(where, fn, args, kwargs)),
-        directory=str(where),
         extra=tuple(options),
     )
-    template = "requeue" if requeue else "multi_node"
-    script = batch_script.script(template, settings)
-    number = scheduler.submit_in(where, script, environment_of_ranks())
-    return Job(number, where, nodes * tasks)
+    where = Path(folder) if folder is not None else _new_folder(settings.job_name or "")
+    return _sent(settings, where.resolve(), fn, args, kwargs)
+
+
+def _sent(
+    settings: BatchSettings,
+    folder: Path,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Job:
+    """Write the call and its script into a folder, and hand it over to Slurm."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = replace(
+        settings,
+        output=f"{folder}/slurm-%j.out",
+        program=tuple(write_call(folder, fn, args, kwargs)),
+        directory=str(folder),
+    )
+    script = batch_script.script("requeue" if settings.requeue else "multi_node", settings)
+    number = scheduler.submit_in(folder, script, environment_of_ranks())
+    return Job(number, folder, (settings.nodes or 1) * (settings.tasks_per_node or 1))
 
 
 def _new_folder(name: str) -> Path:

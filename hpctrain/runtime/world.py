@@ -186,8 +186,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         last_call=LastCall(),
         end=hooks.abort if hooks is not None else None,
     )
-    sets = ProcessSets(inside, comm, controllers)
-    rebuild = Rebuild()
+    sets, rebuild = ProcessSets(inside, comm, controllers), Rebuild()
     rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
     rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
     _world = World(

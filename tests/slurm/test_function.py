@@ -1,6 +1,5 @@
 """``hpctrain.submit`` on a running Slurm: a function as a job, its results and its failures."""
 
-import os
 import subprocess
 import sys
 
@@ -21,16 +20,6 @@ def total(first, *, second):
 
 def fails():
     raise KeyError("no such column")
-
-
-@pytest.fixture
-def login(slurm, tmp_path, monkeypatch):
-    """Make this process one on the login node of the cluster."""
-    for name, text in slurm.environ.items():
-        if os.environ.get(name) != text:
-            monkeypatch.setenv(name, text)
-    monkeypatch.chdir(tmp_path)
-    return slurm
 
 
 @pytest.mark.usefixtures("login")

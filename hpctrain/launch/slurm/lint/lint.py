@@ -25,7 +25,7 @@ from hpctrain.launch.slurm.lint.script import (
     launcher_of,
     number,
 )
-from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+from hpctrain.launch.slurm.lint.shell import HARMLESS, UNKNOWN, Command
 from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
 
@@ -76,8 +76,11 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
     tasks = script.num_tasks
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
-    if any(command.name in ("", "source", ".", *OWN_LAUNCHERS) for command in script.commands):
+    if any(command.name in ("", *OWN_LAUNCHERS) for command in script.commands):
         return  # what is not known may start ranks
+    sourced = [each.words[1:2] for each in script.commands if each.name in ("source", ".")]
+    if not all(words and HARMLESS.search(words[0] or UNKNOWN) for words in sourced):
+        return
     for command in script.commands:
         words = [word or "" for word in command.words]
         is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
@@ -143,7 +146,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         offered = script.facts.default_pmi if said is None else said
         do = f"srun --mpi={needed} ..."
         fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
-        if step.does_own_launching or (fits and offered):
+        if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
             continue
         needs = f"the MPI of this environment needs {needed}"
         if offered:
@@ -154,6 +157,13 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         else:
             what = f"line {step.line}: srun without --mpi takes what the site has chosen; {needs}"
             yield "note", what, do
+
+
+def _is_foreign(step: ScriptStep, script: BatchScript) -> bool:
+    """Say whether a step runs a compiled program, below modules of its own."""
+    names = [program.name for program in step.programs]
+    is_compiled = names and not any(re.match(r"$|python|hpctrain|.*sh$", name) for name in names)
+    return bool(is_compiled) and any(each.name in ("module", "ml") for each in script.commands)
 
 
 def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
@@ -194,11 +204,11 @@ def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
     tasks, nodes = script.number("ntasks"), script.number("nodes")
     spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
     steps = script.rank_steps
-    if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
-        return
-    if tasks and nodes and tasks < nodes:
+    if tasks and nodes and tasks < nodes and (script.steps or script.launchers):
         what = f"--ntasks={tasks} on --nodes={nodes}: {nodes - tasks} of the nodes would be idle"
         yield "warning", what, f"#SBATCH --nodes={nodes} --ntasks-per-node=1"
+        return
+    if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
         return
     if spread & {*script.options} or (
         steps and all({*spread, "nodes"} & {*step.options} for step in steps)

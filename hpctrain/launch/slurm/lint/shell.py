@@ -19,7 +19,8 @@ _WRAPPERS = (
     *("time", "taskset", "builtin", "setsid"),
 )
 _WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+|\w+=.*", re.DOTALL)
-_HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+"""Files that set variables and start nothing."""
 _WHICH = re.compile(r"\s*(?:which|command -v|type -p)\s+(\w[\w.+-]*)\s*")
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _OPERATORS = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
@@ -130,7 +131,7 @@ class ShellScript:
         self.values[name] = [*(before or () if is_added else ()), *known] if is_known else None
 
     def _source(self, name: str, depth: int) -> None:
-        if _HARMLESS.search(name):
+        if HARMLESS.search(name):
             return
         if UNKNOWN in name or self.directory is None or depth >= MAX_DEPTH:
             self.has_unread_sources = True

@@ -104,8 +104,9 @@ def missing(script: BatchScript) -> Iterator[Fault]:
     moves = any(command.name in ("cd", "pushd") for command in script.commands)
     if facts.directory is None:
         return
-    inside = [command for step in script.steps for command in step.programs]
-    for command in dict.fromkeys([*script.commands, *inside]):
+    bare = [step for step in script.steps if not any("container" in name for name in step.options)]
+    inside = [command for step in bare for command in step.programs]
+    for command in [*script.commands, *inside]:
         for name in _files(command):
             if UNKNOWN in name or re.search(r"[$*?]", name):
                 continue
