@@ -1,6 +1,7 @@
 """``hpctrain launch``: start a command on several ranks."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,7 @@ def launch(  # noqa: PLR0913 - a command's options
         )
     if hostfile:
         hosts = read_hostfile(hostfile)
+    check_configuration(ctx.args)
     found = find_mpirun(mpirun)
     allocated = bool(scheduler())
     options = mpiexec.Options(
@@ -139,3 +141,26 @@ def launch(  # noqa: PLR0913 - a command's options
             err=True,
         )
     raise typer.Exit(code)
+
+
+def check_configuration(words: Sequence[str]) -> None:
+    """Read the configuration of an ``hpctrain train`` that is to be started, once for all ranks.
+
+    Raises ``ConfigError``: it, or what replaces its values, is wrong.
+    """
+    rest = list(words[2:])
+    if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:
+        return
+    from hpctrain.core.config import given  # noqa: PLC0415
+    from hpctrain.train.load import load  # noqa: PLC0415
+
+    overrides, files = [], []
+    while rest:
+        name, mark, value = rest.pop(0).partition("=")
+        if name == "--set":
+            overrides.append(value if mark else "".join(rest[:1]))
+            del rest[: 0 if mark else 1]
+        elif not name.startswith("-"):
+            files.append(f"{name}{mark}{value}")
+    if len(files) == 1:
+        load(Path(files[0]), overrides, given())

@@ -1,7 +1,9 @@
 """``hpctrain submit``: a job of Slurm that trains what a configuration or a script describes."""
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +92,8 @@ class Job:
         return "\n".join([f"job {number}: {self.folder / SCRIPT}", *lines])
 
 
+TRY_S = 600.0  # time in which a configuration must have read one batch
+
 REFUSED = 1  # exit code where the checks or Slurm refuse the job
 
 Name = partial(Option, metavar="NAME")
@@ -177,6 +181,9 @@ def submit(  # noqa: PLR0913 - a command's options
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print and check the script, write and submit none.")
     ] = False,
+    no_check: Annotated[
+        bool, Option("--no-check", help="Do not try the configuration's own functions before.")
+    ] = False,
     print_only: Annotated[
         bool, Option("--print", help="Print the script, or a template as it is, and stop.")
     ] = False,
@@ -188,7 +195,8 @@ def submit(  # noqa: PLR0913 - a command's options
 
     The batch script lies in the run's folder: output_dir of the configuration, or runs/NAME. A run
     that has stopped there goes on. Before anything waits in a queue, the script is checked as by
-    hpctrain doctor --lint, and Slurm is asked whether it would take it; exit code 1 if not.
+    hpctrain doctor --lint, Slurm is asked whether it would take it, and the functions that a
+    configuration names are called here and one batch is read; exit code 1 if something is wrong.
 
     Under PBS, LSF and others: hpctrain launch starts the ranks inside a job of your own.
 
@@ -263,6 +271,8 @@ def submit(  # noqa: PLR0913 - a command's options
     job.check_free(after or "")
     check(script, job.folder)
     if not dry_run:
+        if config is not None and not no_check:
+            try_configuration(config, overrides or ())
         number = submit_in(job.folder, script)
         typer.echo(job.how_to_watch(number, settings.output or ""))
 
@@ -295,7 +305,7 @@ def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | 
     from hpctrain.train.load import load  # noqa: PLC0415
 
     # Only the job knows the values of its variables; the index of an array is a number.
-    known = [re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", text) for text in overrides]
+    known = map(_without_index, overrides)
     run = load(config, [text for text in known if "$" not in text], given()).config
     where = Path("runs", name) if name else Path(run.output_dir or Path("runs", run.name))
     return Job(name=name or run.name, folder=where, is_array=array is not None)
@@ -348,6 +358,34 @@ def check(script: str, made: Path) -> None:
         raise typer.Exit(REFUSED) from None
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(REFUSED)
+
+
+def try_configuration(config: Path, overrides: Sequence[str]) -> None:
+    """Build here, in another process, what the job will, and read one batch; stop if it fails."""
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    from hpctrain.launch.program import ask  # noqa: PLC0415
+
+    if find_spec("torch") is None:
+        typer.echo("note: there is no torch here, so the configuration is not tried", err=True)
+        return
+    line = [sys.executable, "-m", "hpctrain", "train", str(config), "--look"]
+    for override in (*map(_without_index, overrides), 'data.stage=""'):
+        line += ["--set", override]
+    environ = {**os.environ, "HPCTRAIN_ALONE": "1"}
+    try:
+        done = ask(line, environ, timeout_s=TRY_S)
+        code, said = done.returncode, done.stderr
+    except (OSError, TimeoutError) as error:
+        code, said = REFUSED, f"hpctrain: {config} could not be tried: {error}\n"
+    if code:
+        typer.echo(f"{said}--no-check submits it all the same", err=True)
+        raise typer.Exit(REFUSED)
+
+
+def _without_index(override: str) -> str:
+    """Put the first index of an array in: only the job knows its own."""
+    return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)
 
 
 def _say(finding: "Finding") -> None:

@@ -33,6 +33,15 @@ def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
+def test_a_wrong_configuration_is_told_before_any_rank_starts(tmp_path):
+    (tmp_path / "a.toml").write_text("[train]\nepoch = 1\n")
+    for words in (["--set", "train.epochs=2"], ["--set=train.epochs=x", "--dry-run"]):
+        error = here("-n", "9", "hpctrain", "train", str(tmp_path / "a.toml"), *words).exception
+        assert isinstance(error, HpctrainError)
+        assert "epochs" in str(error)
+    assert here("-n", "2", "--dry-run", "hpctrain", "train", "x.toml", "--init").exit_code == 0
+
+
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_options_behind_the_command_are_its_own(dashes):
     done = hpctrain(

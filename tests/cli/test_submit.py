@@ -51,7 +51,8 @@ def machine(tmp_path, monkeypatch):
 
 def run(*words):
     """Run the command; its own errors are raised."""
-    result = CliRunner().invoke(app, list(map(str, words)))
+    no_check = ["--no-check"] if words[:1] == ("my.toml",) else []
+    result = CliRunner().invoke(app, [*map(str, words[:1]), *no_check, *map(str, words[1:])])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -167,6 +168,14 @@ def test_a_script_of_ones_own_is_submitted_with_its_arguments():
 
 def test_the_hint_after_a_stop_is_the_command_that_submitted():
     assert "to go on: the same hpctrain submit again" in run("my.toml", "--print").stdout
+
+
+def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
+    result = run(tmp_path / "my.toml")
+    assert result.exit_code == 1
+    assert 'model.target = "digits:model": there is no module digits' in result.stderr
+    assert "--no-check submits it all the same" in result.stderr
+    assert not Path("submitted").exists()
 
 
 def test_slurms_refusal_is_shown_and_nothing_is_left():
