@@ -26,16 +26,9 @@ def folded(error: BaseException, log: Path | None) -> str:
     Empty where no frame is the user's: then nothing may be folded away. ``log`` is the file that
     has the whole traceback; None where there is none.
     """
-    frames = [each for each in _frames(error) if is_user(each[0].f_code.co_filename)]
-    if not frames and not isinstance(error, SyntaxError) and not notes_of(error):
+    lines = user_lines(error)
+    if not lines and not isinstance(error, SyntaxError) and not notes_of(error):
         return ""
-    lines = []
-    for frame, number in frames[-_NUM_FRAMES:]:
-        code = frame.f_code
-        source = linecache.getline(code.co_filename, number).strip()
-        lines.append(f"{_short(code.co_filename)}:{number} in {code.co_name}: {source[:_WIDTH]}")
-    if frames and (tensors := _tensors(frames[-1][0].f_locals)):
-        lines.append(f"    where {tensors}")
     said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
     notes = notes_of(error)
     said = [line[:_WIDTH] for line in said if line.strip()]
@@ -44,6 +37,19 @@ def folded(error: BaseException, log: Path | None) -> str:
     if len(said) > left:
         said = [*said[: left - len(notes)], *notes]
     return "\n".join([*lines, *said, last])
+
+
+def user_lines(error: BaseException) -> list[str]:
+    """Return the user's frames, a line each, and a line about tensors in the innermost one."""
+    frames = [each for each in _frames(error) if is_user(each[0].f_code.co_filename)]
+    lines = []
+    for frame, number in frames[-_NUM_FRAMES:]:
+        code = frame.f_code
+        source = linecache.getline(code.co_filename, number).strip()
+        lines.append(f"{_short(code.co_filename)}:{number} in {code.co_name}: {source[:_WIDTH]}")
+    if frames and (tensors := _tensors(frames[-1][0].f_locals)):
+        lines.append(f"  where {tensors}")
+    return lines
 
 
 def name_target(error: Exception, targets: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from hpctrain.core.units import format_seconds
 from hpctrain.core.user_error import name_target
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
+from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
@@ -31,7 +32,6 @@ from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard
-from hpctrain.train.lease import TIMES, Holder, Lease
 from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
