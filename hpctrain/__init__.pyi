@@ -1,4 +1,5 @@
 from hpctrain import elastic as elastic
+from hpctrain.cluster.env import STOPPED as STOPPED
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async
 from hpctrain.collectives.allgather import grouped_allgather as grouped_allgather
@@ -82,7 +83,6 @@ from hpctrain.runtime.process_sets import global_process_set as global_process_s
 from hpctrain.runtime.process_sets import remove_process_set as remove_process_set
 from hpctrain.runtime.run import RankError as RankError
 from hpctrain.runtime.run import run as run
-from hpctrain.runtime.stopping import STOPPED as STOPPED
 from hpctrain.runtime.stopping import should_stop as should_stop
 from hpctrain.runtime.submit import Job as Job
 from hpctrain.runtime.submit import submit as submit

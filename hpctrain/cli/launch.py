@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hpctrain.cli.horovodrun import split, variables, with_options
-from hpctrain.cluster.env import scheduler
+from hpctrain.cluster.env import STOPPED, scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.installed_horovod import without_horovod
@@ -16,7 +16,6 @@ from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.supervise import supervise
-from hpctrain.runtime.stopping import STOPPED
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
@@ -137,7 +136,7 @@ def launch(  # noqa: PLR0913 - a command's options
     if code == STOPPED:
         typer.echo(
             f"hpctrain: the ranks have stopped with code {STOPPED}: their state is saved, "
-            f"and --resume goes on",
+            f"and the same command goes on, of hpctrain train with --resume",
             err=True,
         )
     raise typer.Exit(code)

@@ -183,6 +183,8 @@ def asked_by() -> str:
         return ""
 
 
+STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+
 STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
 
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, TextIO
 
-from hpctrain.cluster.env import ASKED
+from hpctrain.cluster.env import ASKED, STOPPED
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
@@ -58,7 +58,7 @@ def supervise(
     with session(os.environ if environ is None else environ) as own:
         process = _started(line, own)
         ending = _Ending(process, own.get(ASKED), grace_s=grace_s, save_s=save_s)
-        told = threading.Thread(target=fold, args=(process.stderr,), daemon=True, name="stderr")
+        told = threading.Thread(target=fold, args=(process,), daemon=True, name="stderr")
         told.start()
         limit = threading.Timer(timeout_s or 0, ending.on_timeout)
         limit.daemon = True
@@ -333,15 +333,16 @@ _NOISE = re.compile(
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
 
-def fold(source: IO[bytes] | None) -> None:
+def fold(process: subprocess.Popen[bytes]) -> None:
     """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
 
-    Where no rank has said a word, they are the only news, and stay.
+    Where no rank has said a word, they are the only news, and stay; not where all have stopped
+    as they were asked.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
     has_spoken, sink = False, sys.stderr
-    for part in _lines(source) if source is not None else ():
+    for part in _lines(process.stderr) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
         if box or is_rule:
             box.append(part)
@@ -353,7 +354,8 @@ def fold(source: IO[bytes] | None) -> None:
             continue
         has_spoken = has_spoken or bool(text.strip() and not is_rule)
         _write(sink, text)
-    _write(sink, b"".join(box) + (b"" if has_spoken else held))
+    is_known = has_spoken or process.wait() == STOPPED
+    _write(sink, b"".join(box) + (b"" if is_known else held))
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
-from hpctrain.cluster.env import STOPPING, asked_by, run_directory
+from hpctrain.cluster.env import STOPPED, STOPPING, asked_by, run_directory
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_seconds
@@ -18,8 +18,6 @@ from hpctrain.launch.slurm.scheduler import job_end
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-
-STOPPED = 85  # exit code of a run that has saved its state and wants to go on
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

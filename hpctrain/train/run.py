@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
+from hpctrain.cluster.env import STOPPED
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
@@ -26,7 +27,7 @@ from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
-from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
+from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console

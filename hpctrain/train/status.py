@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.cluster.env import STOPPING
+from hpctrain.cluster.env import STOPPED, STOPPING
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import Holder
 from hpctrain.launch.slurm.batch_script import ENDED
-from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
