@@ -11,10 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpctrain.core.errors import HpctrainError
+
 MAX_LINES = 12  # on the terminal; all is in the log file of the rank
 
 _NUM_FRAMES = 3  # of the user's, the innermost ones
 _WIDTH = 300  # of a line of a message
+_NUM_PARTS = 6  # of a tuple that is described
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 _BATCH = ("inputs", "labels", "output", "label", "loss", "x", "y")
@@ -23,14 +26,17 @@ _BATCH = ("inputs", "labels", "output", "label", "loss", "x", "y")
 def folded(error: BaseException, log: Path | None) -> str:
     """Tell an error by the user's frames, what their tensors are, and the error itself.
 
-    Empty where no frame is the user's: then nothing may be folded away. ``log`` is the file that
-    has the whole traceback; None where there is none.
+    Empty where no frame is the user's, or where it may be a fault of hpctrain itself: then
+    nothing may be folded away. ``log`` is the file that has the whole traceback; None where there
+    is none.
     """
-    lines = user_lines(error)
-    if not lines and not isinstance(error, SyntaxError) and not notes_of(error):
+    lines, notes = user_lines(error), list(getattr(error, "__notes__", ()))
+    frames = _frames(error)
+    is_told = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
+    is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
+    if not is_told and (is_fault or not lines):
         return ""
     said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-    notes = notes_of(error)
     said = [line[:_WIDTH] for line in said if line.strip()]
     last = f"the whole traceback: {log}" if log else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
     left = MAX_LINES - len(lines) - 1
@@ -69,11 +75,6 @@ def name_target(error: Exception, targets: Mapping[str, str]) -> None:
         error.add_note(": ".join(filter(None, (named, tensors))))
 
 
-def notes_of(error: BaseException) -> list[str]:
-    """Return what was noted on an error."""
-    return list(getattr(error, "__notes__", ()))
-
-
 def is_user(file: str) -> bool:
     """Say whether a file is the user's own."""
     return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
@@ -110,9 +111,12 @@ def _tensors(values: Mapping[str, Any]) -> str:
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, tuple | list) and 0 < len(value) <= len(_BATCH):
+    if isinstance(value, tuple | list) and 0 < len(value) <= _NUM_PARTS:
         parts = [_describe(each) for each in value]
         return f"{type(value).__name__} of ({', '.join(parts)})" if all(parts) else ""
+    roots = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if not roots & {"torch", "numpy"}:
+        return ""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if dtype is None or not isinstance(shape, tuple):
         return ""

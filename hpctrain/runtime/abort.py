@@ -90,7 +90,9 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
         time.sleep(min(STAGGER_S * self._world.rank, LONGEST_STAGGER_S))
-        own = folded(error, self._log)
+        own = ""
+        with contextlib.suppress(Exception):  # whatever a user's object does when it is looked at
+            own = folded(error, self._log)
         self._say(summary or (f"{where}{own}" if own else details))
         self.abort(code)
 

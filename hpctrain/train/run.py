@@ -204,7 +204,8 @@ def named(config: RunConfig) -> Iterator[None]:
     except HpctrainError:
         raise
     except Exception as error:
-        name_target(error, targets)
+        with suppress(Exception):  # whatever a user's object does when it is looked at
+            name_target(error, targets)
         raise
 
 

@@ -153,10 +153,10 @@ def test_a_script_of_ones_own_from_an_empty_folder_to_a_job_that_went_on(slurm, 
         assert time.monotonic() < give_up, job.output()
         time.sleep(0.1)
     as_user(slurm, home, wheel, enter, stop.replace("JOB", number))
-    assert job.wait(300) == "COMPLETED", job.output()
+    assert job.wait(400) == "COMPLETED", job.output()
     assert job.restarts() == 1, job.output()
     status, tail = (look.replace("JOB", number) for look in looks)
     shown = as_user(slurm, home, wheel, enter, status, tail)
     assert shown.startswith("runs/train is finished")
-    assert "finished after 20000 steps" in shown
+    assert "finished after 4000 steps" in shown
     assert len(re.findall(r"ranks begin at step [1-9]", job.output())) == 1
