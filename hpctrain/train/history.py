@@ -52,6 +52,12 @@ class RunHistory:
         name = shown(self.settings.get("name", self.label))
         return self.label if name in self.label else f"{self.label} ({name})"
 
+    @property
+    def state(self) -> str:
+        """How it stands with the run, as ``hpctrain status`` calls it."""
+        state = self.view.status.state
+        return "running" if state == "killed" and not self.view.has_ended else state
+
     def of(self, event: str) -> list[Record]:
         """Return the records of an event, in order."""
         return [record for record in self.records if record["event"] == event]
@@ -116,7 +122,7 @@ class RunHistory:
         told += [f"test {name} {number(value)}" for name, value in metrics.items()]
         if resumes := self.resumes:
             told.append(f"resumed after step {', '.join(map(str, resumes[-3:]))}")
-        return f"{self.view.status.state}: {', '.join(told)}"
+        return f"{self.state}: {', '.join(told)}"
 
     @property
     def warning(self) -> str:

@@ -89,7 +89,7 @@ def overview(runs: Sequence[RunHistory]) -> RenderableType:
         metric = f"{run.metric_name} {number(test.get('metric'))}" if test else NOTHING
         started = str(run.environment.get("started", NOTHING)).partition("+")[0].replace("T", " ")
         ranks = str(begun.get("world_size", NOTHING))
-        rows.append([run.label, run.view.status.state, step, loss, metric, ranks, started])
+        rows.append([run.label, run.state, step, loss, metric, ranks, started])
     return text_table(heads, rows)
 
 
@@ -98,7 +98,7 @@ def _results(runs: Sequence[RunHistory]) -> list[list[Cell]]:
     tests = [run.last("test") for run in runs]
     metrics = [run.metrics_of(test) if test else {} for run, test in zip(runs, tests, strict=True)]
     rows: list[list[Cell]] = [
-        ["state", *(run.view.status.state for run in runs)],
+        ["state", *(run.state for run in runs)],
         ["steps", *(str(run.view.step) for run in runs)],
         ["ranks", *(str(run.view.begun.get("world_size", NOTHING)) for run in runs)],
         ["nodes", *(str(run.view.begun.get("nodes", NOTHING)) for run in runs)],

@@ -18,7 +18,7 @@ from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut
 from hpctrain.train.run import requests_of
 from hpctrain.train.run_directory import RunDirectory, environment
-from hpctrain.train.status import FAILED, status
+from hpctrain.train.status import status
 
 
 def test_a_new_directory_has_all_its_parts(tmp_path):
@@ -147,11 +147,11 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
         ([STARTED, STEP, FINISHED], "finished", 0, "finished: test accuracy 0.7500"),
         ([FINISHED | {"metric": float("nan")}], "finished", 0, "test accuracy nan"),
         ([STARTED, STEP, STOP], "stopped", STOPPED, "stopped by SIGUSR1 after step 9"),
-        ([STARTED, FAILURE], "failed", FAILED, "failed after step 3: loss and gradients"),
-        ([STARTED, STEP], "unfinished", FAILED, "after step 7"),
-        ([STARTED, STOP, RESUMED], "unfinished", FAILED, "after step 9"),
-        ([STARTED], "unfinished", FAILED, "before its first step"),
-        ([], "unfinished", FAILED, "before its first step"),
+        ([STARTED, FAILURE], "failed", 1, "failed after step 3: loss and gradients"),
+        ([STARTED, STEP], "killed", 5, "after step 7"),
+        ([STARTED, STOP, RESUMED], "killed", 5, "after step 9"),
+        ([STARTED], "killed", 5, "before its first step"),
+        ([], "killed", 5, "before its first step"),
     ],
 )
 def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, told):
@@ -174,12 +174,12 @@ def test_what_is_no_record_does_not_count(tmp_path, damage):
     assert status(tmp_path).code == STOPPED
 
 
-def test_a_folder_without_a_run_or_without_records_is_1(tmp_path):
+def test_a_folder_without_a_run_or_without_records_has_a_code_of_its_own(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        assert (status(folder).code, status(folder).state) == (FAILED, "missing")
+        assert (status(folder).code, status(folder).state) == (6, "missing")
     for content in (b"\0\0\0\n", b"nonsense\n", b"3\n", b"\xff\n"):
         (tmp_path / "metrics.jsonl").write_bytes(content)
-        assert status(tmp_path).code == FAILED
+        assert status(tmp_path).code == 5
         assert str(tmp_path / "metrics.jsonl") in status(tmp_path).what
 
 
@@ -191,7 +191,7 @@ def test_it_needs_neither_torch_nor_mpi():
         "sys.exit(status(Path('/nowhere')).code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == FAILED, done.stderr
+    assert done.returncode == 6, done.stderr
 
 
 FIRST = {"event": "started", "part": 1}
