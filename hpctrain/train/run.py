@@ -55,6 +55,7 @@ class How:
     resume: bool = False  # go on with the run in the directory
     changed: bool = False  # go on also where the configuration makes it another training
     force: bool = False  # take the run also from another job that is at work
+    verbose: bool = False  # tell all of configuration, topology and plan, as a dry run does
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
@@ -156,7 +157,10 @@ class _Run:
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0
-        _describe(console, here, task, directory)
+        if self._how.verbose or self._how.dry_run:
+            _describe(console, here, task, directory)
+        else:
+            _introduce(console, here, task, directory)
         for line in changes:
             console.print(f"changed: {line}")
         if self._how.dry_run:
@@ -181,14 +185,16 @@ class _Run:
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
-                f"the same command with --resume goes on"
+                f"the same command with --resume goes on",
+                style="yellow",
             )
             return STOPPED
         self._console.print(
             f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
-        self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+        told = f"test {task.metric_name} {outcome.scores.metric:.4f}"
+        self._console.print(told, style="bold green")
         return 0
 
 
@@ -254,6 +260,24 @@ def requests_of(
     margin_s = seconds(config.stop.margin) or 0.0
     end = deadline(started, seconds(config.stop.after), ends, margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
+
+
+def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
+    """Tell in four lines what is trained, on what, and where."""
+    config, epochs = task.config, task.config.train.epochs
+    machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
+    rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
+    data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
+    rows = (
+        (config.name, f"in {directory.path}"),
+        ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
+        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs} epochs"),
+        ("ranks", f"{machine['ranks']}; {name} {plan}"),
+    )
+    grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
 
 
 def _describe(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
