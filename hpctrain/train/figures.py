@@ -8,7 +8,7 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import draw_panels
 from hpctrain.report.figure import PARTS, Figure, Kind, Series
-from hpctrain.train.history import LOSS, TIMES, Record, RunHistory
+from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
 
 FORMATS = (".png", ".svg", ".pdf")
 MAX_POINTS = 2000  # of a curve: more than a screen has
@@ -59,7 +59,7 @@ def draw_runs(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> None:
     is_one = len(runs) == 1
     figures = figures_of(runs, smooth)
     figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
-    lines = [run.headline if is_one else f"{run.label}: {run.headline}" for run in runs]
+    lines = told(runs, "headline")
     lines += [] if figures else ["no step is recorded yet"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,6 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
     series += _curves(runs, tests, LOSS, _TEST)
     values = [y for each in series for y in each.y if y is not None and y > 0]
     is_wide = bool(values) and max(values) > 10 * min(values)
-    told = [(run.label, run.warning) for run in runs if run.warning]
     return Figure(
         name=LOSS,
         title="Loss",
@@ -84,7 +83,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
         note="Pale as recorded, full averaged over records; dots are tests.",
         series=[*series, *_marks(runs)],
         scale="log" if is_wide else "zoom",
-        warning="; ".join(text if len(runs) == 1 else f"{name}: {text}" for name, text in told),
+        warning="; ".join(told(runs, "warning")),
     )
 
 
@@ -180,7 +179,7 @@ def _marks(runs: Sequence[RunHistory]) -> list[Series]:
         name, colour = ("", _GREY) if len(runs) == 1 else (f"{run.label} ", number)
         marks = {
             f"{name}resumed": (run.resumes, colour),
-            f"{name}not finite, or failed": (run.gaps, _RED),
+            f"{name}not finite": (run.gaps, _RED),
         }
         found += [
             Series(name=text, kind="marks", colour=own, x=_thin(x), y=[])

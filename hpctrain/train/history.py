@@ -28,7 +28,7 @@ class RunHistory:
     path: Path
     view: RunView
     records: list[Record]
-    settings: dict[str, Any]  # by dotted key
+    configuration: dict[str, Any]  # by dotted key
     environment: dict[str, Any]  # by dotted name
 
     @classmethod
@@ -42,14 +42,14 @@ class RunHistory:
             path=path,
             view=view,
             records=read(directory.metrics),
-            settings=_parsed(directory.config, tomllib.loads),
+            configuration=_parsed(directory.config, tomllib.loads),
             environment=_parsed(directory.environment, json.loads),
         )
 
     @property
     def title(self) -> str:
         """The label, and the name of the configuration where that is another."""
-        name = shown(self.settings.get("name", self.label))
+        name = shown(self.configuration.get("name", self.label))
         return self.label if name in self.label else f"{self.label} ({name})"
 
     @property
@@ -69,7 +69,7 @@ class RunHistory:
     @cached_property
     def metric_name(self) -> str:
         """Name of the first metric of tests."""
-        metric = self.settings.get("test.metric", LOSS)
+        metric = self.configuration.get("test.metric", LOSS)
         first = metric if isinstance(metric, str) else metric[0]
         return str(self.last("finished").get("metric_name", first.rpartition(":")[2]))
 
@@ -85,9 +85,8 @@ class RunHistory:
 
     @property
     def gaps(self) -> list[int]:
-        """The steps whose record has a loss that is not finite, and those where the run failed."""
-        steps = [record["step"] for record in self.of("step") if record.get(LOSS) is None]
-        return [*steps, *(record["step"] for record in self.of("failed"))]
+        """The steps whose record has a loss that is not finite."""
+        return [record["step"] for record in self.of("step") if record.get(LOSS) is None]
 
     @property
     def samples_per_s(self) -> float | None:
@@ -113,7 +112,7 @@ class RunHistory:
     @property
     def headline(self) -> str:
         """How it stands with the run, where it ran and how it learnt, in one line."""
-        begun, rate, test = self.view.begun, self.settings.get("optimizer.lr"), self.last("test")
+        begun, rate, test = self.view.begun, self.configuration.get("optimizer.lr"), self.last("test")
         ranks, nodes = begun.get("world_size", 1), begun.get("nodes", 1)
         told = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
         told += [f"learning rate {rate:g}"] if rate is not None else []
@@ -127,14 +126,10 @@ class RunHistory:
     @property
     def warning(self) -> str:
         """What a reader must not miss: values that are not finite, and why a run has failed."""
-        steps = self.of("step")
-        gaps = [record["step"] for record in steps if record.get(LOSS) is None]
-        told = []
+        gaps, told = self.gaps, []
         if gaps:
-            told.append(
-                f"the loss is not finite in {len(gaps)} of {len(steps)} records, first at step "
-                f"{gaps[0]}"
-            )
+            many = f"{len(gaps)} of {len(self.of('step'))} records"
+            told.append(f"the loss is not finite in {many}, first at step {gaps[0]}")
         if self.view.status.state == "failed":
             failed = self.last("failed")
             told.append(f"failed after step {failed['step']}: {shown(failed['reason'])}")
@@ -158,6 +153,12 @@ def histories(paths: Sequence[Path]) -> list[RunHistory]:
         if len({*labels}) == len({*whole}):
             break
     return [RunHistory.read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def told(runs: Sequence[RunHistory], name: str) -> list[str]:
+    """Return the headlines or the warnings of runs, those of several with their labels."""
+    texts = [(run.label, getattr(run, name)) for run in runs]
+    return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
 
 
 def found_in(folder: Path) -> list[RunHistory]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import ConfigError
@@ -22,17 +22,8 @@ _VALUES = {"step": "train", "test": "test"}  # events that hold values, and how 
 _NO_VALUES = ("event", "step", "epoch")
 
 
-class Logger(Protocol):
-    """What ``log.to`` names makes such an object of the run's folder and its configuration."""
-
-    def write(self, record: Record) -> None:
-        """Take a record, the same as a line of metrics.jsonl; the first begins the run."""
-
-    def close(self) -> None:
-        """End: the run is finished, or this part of it has stopped or failed."""
-
-
-Factory = Callable[[Path, Mapping[str, Any]], Logger]
+Factory = Callable[[Path, Mapping[str, Any]], Any]
+"""Makes of the run's folder and its configuration what has ``write(record)`` and ``close()``."""
 
 
 class Loggers:
@@ -43,7 +34,7 @@ class Loggers:
 
     def __init__(self, names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> None:
         """Open them for a run in ``folder``."""
-        self._open: dict[str, Logger] = {}
+        self._open: dict[str, Any] = {}
         for name in names:
             self._attempt(name, lambda name=name: self._begin(name, folder, config))  # type: ignore[misc]
 
@@ -177,31 +168,24 @@ class WandbLogger:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Take the folder; nothing is written before the first record."""
-        self._folder, self._config = folder, config
-        self._run: Any = None
+        """Begin the run there, or go on with it."""
+        import wandb  # noqa: PLC0415
+
+        begun = json.loads(RunDirectory(folder).environment.read_bytes())["started"]
+        self._run = wandb.init(
+            name=folder.resolve().name,
+            id=sha256(f"{folder.resolve()} {begun}".encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            settings=wandb.Settings(console="off"),
+        )
+        self.close = self._run.finish
 
     def write(self, record: Record) -> None:
         """Write the values of a record."""
-        if self._run is None:
-            import wandb  # noqa: PLC0415
-
-            begun = json.loads(RunDirectory(self._folder).environment.read_bytes())["started"]
-            self._run = wandb.init(
-                name=self._folder.resolve().name,
-                id=sha256(f"{self._folder.resolve()} {begun}".encode()).hexdigest()[:16],
-                resume="allow",
-                dir=str(self._folder),
-                config=dict(self._config),
-                settings=wandb.Settings(console="off"),
-            )
         if values := scalars(record):
             self._run.log(values, step=record["step"])
-
-    def close(self) -> None:
-        """Hand over what is left."""
-        if self._run is not None:
-            self._run.finish()
 
 
 _FACTORIES: dict[str, Factory] = {

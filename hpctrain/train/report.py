@@ -1,7 +1,7 @@
 """Pages and tables of runs: their figures, how they differ, where they ran."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hpctrain.report.page import (
 )
 from hpctrain.train.config import RunConfig
 from hpctrain.train.figures import figures_of
-from hpctrain.train.history import LOSS, RunHistory, number
+from hpctrain.train.history import LOSS, RunHistory, number, told
 
 _PARTS = ("run", "part", "begins after step", "ranks", "nodes", "job", "the part before")
 
@@ -38,15 +38,12 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
     Raises ``ConfigError``: plotly is not installed, or the file system refuses.
     """
     figures = figures_of(runs, smooth)
-    settings, environment = _settings(runs), _aligned(runs, lambda run: run.environment)
+    configuration = _aligned([run.configuration for run in runs])
+    environment = _aligned([run.environment for run in runs])
     labels = [run.label for run in runs]
     parts = [
-        *(f'<p class="soft">{escape(_named(runs, run, run.headline))}</p>' for run in runs),
-        *(
-            f'<p class="missing">{escape(_named(runs, run, run.warning))}</p>'
-            for run in runs
-            if run.warning
-        ),
+        *(f'<p class="soft">{escape(text)}</p>' for text in told(runs, "headline")),
+        *(f'<p class="missing">{escape(text)}</p>' for text in told(runs, "warning")),
         figures_html(figures) if figures else '<p class="missing">No step is recorded yet.</p>',
         "<h2>Results</h2>",
         table("results", ("what", *labels), _results(runs)),
@@ -54,9 +51,9 @@ def write_report(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> Pat
         table("parts", _PARTS, [row for run in runs for row in _begins(run)]),
         "<h2>Configuration</h2>",
         f'<p class="soft">What differs from {"run to run" if labels[1:] else "defaults"}.</p>',
-        _folded("configuration", labels, settings, _changed(runs, settings)),
+        _folded("configuration", labels, configuration, _changed(configuration)),
         "<h2>Environment</h2>",
-        _folded("environment", labels, environment, _different(runs, environment)),
+        _folded("environment", labels, environment, _different(environment)),
     ]
     return write_page(path, page(", ".join(run.title for run in runs), parts, figures))
 
@@ -65,16 +62,12 @@ def comparison(runs: Sequence[RunHistory]) -> RenderableType:
     """Return how runs differ, for a terminal: configuration, environment, results."""
     labels = [run.label for run in runs]
     found: list[RenderableType] = [text_table(("results", *labels), _results(runs))]
-    for name, values in (
-        ("configuration", _settings(runs)),
-        ("environment", _aligned(runs, lambda run: run.environment)),
-    ):
-        names = [n for n in _different(runs, values) if n not in _OF_A_START]
-        if names:
-            rows = [[n, *(_text(each) for each in values[n])] for n in names]
-            found += [Text(), text_table((name, *labels), rows)]
-        else:
-            found += [Text(), Text(f"{name}: the same")]
+    for name in ("configuration", "environment"):
+        values = _aligned([getattr(run, name) for run in runs])
+        names = [n for n in _different(values) if n not in _OF_A_START]
+        rows = [[n, *map(_text, values[n])] for n in names]
+        same = Text(f"{name}: the same")
+        found += [Text(), text_table((name, *labels), rows) if rows else same]
     return Group(*found)
 
 
@@ -126,42 +119,24 @@ def _begins(run: RunHistory) -> list[list[Cell]]:
     return found
 
 
-def _settings(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
-    """Return the keys of all configurations, in the order of a file."""
-    found = _aligned(runs, lambda run: run.settings)
-    order = {name: place for place, name in enumerate(keys_of(RunConfig))}
-    return dict(sorted(found.items(), key=lambda item: order.get(_key(item[0]), len(order))))
-
-
-def _key(name: str) -> str:
-    """Return the key of a value, which may be inside of a table."""
-    while name and name not in keys_of(RunConfig):
-        name = name.rpartition(".")[0]
-    return name
-
-
-def _aligned(
-    runs: Sequence[RunHistory], values_of: Callable[[RunHistory], Mapping[str, Any]]
-) -> dict[str, list[Any]]:
-    tables = [values_of(run) for run in runs]
+def _aligned(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each name in all tables, None where one has none."""
     names = dict.fromkeys(name for each in tables for name in each)
     return {name: [each.get(name) for each in tables] for name in names}
 
 
-def _different(runs: Sequence[RunHistory], values: Mapping[str, list[Any]]) -> list[str]:
-    """Return the names whose values differ between runs; all of one run."""
-    return [n for n, each in values.items() if len(runs) == 1 or len({*map(repr, each)}) > 1]
+def _different(values: Mapping[str, list[Any]]) -> list[str]:
+    """Return the names whose values differ; all of one table."""
+    return [n for n, each in values.items() if len(each) == 1 or len({*map(repr, each)}) > 1]
 
 
-def _changed(runs: Sequence[RunHistory], settings: Mapping[str, list[Any]]) -> list[str]:
+def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
     """Return the keys that differ between runs; of one run those that are no defaults."""
-    if len(runs) > 1:
-        return _different(runs, settings)
     keys = keys_of(RunConfig)
     return [
         name
-        for name, (value,) in settings.items()
-        if name not in keys or value != keys[name].default
+        for name in _different(configuration)
+        if configuration[name][1:] or name not in keys or configuration[name] != [keys[name].default]
     ]
 
 
@@ -171,15 +146,11 @@ def _folded(
     """Return a table of the values that matter most, and all of them to fold out."""
     rows = {key: [shown(key), *map(_text, each)] for key, each in values.items()}
     heads = ("key", *labels)
-    told = table(name, heads, [rows[key] for key in first]) if first else "<p>No difference.</p>"
+    most = table(name, heads, [rows[key] for key in first]) if first else "<p>No difference.</p>"
     if len(first) == len(rows):
-        return told
+        return most
     every = table(f"{name}-all", heads, rows.values())
-    return f"{told}\n<details><summary>all {len(rows)}</summary>{every}</details>"
-
-
-def _named(runs: Sequence[RunHistory], run: RunHistory, text: str) -> str:
-    return text if len(runs) == 1 else f"{run.label}: {text}"
+    return f"{most}\n<details><summary>all {len(rows)}</summary>{every}</details>"
 
 
 def _text(value: Any) -> str:

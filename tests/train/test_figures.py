@@ -94,7 +94,7 @@ def test_what_is_not_finite_is_told_and_marked_and_so_is_a_failure(tmp_path):
         "nan on rank 1"
     )
     [marks] = [each for each in found.series if each.kind == "marks"]
-    assert (marks.name, marks.x) == ("not finite, or failed", [2, 3, 4])
+    assert (marks.name, marks.x) == ("not finite", [2, 3])
     assert figures(write_run(tmp_path / "b"))["loss"].warning == ""
 
 
