@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
@@ -11,6 +12,7 @@ from hpctrain.report.figure import RANKS, Figure, Series
 # Tol's bright colours, which colour-blind readers tell apart, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 
+_WIDTH = 75  # characters of a warning
 _ROOM = 1.3  # of an axis with parts on top of each other: above them is the legend
 
 
@@ -78,9 +80,9 @@ def _draw(axes: Any, figure: Figure) -> None:
             continue
         width = 0.8 if figure.is_stacked else 0.8 / len(figure.series)
         shift = 0 if figure.is_stacked else (number - (len(figure.series) - 1) / 2) * width
-        style = {"label": series.name, "color": _colour(series)}
         bottom = [below[name] for name in series.x]
-        axes.bar([place + shift for place in x], series.y, width, bottom=bottom, **style)
+        look: dict[str, Any] = {"label": series.name, "color": _colour(series), "bottom": bottom}
+        axes.bar([place + shift for place in x], series.y, width, **look)
         if figure.is_stacked:
             below |= {n: (y or 0) + b for n, y, b in zip(series.x, series.y, bottom, strict=True)}
     _draw_areas(axes, [series for series in figure.series if series.kind == "area"])
@@ -89,17 +91,19 @@ def _draw(axes: Any, figure: Figure) -> None:
     _scale(axes, figure, names)
     axes.grid(alpha=0.3)
     if figure.warning:
-        place = {"transform": axes.transAxes, "va": "bottom", "wrap": True}
-        axes.text(0.02, 0.03, figure.warning, color="#cf222e", fontsize=9, **place)
+        style: dict[str, Any] = {"color": "#cf222e", "fontsize": 9, "va": "bottom"}
+        style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}
+        told = fill(figure.warning, _WIDTH)
+        axes.text(0.02, 0.03, told, transform=axes.transAxes, **style).set_in_layout(False)
     named: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         named.setdefault(label, handle)  # hollow points have the name of the others
     if named:
         size = 9 if len(named) < 6 else 7
-        look: dict[str, Any] = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
+        look = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
         if figure.is_stacked:
-            look |= {"loc": "upper right", "ncols": len(named), "handlelength": 1.5}
-        axes.legend(named.values(), named.keys(), **look)
+            look |= {"loc": "upper right", "ncols": 3, "handlelength": 1.5}
+        axes.legend(named.values(), named.keys(), **look).set_in_layout(False)
 
 
 def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:

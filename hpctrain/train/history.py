@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.report.figure import PARTS, shown
 from hpctrain.train.run_directory import RunDirectory
@@ -112,7 +113,11 @@ class RunHistory:
     @property
     def headline(self) -> str:
         """How it stands with the run, where it ran and how it learnt, in one line."""
-        begun, rate, test = self.view.begun, self.configuration.get("optimizer.lr"), self.last("test")
+        begun, rate, test = (
+            self.view.begun,
+            self.configuration.get("optimizer.lr"),
+            self.last("test"),
+        )
         ranks, nodes = begun.get("world_size", 1), begun.get("nodes", 1)
         told = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
         told += [f"learning rate {rate:g}"] if rate is not None else []
@@ -162,14 +167,22 @@ def told(runs: Sequence[RunHistory], name: str) -> list[str]:
 
 
 def found_in(folder: Path) -> list[RunHistory]:
-    """Return the runs in a folder, newest last. Raises ``ConfigError``: there is none."""
-    paths = [file.parent for file in folder.glob("*/metrics.jsonl")]
+    """Return the runs in a folder, newest last; a warning names those that cannot be read.
+
+    Raises ``ConfigError``: there is none.
+    """
+    paths = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
     if not paths:
         raise ConfigError(
             f"{folder} holds no folders of runs; give the folder in which output_dir lies, by "
             f"default runs"
         )
-    found = histories(sorted(paths))
+    found = []
+    for path in paths:
+        try:
+            found.append(RunHistory.read(path))
+        except ConfigError as error:
+            logger.warning(str(error))
     return sorted(found, key=lambda run: str(run.environment.get("started", "")))
 
 

@@ -132,12 +132,8 @@ def _different(values: Mapping[str, list[Any]]) -> list[str]:
 
 def _changed(configuration: Mapping[str, list[Any]]) -> list[str]:
     """Return the keys that differ between runs; of one run those that are no defaults."""
-    keys = keys_of(RunConfig)
-    return [
-        name
-        for name in _different(configuration)
-        if configuration[name][1:] or name not in keys or configuration[name] != [keys[name].default]
-    ]
+    defaults = {name: [key.default] for name, key in keys_of(RunConfig).items()}
+    return [n for n in _different(configuration) if configuration[n] != defaults.get(n)]
 
 
 def _folded(

@@ -203,10 +203,13 @@ def test_a_comparison_tells_what_differs_and_ends_with_0(tmp_path):
     assert "two runs or more" in str(result.exception)
 
 
-def test_runs_are_listed_by_their_start_and_how_it_stands_with_them(tmp_path):
+def test_runs_are_listed_by_their_start_and_how_it_stands_with_them(tmp_path, caplog):
     for number, end in enumerate(("finished", "stopped", "failed")):
         write_run(tmp_path / str(9 - number), end=end)
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "config.toml").write_text("name = ")
     rows = [line.split()[:5] for line in hpctrain("runs", tmp_path).splitlines()[1:]]
+    assert "config.toml cannot be read" in caplog.text
     assert rows == [
         ["7", "failed", "4", "of", "40"],
         ["8", "stopped", "4", "of", "40"],
