@@ -152,6 +152,8 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return finite(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

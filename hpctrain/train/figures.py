@@ -13,6 +13,7 @@ from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
 FORMATS = (".png", ".svg", ".pdf")
 MAX_POINTS = 2000  # of a curve: more than a screen has
 MAX_RANKS = 32  # as bars
+MAX_MARKS = 20
 
 _AVERAGED = 25
 """A curve is averaged over such a part of its records, where nobody says over how many."""
@@ -182,7 +183,7 @@ def _marks(runs: Sequence[RunHistory]) -> list[Series]:
             f"{name}not finite": (run.gaps, _RED),
         }
         found += [
-            Series(name=text, kind="marks", colour=own, x=_thin(x), y=[])
+            Series(name=text, kind="marks", colour=own, x=x[:MAX_MARKS], y=[])
             for text, (x, own) in marks.items()
             if x
         ]

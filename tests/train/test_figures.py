@@ -64,11 +64,14 @@ def test_a_run_has_its_curves_its_times_its_ranks_and_its_drift(tmp_path):
 def test_every_metric_of_a_test_has_a_figure(tmp_path):
     path = write_run(tmp_path / "a")
     with Metrics(path / "metrics.jsonl") as metrics:
-        metrics.write("test", step=5, loss=1.0, metric=0.7, metrics={"f1": 0.7, "top5": 0.8})
+        metrics.write(
+            "test", step=5, loss=1.0, metric=0.7, metrics={"f1": 0.7, "top5": float("nan")}
+        )
     found = figures(path)
     assert [each.title for name, each in found.items() if name.startswith("metric")] == [
         *("Test accuracy", "Test f1", "Test top5"),
     ]
+    assert [each.y for each in found["metric-2"].series] == [[None, None]]
 
 
 def test_averages_keep_what_is_constant_and_gaps_and_hold_all_values_between_ends(tmp_path):
