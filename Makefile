@@ -68,6 +68,11 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv-peers -r perf/peers.txt
 	touch $@
 
+# Sphinx and what reads a notebook, for `make docs` and the tests of both.
+.venv/docs-stamp: .venv/stamp
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[docs]'
+	touch $@
+
 # --- the main job -------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -234,6 +239,15 @@ bench-full: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figu
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 	@python perf/table.py
+
+# Examples are run, and what they print is shown. A warning, a link that leads nowhere or a public
+# name without a docstring is an error.
+.PHONY: docs
+docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, public names, examples
+	@rm -rf build/docs
+	python hpctrain/guide/html/pages.py build/docs-source
+	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
+	@echo "build/docs/index.html"
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it
