@@ -48,8 +48,8 @@ SECTIONS = {
 }
 """Titles of the public names of ``hpctrain``, by the package that has them."""
 
-CODE = {".py": "python", ".toml": "toml", ".sh": "bash", ".lua": "lua", ".yml": "yaml"}
-CODE |= {".yaml": "yaml", ".def": "text", ".json": "json"}
+CODE = {".py": "python", ".toml": "toml", ".lua": "lua", ".yml": "yaml", ".json": "json"}
+CODE |= {".def": "bash", ".ipynb": "json"}
 
 IN_SECONDS = {
     "01_four_lines.py",
@@ -161,6 +161,10 @@ class Pages:
     def _example(self, example: Path) -> None:
         self._copy(ROOT / example, example)
         name = example.name
+        if example.suffix == ".ipynb":
+            text = "\n".join(cells_of(ROOT / example, is_run=self._with_output))
+            self._put(example.with_name(f"{name}.md"), text)
+            return
         lines = [f"# {example.relative_to('examples')}", ""]
         if command := command_of(example):
             lines += ["    " + command, ""]
@@ -234,6 +238,23 @@ def output_of(command: str) -> tuple[str, bytes | None]:
         figures = sorted(folder.glob("runs/*/plots/*.png"))
         figure = figures[0].read_bytes() if figures else None
         return done.stdout.replace(f"{folder}/", ""), figure
+
+
+def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
+    """Yield the cells of a notebook as Markdown, with what they print if it is run."""
+    import nbformat  # noqa: PLC0415 - of the extra `docs`
+    from nbclient import NotebookClient  # noqa: PLC0415
+
+    found = nbformat.read(notebook, as_version=4)
+    if is_run:
+        sys.stderr.write(f"{notebook.name}\n")
+        NotebookClient(found, timeout=LIMIT_S).execute()
+    for cell in found.cells:
+        is_code = cell.cell_type == "code"
+        yield f"```python\n{cell.source}\n```\n" if is_code else f"{cell.source}\n"
+        told = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
+        if told:
+            yield f"```text\n{''.join(told)}```\n"
 
 
 # --- public names -------------------------------------------------------------------------------
