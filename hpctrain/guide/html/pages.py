@@ -61,7 +61,7 @@ IN_SECONDS = {
 ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
 LIMIT_S = 600
 
-GUIDE = re.compile(r"`hpctrain guide ([a-z-]+)`")
+GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
 EXAMPLE = re.compile(r"`(examples/[\w./-]+)`")
 LINK = re.compile(r"\]\(([\w./-]+)\)")
 
