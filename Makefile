@@ -143,6 +143,11 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
 
+# By hand, once per release: other MPIs, the oldest packages, and what torch and Python can be had.
+.PHONY: matrix
+matrix: .venv/stamp ## test other versions of MPI, torch, Python; the table: hpctrain guide versions
+	python tests/matrix.py --guide
+
 # --- everything else ----------------------------------------------------------------------------
 
 SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch slurm/*.sh slurm/sites/*.sh)

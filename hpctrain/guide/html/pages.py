@@ -27,7 +27,7 @@ GUIDES = ROOT / "hpctrain/guide"
 
 FIRST = (
     ("Begin", ("start", "ddp", "train", "data", "checkpoints", "slurm")),
-    ("When something is wrong or slow", ("errors", "performance")),
+    ("When something is wrong or slow", ("errors", "performance", "versions")),
     ("Horovod", ("horovod", "migrate", "horovod-variables")),
 )
 """Topics in reading order; what is not named here follows by its name."""
