@@ -2,8 +2,10 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.target import call, check_arguments, member, resolve
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
@@ -116,6 +118,49 @@ class Task:
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
         return inputs, labels
+
+    def loss_of(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of some samples.
+
+        Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
+        """
+        config = self.config
+        with _told_of(f'model.target = "{config.model.target}"', inputs):
+            output = self.model(inputs)
+        whose = f'loss.target = "{config.loss.target}"'
+        with _told_of(whose, output, labels):
+            loss: object = self.loss(output, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DataError(
+                f"{whose} returns one number for a batch, such as the mean over its samples, got "
+                f"{_form(loss)} of {_form(output)} and {_form(labels)}"
+            )
+        return loss
+
+
+@contextmanager
+def _told_of(whose: str, *values: object) -> Iterator[None]:
+    """Let what torch raises inside name the function and what it was given; else traces say it."""
+    try:
+        yield
+    except (HpctrainError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
+            raise
+        given = " and ".join(map(_form, values))
+        raise DataError(
+            f"model, loss and data fit together, {whose} refuses {given}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {', '.join(map(_form, value))}"
+    return f"a {type(value).__name__}"
 
 
 def build(config: RunConfig, comm: Communicator) -> Task:
