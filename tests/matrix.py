@@ -143,7 +143,9 @@ def tested(row: Row) -> tuple[str, str]:
     last = [
         line for line in log.read_text().splitlines() if re.search(r"\d+ (passed|failed)", line)
     ]
-    told = re.sub(r" in [\d.]+s.*|=", "", last[-1]).strip() if last else f"exit code {code}"
+    told = f"exit code {code}"
+    if last:
+        told = re.sub(r", \d+ deselected| in [\d.]+s.*|=", "", last[-1]).strip()
     sys.stderr.write(f"{row.name}: {told}, {time.monotonic() - began:.0f} s, {log}\n")
     return asked.stdout.strip(), told
 

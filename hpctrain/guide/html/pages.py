@@ -121,7 +121,7 @@ class Pages:
             if next((each for each in path.parents if each in with_readme), Path("examples"))
             == place
         ]
-        entries = [str(path.relative_to(place)) for path in mine]
+        entries = [f"{each} <{each}>" for each in (path.relative_to(place) for path in mine)]
         if place == Path("examples"):
             entries += [f"{each.name}/ <{each.name}/README>" for each in sorted(with_readme)]
         return "\n".join(_toctree("", entries))
