@@ -312,15 +312,18 @@ def _entry(full: str, value: Any, package: str) -> list[str]:
         return [f".. autofunction:: {full}", ""]
     text = _comment(name, _places(package).get(name, package))
     if not text:
-        raise SystemExit(f"{full} has no docstring below its assignment")
+        raise SystemExit(f"{full} has neither a docstring nor a comment at its assignment")
     return [f".. py:data:: {full}", "", *(f"   {line}" for line in text), ""]
 
 
 def _comment(name: str, module: str) -> list[str]:
-    """Return the docstring below the assignment of a name."""
+    """Return the docstring below the assignment of a name, or the comment behind it."""
     from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - its tests need no Sphinx
 
-    return list(ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name), []))
+    analyzer = ModuleAnalyzer.for_module(module)
+    found = re.search(rf"^{name} = .*?  # (.+)$", analyzer.code, re.MULTILINE)
+    below: list[str] = list(analyzer.find_attr_docs().get(("", name), []))
+    return below or ([found[1]] if found else [])
 
 
 def _require_docstrings(full: str, kind: type) -> None:
