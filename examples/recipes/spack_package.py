@@ -28,7 +28,7 @@ class PyHpctrain(PythonPackage):
     depends_on("python@3.11:3.11", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-cloudpickle@3.0:", type=("build", "run"))
-    depends_on("py-h5py@3.11:3", type=("build", "run"))
+    depends_on("py-h5py@3.12:3", type=("build", "run"))
     depends_on("py-mpi4py@4.1:4", type=("build", "run"))
     depends_on("py-numpy@2.0:2", type=("build", "run"))
     depends_on("py-rich@14.0:", type=("build", "run"))
