@@ -68,6 +68,11 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv-peers -r perf/peers.txt
 	touch $@
 
+# Sphinx and what reads a notebook, for `make docs` and the tests of both.
+.venv/docs-stamp: .venv/stamp
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[docs]'
+	touch $@
+
 # --- the main job -------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -137,6 +142,11 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	  .venv-mpich/bin/python -m hpctrain launch -n 2 -- \
 	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
+
+# By hand, once per release: other MPIs, the oldest packages, and what torch and Python can be had.
+.PHONY: matrix
+matrix: .venv/stamp ## test other versions of MPI, torch, Python; the table: hpctrain guide versions
+	python tests/matrix.py --guide
 
 # --- everything else ----------------------------------------------------------------------------
 
@@ -234,6 +244,15 @@ bench-full: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figu
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 	@python perf/table.py
+
+# Examples are run, and what they print is shown. A warning, a link that leads nowhere or a public
+# name without a docstring is an error.
+.PHONY: docs
+docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, public names, examples
+	@rm -rf build/docs
+	python hpctrain/guide/html/pages.py build/docs-source
+	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
+	@echo "build/docs/index.html"
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it

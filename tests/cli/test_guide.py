@@ -1,5 +1,7 @@
 """``hpctrain guide`` shows what is true: every snippet and every command of a guide runs."""
 
+import ast
+import contextlib
 import os
 import re
 import shlex
@@ -14,8 +16,14 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli import guide as guides
-from hpctrain.cli.main import app
+from hpctrain.cli.launch import INTERRUPTED
+from hpctrain.cli.main import USAGE_ERROR, app
+from hpctrain.core import errors
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.supervise import TIMED_OUT
+from hpctrain.negotiation.stall import HANG
+from hpctrain.runtime import abort
+from hpctrain.runtime.stopping import STOPPED
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -131,3 +139,56 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
     root = Path(__file__).parents[2]
     for name in re.findall(r"`((?:examples|perf)/[\w./]+)`", TEXTS[topic]):
         assert (root / name).exists() or name == "perf/results", name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("topic", ["ddp", "checkpoints"])
+def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
+    """What a shell does between them, rank 0 does."""
+    names: dict[str, object] = {"__name__": "guide"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(hpctrain.shutdown)
+        stack.enter_context(contextlib.chdir(world.bcast(tmp_path)))
+        for language, code in BLOCK.findall(TEXTS[topic]):
+            if language == "python":
+                exec(compile(code, f"guide {topic}", "exec"), names)
+            elif language == "sh" and world.rank == 0:
+                for line in lines_of(code):
+                    run(line)
+            world.barrier()
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_every_exit_code_and_every_class_of_errors_is_in_the_guide():
+    codes = {abort.FAILED, abort.RANK_LOST, STOPPED, HANG, TIMED_OUT, INTERRUPTED, USAGE_ERROR}
+    rows = re.findall(r"^\| ([\d, ]+) \|", TEXTS["errors"], re.MULTILINE)
+    assert codes <= {int(number) for row in rows for number in row.split(",")}
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert set(re.findall(r"^\| `(\w+Error)` \|", TEXTS["errors"], re.MULTILINE)) | {
+        "HpctrainError"
+    } == {name for name in classes if issubclass(getattr(errors, name), errors.HpctrainError)}
+
+
+def messages() -> str:
+    """Every text in the code, with "..." where a value is put in; one per line."""
+    texts = []
+    for file in Path(guides.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(each, "value", "") for each in node.values]
+                texts.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
+    every = messages()
+    table = TEXTS["errors"].partition("## Starting")[2]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) > 20
+    for message in quoted:
+        pattern = ".*".join(map(re.escape, message.split("...")))
+        assert re.search(pattern, every), message
