@@ -22,6 +22,7 @@ from hpctrain.train.console import Progress
 from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.profiler import Profiler
 from hpctrain.train.resume import given_arguments
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
@@ -153,7 +154,7 @@ class RunInDirectory:
             self._comm,
             every=table.every,
             keep=table.keep,
-            keep_best=table.keep_best,
+            keep_best=self._task.config.keep_best,
             mtbf=table.mtbf or None,
             background=table.background,
             guard=self._check_lease,
@@ -201,8 +202,11 @@ class RunInDirectory:
         """Train, and write the last record."""
         task, state = self._task, self._state
         epochs = task.config.train.epochs
-        with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
-            outcome = TrainingLoop(state, metrics, progress, boundary).train()
+        with (
+            Progress(self._console, task.num_steps, epochs, task.metric_name) as progress,
+            Profiler(task.config.log, self._directory.profile, self._comm.rank) as profiler,
+        ):
+            outcome = TrainingLoop(state, metrics, progress, boundary, profiler).train()
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
@@ -213,7 +217,8 @@ class RunInDirectory:
             **asdict(outcome.scores),
             metric_name=task.metric_name,
             training_s=outcome.training_s,
-            samples_per_s=task.num_samples / outcome.training_s,
+            samples_per_s=outcome.num_samples / outcome.training_s,
+            best=state.best.facts,
             **(figures(task.sync) if task.sync is not None else {}),
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
             state_hash=hash_of(task),

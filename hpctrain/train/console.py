@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from hpctrain.train.evaluate import Scores
+    from hpctrain.train.scores import Scores
     from hpctrain.train.step_meter import Interval
 
 

@@ -24,6 +24,7 @@ _NOT_MATHEMATICS = (
     "data.worker_timeout_s",
     "data.prefetch",
     "data.stage",
+    "train.activation_checkpointing",
     "train.on_non_finite",
     "train.check_replicas",
 )
@@ -76,7 +77,10 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
 
 def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
     """Return the arguments of the optimizer that the configuration gives, or gave so far."""
-    return [*{**load(directory.config).config.optimizer.args, **config.optimizer.args}]
+    tables = [load(directory.config).config.optimizer, config.optimizer]
+    args = [each for table in tables for each in (table.args, *table.groups)]
+    names = [*(name for each in args for name in each if name != "match"), "weight_decay"]
+    return [*dict.fromkeys(names)]
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:

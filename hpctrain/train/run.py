@@ -161,7 +161,7 @@ class _Run:
             except ConfigError as error:
                 logger.warning(str(error))  # the run itself is complete
         self._console.print(
-            f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
+            f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
         self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
