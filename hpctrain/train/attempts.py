@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -80,8 +81,13 @@ class RunInDirectory:
         directory: RunDirectory,
         console: Console,
         lease: Lease | None = None,
+        modules: Path | None = None,
     ) -> None:
-        """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
+        """Take what is needed; ``lease`` is the one on the directory, on rank 0.
+
+        ``modules`` is where the configuration's modules are looked for, which records keep.
+        """
+        self._modules = str(modules or Path.cwd())
         self._task, self._comm = task, task.comm
         self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)
@@ -124,7 +130,7 @@ class RunInDirectory:
         with self._metrics() as metrics:
             facts = self._facts()
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
-            about = {"num_steps": self._task.num_steps, "hosts": hosts}
+            about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
             self._tell_beginning(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid
@@ -218,7 +224,7 @@ class RunInDirectory:
             metric_name=task.metric_name,
             training_s=outcome.training_s,
             samples_per_s=outcome.num_samples / outcome.training_s,
-            best=state.best.facts,
+            best=outcome.best,
             **(figures(task.sync) if task.sync is not None else {}),
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
             state_hash=hash_of(task),

@@ -30,6 +30,8 @@ class Outcome:
     scores: Scores  # of the last test
     training_s: float  # duration of all steps, without tests
     num_samples: int  # learnt from, counted as often as that
+    step: int  # steps that are done
+    best: dict[str, Any]  # step, epoch and metric of the best test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,13 @@ class TrainingLoop:
         assert state.scores is not None
         boundary.finish(state, score=self._score())
         num_samples = state.epochs_done * self._task.num_train_samples
-        return Outcome(scores=state.scores, training_s=state.training_s, num_samples=num_samples)
+        return Outcome(
+            scores=state.scores,
+            training_s=state.training_s,
+            num_samples=num_samples,
+            step=state.step,
+            best=state.best.facts,
+        )
 
     def _end_epoch(self, epoch: int, *, wants_save: bool) -> None:
         """Test where that is due, and let a run end with one model. Collective."""

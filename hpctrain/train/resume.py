@@ -61,6 +61,8 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
         if name != "output_dir" and value_of(before, name) != value_of(config, name)
     }
     other = [line for name, line in lines.items() if _is_mathematics(name)]
+    if finished(directory) and config.train.epochs > before.train.epochs:
+        other.remove(lines["train.epochs"])  # it is extended
     if other and not changed:
         raise ConfigError(
             f"a run goes on as the training it was, and {directory.config} says: "

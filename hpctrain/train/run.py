@@ -133,7 +133,9 @@ class _Run:
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
-        task = build(config, self._comm)
+        shelf = CheckpointDirectory(directory.checkpoints)
+        has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
+        task = build(config, self._comm, is_new=not has_weights)
         _describe(console, here, task, directory)
         for line in changes:
             console.print(f"changed: {line}")
@@ -142,7 +144,8 @@ class _Run:
             console.print("dry run: everything is built, nothing was trained")
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
-            outcome = RunInDirectory(task, directory, console, lease).carry_out(
+            here_are = self._loaded.folder
+            outcome = RunInDirectory(task, directory, console, lease, here_are).carry_out(
                 render(config), requests, continues=continues
             )
         return self._end(task, outcome, lease)
@@ -164,8 +167,17 @@ class _Run:
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
-        self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+        for line in self._told_tests(task, outcome):
+            self._console.print(line)
         return 0
+
+    def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
+        """Say for people how the tests went: the last one, and the best where it is another."""
+        best = outcome.best
+        if task.config.keep_best and best and best["step"] != outcome.step:
+            path = CheckpointDirectory(self._directory.checkpoints).path(best["step"])
+            yield f"best test {task.metric_name} {best['metric']:.4f}, in {path}"
+        yield from outcome.scores.lines(task.metric_name)
 
 
 def requests_of(

@@ -1,7 +1,7 @@
 """Metrics of a test: what a batch adds to sums that are exact on any number of ranks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +45,13 @@ class Scores:
     metric: float  # the first one; equal to ``loss`` when the loss is the metric
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)  # all of them, by name
+
+    def lines(self, first: str) -> Iterator[str]:
+        """Say it for people, the ``first`` metric in the last line."""
+        others = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name != first]
+        if others:
+            yield f"test {', '.join(others)}"
+        yield f"test {first} {self.metric:.4f}"
 
 
 def make_metric(name: str) -> Metric:
