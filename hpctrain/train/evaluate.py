@@ -8,6 +8,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
 from hpctrain.train.scores import Metric, Scores
+from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
 
 
@@ -27,6 +28,7 @@ def evaluate(task: Task) -> Scores:
     rows, counts = [], dict[str, Tensor]()
     for inputs, labels in _parts(task):
         output, loss = task.forward(inputs, labels)
+        output = widened(output)
         sums_of = (metric.sum_of(output, labels) for metric in means)
         rows.append((float(len(inputs)), loss.item() * len(inputs), *sums_of))
         for metric in task.metrics:

@@ -25,6 +25,7 @@ from hpctrain.data.samples import Batch
 from hpctrain.train.config import SyncConfig
 from hpctrain.train.load import load
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task, build
 
 OUTPUT = "output"  # name of the data set in the file
@@ -41,7 +42,13 @@ def load_task(
     configuration does not fit it; on all ranks.
     """
     directory = RunDirectory(path)
-    checkpoint = on_root(comm, lambda: checkpoint_of(path, which))
+
+    def find() -> Path:
+        if not directory.config.exists():
+            raise ConfigError(f"{path} holds no run; name the folder of one, such as runs/digits")
+        return checkpoint_of(path, which)
+
+    checkpoint = on_root(comm, find)
     with agreed(comm):
         config = load(directory.config, overrides).config
         begun = (r["modules"] for r in read(directory.metrics) if "modules" in r)
@@ -107,14 +114,14 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
         return None
     with task.precision.autocast():
         output = task.model(task.split(batch)[0])
+    output = widened(output)
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise DataError(
             f"predictions are a tensor with a row for each of {batch.num_samples} samples, the "
             f"model returned {what}; let it do so after eval()"
         )
-    is_half = output.dtype in (torch.bfloat16, torch.float16)  # numpy does not have the one
-    found: NDArray[Any] = (output.float() if is_half else output).contiguous().numpy()
+    found: NDArray[Any] = output.contiguous().numpy()
     return found
 
 

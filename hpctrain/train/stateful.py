@@ -58,6 +58,12 @@ class Precision:
         self._scaler.load_state_dict(dict(state))
 
 
+def widened(output: Any) -> Any:
+    """Return an output of autocast in 32 bits, for metrics and numpy; others as they are."""
+    is_half = isinstance(output, Tensor) and output.dtype in _TYPES.values()
+    return output.float() if is_half else output
+
+
 class Ema:
     """Moving average of a model's weights: ``decay * average + (1 - decay) * weights``.
 

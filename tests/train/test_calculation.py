@@ -83,6 +83,20 @@ def test_what_is_calculated_once_more_in_backward_has_the_same_bits(here, config
     assert_same_run(*jobs)
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, configure, shared):
+    how = ["sync.method=post_local_sgd", "sync.steps=2", "sync.args.start=4", "train.epochs=2"]
+    plain, pieces = (
+        Job(here, configure, shared / name, *how, f"train.accumulate={name}") for name in "13"
+    )
+    plain.part()
+    pieces.part()
+    here.comm.barrier()
+    one, two = plain.final()["model"], pieces.final()["model"]
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared):
     how = ["train.global_batch=20", "train.epochs=2"]

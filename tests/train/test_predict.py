@@ -1,22 +1,30 @@
 """What a run has learnt, used again: tested, its outputs written, begun with, and extended."""
 
 import json
+import sys
+from pathlib import Path
 
 import h5py
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import hpctrain
 from hpctrain.checkpoint.export import export
 from hpctrain.checkpoint.inspection import checkpoint_of, checkpoints_in
+from hpctrain.cli.main import app
 from hpctrain.core.errors import CheckpointError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome
 from hpctrain.train.predict import load_task, predict
 from hpctrain.train.resume import check_same
+from hpctrain.train.run import How, run
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_run
 from tests.train.problem import NUM_SAMPLES, samples
+from tests.train.starting import write_config
 
 KEPT = ["train.ema=0.9", "checkpoint.keep_best=1", 'test.metric=["accuracy", "f1"]']
 TRACED = ["log.profile=[2, 3]", "log.profile_ranks=[0, 7]"]
@@ -152,3 +160,33 @@ def test_a_run_without_progress_ends_and_keeps_its_best_checkpoint(here, configu
     here.comm.barrier()
     epochs = [r["epoch"] for r in read(job.directory.metrics) if r["event"] == "test"]
     assert epochs == [1, 2, 3, 4]
+
+
+@pytest.mark.launches  # it prints, and one rank is enough
+def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    write_config(tmp_path, "tests.train.problem:model", epochs=5)
+    judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1"]
+    try:
+        assert run(load_config(Path("small.toml"), judged), {}, How()) == 0
+        *_, best, others, last = capsys.readouterr().out.splitlines()
+        assert best.endswith("in runs/small/checkpoints/step-00000004")
+        assert best.startswith("best test loss ")
+        assert others.startswith("test top2 0.")
+        runner, found = CliRunner(), {}
+        for which in ("last", "best"):
+            words = ["evaluate", "runs/small", "--checkpoint", which, "--json"]
+            found[which] = json.loads(runner.invoke(app, words).stdout)
+        assert last == f"test loss {found['last']['metric']:.4f}"
+        assert best.split()[3] == f"{found['best']['metric']:.4f},"
+        told = runner.invoke(app, ["evaluate", "runs/small"]).stdout.splitlines()
+        assert told[-2:] == [others, last]
+        for words, message in (
+            (["evaluate", "runs/none"], "runs/none holds no run"),
+            (["evaluate", "runs/small", "--split", "all"], "--split is test or train, got 'all'"),
+            (["predict", "runs/small", "--output", "small.toml"], "is there already"),
+        ):
+            assert message in str(runner.invoke(app, words).exception)
+    finally:
+        hpctrain.shutdown()

@@ -51,10 +51,10 @@ def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
         ("optimizer.args.momentun=0.1", "did you mean momentum?"),
         ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
         (
-            'optimizer.groups=[{ match = "*.bais" }]',
-            'optimizer.groups: "*.bais" matches none of 4',
+            'optimizer.groups=[{ match = "*.bia" }]',
+            'optimizer.groups: "*.bia" matches none of 4',
         ),
-        ('optimizer.groups=[{ match = "*.bais" }]', "such as 4.bias, 1.bias"),
+        ('optimizer.groups=[{ match = "*.bia" }]', "such as 4.bias, 1.bias"),
         ('optimizer.groups=[{ match = "*", momentun = 0 }]', "did you mean momentum?"),
         ("schedule.name=step", "schedule.name is one of constant, linear, cosine, got 'step'"),
         ("schedule.args.finall=0.1", "did you mean final?"),
