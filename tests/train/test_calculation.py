@@ -87,7 +87,7 @@ def test_what_is_calculated_once_more_in_backward_has_the_same_bits(here, config
 def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, configure, shared):
     how = ["sync.method=post_local_sgd", "sync.steps=2", "sync.args.start=4", "train.epochs=2"]
     plain, pieces = (
-        Job(here, configure, shared / name, *how, f"train.accumulate={name}") for name in "13"
+        Job(here, configure, shared / name, *how, f"train.accumulate={name}") for name in "15"
     )
     plain.part()
     pieces.part()
@@ -112,6 +112,18 @@ def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, 
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_groups_follow_the_schedule_from_peaks_of_their_own(here, configure, shared):
+    groups = 'optimizer.groups=[{ match = "*.bias", lr = 0.4 }]'
+    how = [groups, "optimizer.lr=0.1", "schedule.name=linear", "train.epochs=1"]
+    job = Job(here, configure, shared / "run", *how)
+    task, seen = job.built(), []
+    task.optimizer.register_step_pre_hook(
+        lambda *_: seen.append([group["lr"] for group in task.optimizer.param_groups])
+    )
+    job.part(task=task)
+    assert seen == [[0.1 * task.schedule(step), 0.4 * task.schedule(step)] for step in range(6)]
 
 
 @pytest.mark.ranks(1, 2)
